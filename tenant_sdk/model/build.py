@@ -103,8 +103,8 @@ def load_remote_model(
         executor: the executor that sends the model's calls to the provider.
         dtype: the dtype of the tenant's own tensors and of activations.
         device: the tenant's device.
-        verified: whether the bundle was compared with a trusted checkpoint; if not, only those entries of the config
-            are used that its class declares.
+        verified: whether the bundle was compared with a trusted checkpoint; if not, only entries that the config's
+            class declares are used.
 
     Returns:
         A model in eval mode with frozen parameters.

@@ -23,8 +23,8 @@ from wire.errors import ConfigurationError
 from wire.loading import loading
 
 Origin = Literal["verified", "named", "provider"]
-"""The source of the tokenizer: `verified`: compared with the checkpoint of `verify`; `named`: the tenant's `tokenizer`;
-`provider`: the bundle of an unverified provider."""
+"""The source of the tokenizer, one of `verified` (a bundle that equals the checkpoint of `verify`), `named` (the
+tenant's `tokenizer`) and `provider` (an unverified provider's bundle)."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Checkpoints:
     """Opens, marks and removes the checkpoints of one run, which are in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: the folder of the checkpoints, which `open` makes and `discard` removes."""
+        """Uses the checkpoints in `folder`, which `open` makes and `discard` removes."""
         self.folder = folder
 
     def open(self, run: str, resume: bool | None) -> Path | None:

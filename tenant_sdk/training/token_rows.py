@@ -1,7 +1,7 @@
 """Turns a data set into token rows: each row keeps its own length, or all are padded to one length, the bucket.
 
-Guarantees: with a bucket every row has exactly the bucket's length. If the tokenizer is an unverified provider's, no
-row is refused that is too long or cannot be used, because the provider would see the refusal.
+Guarantees: with a bucket every row has exactly the bucket's length. If the tokenizer is an unverified provider's,
+rows that are too long or cannot be used are not refused, because the provider would see the refusal.
 """
 
 from __future__ import annotations

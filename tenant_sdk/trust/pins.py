@@ -31,7 +31,7 @@ PARTS = {
     "template": "chat template",
     "config": "config",
 }
-"""The words for each part in a sentence, by the name that a tenant passes to accept a change of the part."""
+"""The words for each part in error texts, by the part's name in `accept_changes`."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -90,7 +90,7 @@ class Pins:
     """Reads and writes the pins in one folder, under a lock, so that several processes may do so at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: the folder of `pins.json`: that of the identity, or the cache if there is no identity."""
+        """Uses `pins.json` in `folder`, the folder of the identity, or the cache if there is no identity."""
         self._folder = folder
         self._path = folder / "pins.json"
 
