@@ -1,1 +1,1 @@
-"""Runs against peers, side by side; `python -m benchmarks` prints the tables of docs/benchmarks.md."""
+"""This package measures Veilbase against peers in the same run; `python -m benchmarks` prints all tables."""

@@ -1,7 +1,7 @@
 """Runs every benchmark, one after the other: `make bench`.
 
-A benchmark that needs more than `make setup` (a permission, or a peer's wheel) says so and is left out where it is
-missing.
+A benchmark that needs more than `make setup` (a permission, a peer's wheel or a GPU) prints what is
+missing, and is then left out.
 """
 
 from benchmarks import (
@@ -21,7 +21,8 @@ from benchmarks import (
 )
 
 NOT_POSSIBLE = 2
-"""Exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU; it has said which."""
+"""The exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU (accelerator); the
+benchmark itself prints what it lacks."""
 
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,

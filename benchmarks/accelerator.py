@@ -1,10 +1,11 @@
-"""Measures the exact ring product on an accelerator against a bf16 product of the same shape; they take turns.
+"""Measures the exact ring product on an accelerator against a bf16 product of the same shape, taking turns.
 
-A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/ring/product.py); for tenants without a mask it
-would compute a bf16 product. Both directions are measured: with W̃ᵀ as it is stored, and with W̃, whose copy is made
-once and not counted (wire/ring/product_cuda.py). Numbers are on the device already; each time is from one
-synchronisation to the next. A sample of rows is compared with int64. Without a CUDA device nothing is measured:
-`--device cpu --size 256` runs the same code and says nothing about speed.
+In ring arithmetic a provider computes only products rows · W̃ mod 2^32, where W̃ is the int8 weight
+(wire/ring/product.py). A service without masks would compute a bf16 product instead. Both directions are measured: one
+uses the stored W̃ᵀ, the other a copy of W̃ that is made once and not timed (wire/ring/product_cuda.py). All tensors are
+on the device before the clock starts, and each time ends with a synchronisation of the device. A sample of rows is
+compared with int64 products. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the same code
+and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -22,20 +23,26 @@ if TYPE_CHECKING:
 
 SIZE = 4096
 BAR = 2.5
-"""The ring product's time that is aimed for, as a multiple of the bf16 product's: four int8 limbs at twice bf16's rate
-cost twice as much, and the rest is for splitting and joining."""
+"""The target: the ring product may take at most this many times as long as the bf16 product. A number is split into
+four int8 limbs. Their products take twice as long as a bf16 product, at twice its rate; the rest is for splitting and
+joining."""
 SAMPLE = 16
-"""The number of rows that are compared, the first and last among them."""
+"""The number of rows that are compared with int64 products, including the first and the last row."""
 PEER = "bf16 product"
 NOT_POSSIBLE = 2
-"""The exit code of benchmarks/__main__.py, which imports this module."""
+"""The same exit code as in benchmarks/__main__.py, which imports this module."""
 
 
 class Products:
-    """Random numbers of one size on one device, and every product of them that is measured."""
+    """Holds random matrices of one size on one device, and computes the products that are measured."""
 
     def __init__(self, size: int, device: str) -> None:
-        """Args: size: the size of all three dimensions; device: the device of all numbers."""
+        """Makes the matrices.
+
+        Args:
+            size: the size of all three dimensions of a product.
+            device: the device that computes the products.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -46,7 +53,8 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """Multiplies as a provider does; on the CPU as wire/ring/product_cuda.py would, so that its code is run."""
+        """Returns the ring product. On the CPU too it is computed by wire/ring/product_cuda.py, so that this code is
+        run."""
         from wire.ring import coding, product_cuda
 
         rows, weight = self._there
@@ -54,7 +62,7 @@ class Products:
         return multiply(rows, weight.t() if is_transposed else weight)
 
     def runs(self) -> dict[str, Callable[[], Any]]:
-        """Returns the products to measure, by name; each ends when the device is done."""
+        """Returns the functions to measure, by name; each computes one product and waits for the device."""
         first, second = self._wide
         return {
             PEER: lambda: self._finish(first @ second),
@@ -67,14 +75,14 @@ class Products:
         return found
 
     def synchronise(self) -> None:
-        """Waits for the device."""
+        """Waits until the device has finished all work."""
         import torch
 
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def wrong_numbers(self) -> int:
-        """Returns how many numbers are wrong in a sample of rows of both directions, against int64 on the CPU."""
+        """Returns how many numbers differ from int64 products on the CPU, in a sample of rows of both directions."""
         import torch
 
         at = torch.linspace(0, self._rows.shape[0] - 1, min(SAMPLE, self._rows.shape[0])).long()
@@ -86,15 +94,20 @@ class Products:
         return wrong
 
     def is_by_limbs(self) -> bool:
-        """Whether the device passed the self-test of wire/ring/product_cuda.py; if not, the plain form was measured."""
+        """Returns whether the device passed the self-test of wire/ring/product_cuda.py; if not, float64 products were
+        measured."""
         from wire.ring import product_cuda
 
         return product_cuda.is_exact(self._there[0].device)
 
 
 def run(size: int = SIZE, device: str = "cuda", repeats: int = 20) -> dict[str, Any]:
-    """Returns median seconds of each product, its ratio to the bf16 product of the same round, and the count of wrong
-    numbers."""
+    """Measures the products.
+
+    Returns:
+        `seconds`: median seconds, by product; `ratio`: the median ratio to the bf16 product of the same round, by
+        product; `wrong`: the count of wrong numbers; `is_by_limbs`: see `Products.is_by_limbs`.
+    """
     products = Products(size, device)
     products.synchronise()
     wrong = products.wrong_numbers()
@@ -108,7 +121,7 @@ def run(size: int = SIZE, device: str = "cuda", repeats: int = 20) -> dict[str, 
 
 
 def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     import torch
 
     is_gpu = device != "cpu"
@@ -123,7 +136,7 @@ def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
 
 
 def main() -> None:
-    """Prints the table, or says that there is no such device."""
+    """Prints the table, or exits with NOT_POSSIBLE if there is no such device."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")

@@ -1,9 +1,10 @@
-"""Measures how long it takes to switch to an adapter: from host memory and from disk, until its slot can be used.
+"""Measures how long it takes to load an adapter, from host memory and from disk, until a request can use it.
 
-The adapters are those of the bar: rank 16 on all linear layers of SmolLM2-135M, packed in bf16. Weights are random, and
-the model has its shapes without its weights, so nothing is downloaded. A switch begins when a request names an adapter
-that has no slot, and ends when its ticket is ready; files are in the page cache. The peer is PEFT's `load_adapter`.
-Beside the seconds stands the processor's time, which other work on the machine changes less.
+Each adapter has rank 16 on all linear layers of SmolLM2-135M and is packed in bf16. Its weights are random, and the
+model has only the shapes of SmolLM2-135M, so nothing is downloaded. A switch begins when a request names an adapter
+that has no slot, which is an adapter's place on the device. A switch ends when the request's ticket is ready. Files are
+in the page cache. The peer is PEFT's `load_adapter`. The table also shows processor time, which depends less on other
+work on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BARS_MS = {"host memory": 5.0, "disk": 40.0}
 
 
 def smollm2_shapes() -> Any:
-    """Returns a model with the shapes of SmolLM2-135M; its numbers do not matter here."""
+    """Returns a model with the shapes of SmolLM2-135M and random weights."""
     config = LlamaConfig(
         vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
@@ -41,7 +42,7 @@ def smollm2_shapes() -> Any:
 
 
 def save(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> None:
-    """Saves a random adapter on all linear layers but the head, as PEFT lays it out."""
+    """Saves a random adapter on all linear layers except the head, in the files of PEFT's format."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, layer in linear_layers(model).items():
         if name != "lm_head":
@@ -57,11 +58,11 @@ def save(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> None:
 
 
 Times = tuple[float, float]
-"""Seconds by the clock, and of the processor."""
+"""(seconds of elapsed time, seconds of processor time)."""
 
 
 def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[Times]:
-    """Returns the times of `count` switches, round and round through adapters that never all have slots."""
+    """Returns the times of `count` switches to the adapters in turn; there are fewer slots than adapters."""
     ready = threading.Event()
     store = AdapterStore(model, root, host_bytes=host_bytes, device_slots=2, on_ready=ready.set, preload=names)
     times = []
@@ -76,11 +77,11 @@ def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: i
             raise SystemExit(f"a switch failed: {ticket.failure}")
         ticket.release()
     store.close()
-    return times[len(names) :]  # the first round writes to slots that were never used
+    return times[len(names) :]  # without the first round, which writes to slots that were never used
 
 
 def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:
-    """Returns the times of PEFT's `load_adapter`, and of making the adapter the active one."""
+    """Returns the times in which PEFT loads an adapter and makes it the active one."""
     from peft import PeftModel
 
     from wire.loading import quiet_transformers
@@ -98,7 +99,7 @@ def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[
 
 
 def run(count: int = 50) -> dict[str, Times]:
-    """Returns medians, by where the adapters come from."""
+    """Measures all ways to load adapters, and returns the median times by way."""
     torch.set_num_threads(1)
     model, names = smollm2_shapes(), [f"a{at}" for at in range(5)]
     medians = {}
@@ -108,8 +109,8 @@ def run(count: int = 50) -> dict[str, Times]:
             roots[dtype] = Path(folder) / str(dtype)
             for seed, name in enumerate(names):
                 save(model, roots[dtype] / name, seed, dtype)
-        time.sleep(0.2)  # files that changed a moment ago are read again, whatever their times say
-        one = 11_000_000  # bytes of host memory: room for one adapter, so that each comes from disk
+        time.sleep(0.2)  # files that changed very recently are read again, whatever their modification times are
+        one = 11_000_000  # bytes of host memory, enough for one adapter, so that every switch reads the disk
         for name, dtype, host_bytes in (
             ("host memory", torch.float32, 1 << 30),
             ("disk", torch.float32, one),
@@ -128,7 +129,7 @@ def _medians(times: list[Times]) -> Times:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--switches", type=int, default=50)
     medians = run(parser.parse_args().switches)

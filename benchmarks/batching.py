@@ -1,9 +1,9 @@
-"""Measures what batching and scheduling do for many tenants: the papers' tables on this machine, and a tenant's flood.
+"""Measures batching and scheduling for many tenants: repeats papers' tables, and a flood of one tenant's requests.
 
-The provider has one core to itself. The load is replayed from the other: tenants that send rows as their models would,
-layer after layer, and pause in between, but have no model (`benchmarks/replayer.py`). Latency is what the provider
-itself measures, from a request's arrival to its reply (`veilbase_latency_seconds`); policies take turns, round after
-round, and medians are shown. `python -m benchmarks.batching [SCENARIO ...]`.
+The provider has one core to itself. Another core replays the load: tenants without a model send rows as a model would,
+layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself measures latency, from a
+request's arrival to its reply (`veilbase_latency_seconds`). Policies take turns, round after round, and the tables show
+medians. The command is `python -m benchmarks.batching [SCENARIO ...]`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from benchmarks.replayer import BLOCKS, Load, recorded_rows
 SECONDS, ROUNDS = 6.0, 3
 PROVIDER_CORE = 0
 TIGHT_MS = "0.2"
-"""A latency target in milliseconds that is shorter than a product: decode then waits for nothing that can be
-avoided."""
+"""A latency target in milliseconds that is shorter than one product takes. With it the scheduler makes decode requests
+wait as little as possible."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements of one run, or medians over several.
+    """Holds the measurements of one run, or medians over several runs.
 
     Attributes:
-        rows_per_s: answered rows a second, by tenant.
-        latency_ms, p99_ms: latency inside the provider, by class; p99 from a histogram's buckets.
-        batch: mean number of requests in a product; small requests computed alone where they are read count as one.
+        rows_per_s: rows with a reply per second, by tenant.
+        latency_ms, p99_ms: mean and 99th percentile of latency inside the provider, by class of request; the percentile
+            is interpolated in a histogram.
+        batch: mean number of requests in a product; a request that is computed without being queued counts as one.
         waits_ms: mean wait before a request's first product, by layer group.
-        cores: the share of the provider's core, and of the load's, that was used.
-        busy: share of the time that the provider's products took, by tenant.
+        cores: processor time divided by elapsed time, for `provider` and for `load`.
+        busy: share of the elapsed time that products for a tenant took, by tenant.
     """
 
     rows_per_s: dict[str, float]
@@ -53,7 +54,7 @@ class Found:
 
     @property
     def total(self) -> float:
-        """Rows a second of all tenants."""
+        """Returns the rows per second of all tenants."""
         return sum(self.rows_per_s.values())
 
 
@@ -61,7 +62,7 @@ class Found:
 
 
 def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
-    """Starts a provider and its load, and measures both for `seconds`."""
+    """Starts a provider with these options, starts its load, and measures both for `seconds`."""
     from provider.operations.status import look
 
     with tempfile.TemporaryDirectory() as name:
@@ -106,7 +107,7 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """Starts a process for each tenant, as in reality: threads of one process would wait for each other's locks."""
+    """Starts the process of one tenant. With one process for all tenants, their threads would wait for its locks."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
@@ -120,7 +121,7 @@ def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[st
 
 
 def _ask(processes: Sequence[subprocess.Popen[str]], seconds: float) -> dict[str, int]:
-    """Returns rows by tenant, over the next `seconds`."""
+    """Returns the number of rows with a reply in the next `seconds`, by tenant."""
     counted: dict[str, int] = {}
     for process in processes:
         if process.stdin is not None:
@@ -142,7 +143,7 @@ def _buckets(before: object, after: object, kind: str) -> list[tuple[float, floa
 
 
 def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
-    """Interpolates linearly inside buckets, as Prometheus does."""
+    """Returns the latency below which a share of requests is, interpolated inside a bucket as Prometheus does."""
     wanted, lower, below = share * buckets[-1][1], 0.0, 0.0
     for bound, count in buckets:
         if count >= wanted:
@@ -154,7 +155,7 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
 
 
 def medians(runs: Sequence[Found]) -> Found:
-    """Returns the median of each number."""
+    """Returns the median of each measurement over several runs."""
 
     def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
         return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}
@@ -171,7 +172,7 @@ def medians(runs: Sequence[Found]) -> Found:
 
 
 def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: float = SECONDS) -> dict[str, Found]:
-    """Returns medians of `ROUNDS` runs of each case; cases take turns."""
+    """Returns the medians of `ROUNDS` runs of each case, by case; the cases take turns."""
     runs: dict[str, list[Found]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, (loads, options) in cases.items():
@@ -183,7 +184,7 @@ def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: f
 
 
 def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, Found]:
-    """Runs clients with batches of 2 to 256 and different pauses: ranks and targets look like this to a provider."""
+    """Measures three policies with eight clients, whose batches have 2 to 256 rows and whose pauses differ."""
     thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
     loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
     return compare(
@@ -197,12 +198,12 @@ def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> di
 
 
 def table5() -> dict[str, Found]:
-    """Symbiosis, table 5: eight inference clients with batches of 2 to 256 and different pauses."""
+    """Repeats Symbiosis, table 5: eight inference clients with batches of 2 to 256 and different pauses."""
     return _eight_clients(1.0)
 
 
 def table5large() -> dict[str, Found]:
-    """The same with a block of Llama-2-7B's shape, since the paper's models are that large."""
+    """Repeats Symbiosis, table 5, with a block of Llama-2-7B's shape, since the paper's models are that large."""
     with tempfile.TemporaryDirectory() as folder:
         _make_block(Path(folder))
         return _eight_clients(19.0, "--model", folder, seconds=20.0)
@@ -221,8 +222,8 @@ def _make_block(folder: Path) -> None:
 
 
 def table4() -> dict[str, Found]:
-    """Symbiosis, table 4: a small request beside a large one."""
-    # both are at one layer, where they meet under any policy
+    """Repeats Symbiosis, table 4: a small request beside a large one."""
+    # both always ask the same layer, so that they compete under any policy
     small, large = Load("small", 1, one_layer=True), Load("large", 512, think_ms=1.0, one_layer=True)
     lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
     return compare(
@@ -236,7 +237,7 @@ def table4() -> dict[str, Found]:
 
 
 def flood() -> dict[str, Found]:
-    """One tenant decodes while another sends as much as it can."""
+    """Measures a tenant that decodes while another tenant sends as much as possible."""
     decode = Load("decode", 1, think_ms=1.0)
     target = ("--slo-ms", TIGHT_MS)
     return compare(
@@ -254,7 +255,8 @@ def flood() -> dict[str, Found]:
 
 
 def figures22and23() -> dict[str, Found]:
-    """Symbiosis, figures 22 and 23: eight inference clients, then six and two that fine-tune."""
+    """Repeats Symbiosis, figures 22 and 23: eight inference clients, then six inference clients and two that
+    fine-tune."""
     inference = [Load(f"i{number}", 1 + number % 4, think_ms=2.0 + 0.3 * number) for number in range(8)]
     tuning = [Load(f"f{number}", 512, is_training=True, think_ms=1.0) for number in range(2)]
     target = ("--slo-ms", TIGHT_MS)
@@ -262,7 +264,7 @@ def figures22and23() -> dict[str, Found]:
 
 
 def flexllm() -> dict[str, Found]:
-    """FlexLLM: how much throughput fine-tuning keeps beside inference that has a target of 10 ms a request."""
+    """Repeats FlexLLM: the throughput that fine-tuning keeps beside inference with a target of 10 ms a request."""
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     in_spells = [replace(load, spell_s=0.5) for load in inference]
     tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
@@ -294,7 +296,7 @@ def flexllm() -> dict[str, Found]:
 
 
 def plot_waits(found: dict[str, Found], file: Path) -> None:
-    """Draws Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
+    """Draws the plot of Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
     from benchmarks.common import pyplot
 
     plots = pyplot()
@@ -316,7 +318,7 @@ SCENARIOS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a table for each scenario; draws table 5's waits if asked to."""
+    """Prints a table for each scenario; with `--plot` also draws the waits of table 5."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batching")
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=[])
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="table 5's waits by layer: figure 7")

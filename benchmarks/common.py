@@ -1,4 +1,4 @@
-"""Servers, models and statistics that the benchmarks share."""
+"""This module holds the servers, models and statistics that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def provider(
     """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
 
     Args:
-        folder: holds the provider's state and its tenants' identities.
+        folder: the folder for the provider's state and its tenants' identities.
         options: options of `provider serve`.
         tenants: the names to enrol.
         core: the only core that the provider may use; None allows all.
@@ -41,7 +41,7 @@ def provider(
         before = os.sched_getaffinity(0)
         try:
             if core is not None:
-                os.sched_setaffinity(0, {core})  # a process that is started now inherits this, with all its threads
+                os.sched_setaffinity(0, {core})  # the process that is started next inherits this for all its threads
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         finally:
             os.sched_setaffinity(0, before)
@@ -63,7 +63,11 @@ def provider(
 
 
 def local_model() -> Any:
-    """Returns SmolLM2-135M as transformers loads it, float32, frozen."""
+    """Returns SmolLM2-135M in float32 with frozen parameters, as loaded by transformers.
+
+    Raises:
+        SystemExit: the wheel that contains the model is not installed.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -80,11 +84,16 @@ def local_model() -> Any:
 
 
 class ModelPasses:
-    """ModelPasses forward or backward through all groups, one request at a time, as a tenant sends them."""
+    """Sends the requests of passes through all layer groups, forward or backward, one after the other as a tenant
+    does."""
 
     def __init__(self, connection: GrpcConnection, num_rows: int) -> None:
-        """Args: connection: to the provider; num_rows: rows of every request, with the same random numbers each
-        time."""
+        """Makes random rows, which every pass sends.
+
+        Args:
+            connection: the connection to the provider.
+            num_rows: the number of rows of every request.
+        """
         import torch
 
         self._connection, self._groups = connection, connection.manifest().groups
@@ -92,11 +101,11 @@ class ModelPasses:
         self._rows = {w: torch.randint(-(2**31), 2**31, (num_rows, w), dtype=torch.int32) for w in widths}
 
     def forward(self) -> None:
-        """Asks every group, in order."""
+        """Sends one forward request to every group, in the order of the model."""
         self._send(self._groups, "FORWARD")
 
     def backward(self) -> None:
-        """Asks every group, the last one first."""
+        """Sends one backward request to every group, in reverse order."""
         self._send(self._groups[::-1], "BACKWARD")
 
     def _send(self, groups: Sequence[GroupInfo], direction: str) -> None:
@@ -109,10 +118,15 @@ class ModelPasses:
 
 
 class Worker:
-    """One side of a benchmark, in a process of its own; each `run` does one unit of work there."""
+    """Runs one side of a benchmark in a process of its own; each `run` makes that process do one unit of work."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        """Args: module: run with -m; its `serve_worker` answers."""
+        """Starts the process.
+
+        Args:
+            module: the module that is run with -m and calls `serve_worker`.
+            arguments: the arguments of its command line.
+        """
         name = f"benchmarks.{Path(sys.argv[0]).stem}" if module == "__main__" else module
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", name, *arguments],
@@ -122,15 +136,15 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
+        """Returns the worker's process id."""
         return self._process.pid
 
     def run(self) -> None:
-        """Does one unit of work."""
+        """Lets the worker do one unit of work, and waits for its end."""
         self._tell("run")
 
     def prepare(self) -> None:
-        """Does what the worker has to do before the clock starts."""
+        """Lets the worker do what must be done before the clock starts, and waits for its end."""
         self._tell("prepare")
 
     def _tell(self, word: str) -> None:
@@ -146,18 +160,18 @@ class Worker:
             raise SystemExit(f"a worker ended early, at {word!r}")
 
     def __enter__(self) -> Worker:
-        """Returns the worker, which is ready to run."""
+        """Returns the worker, which is ready for `run`."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the process."""
+        """Closes the worker's input and waits for the end of its process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(timeout=60)
 
 
 def serve_worker(work: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
-    """Runs a worker's loop: one unit of work, or its preparation, for each line on standard input."""
+    """Serves a `Worker` from inside its process: calls `work` or `prepare` for each line on standard input."""
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "run":
@@ -173,8 +187,15 @@ def interleaved(
     warmup: int = 1,
     before: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
-    """Returns seconds of each run; runs take turns so that a machine that drifts slows all of them; `before` is not
-    timed."""
+    """Returns the seconds of each repeat of each run, by run; runs take turns, so that a machine's drift slows all
+    alike.
+
+    Args:
+        runs: the functions to time, by name.
+        repeats: the number of rounds that are timed.
+        warmup: the number of rounds before these, which are not timed.
+        before: for each run, a function that is called before it and not timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(warmup + repeats):
         for name, run in runs.items():
@@ -188,7 +209,7 @@ def interleaved(
 
 
 def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
-    """Returns the median over the pairs of run / peer."""
+    """Returns, by run, the median over the rounds of its seconds divided by the peer's seconds."""
     return {
         name: statistics.median(a / b for a, b in zip(values, seconds[peer], strict=True))
         for name, values in seconds.items()
@@ -196,7 +217,7 @@ def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
 
 
 def pss_mb(pid: int) -> float:
-    """Returns a process' memory in MB, with its share of pages that other processes map too."""
+    """Returns the PSS of a process in MB: a page that n processes map counts as 1/n of a page."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1000
@@ -204,7 +225,7 @@ def pss_mb(pid: int) -> float:
 
 
 def pyplot() -> Any:
-    """Returns matplotlib's pyplot, set up so that SVG files are identical every time.
+    """Returns matplotlib's pyplot, set up to write identical SVG files for identical data.
 
     Raises:
         SystemExit: matplotlib is not installed.

@@ -1,9 +1,9 @@
-"""The peer of benchmarks/encrypted_matmul.py: Concrete ML's encrypted matrix product, in an interpreter of its own.
+"""Runs the peer of benchmarks/encrypted_matmul.py: Concrete ML's encrypted matrix product.
 
-It is run by path with the interpreter that has the wheel `concrete-ml-extensions`, and imports nothing of this
-repository. Each line on standard input asks for one product; the answer is one line of JSON with the seconds of each
-stage. It uses the wheel's default parameters; rows and weights are 8-bit integers, as the wheel's own linear layers
-quantise them.
+This script is run by an interpreter that has the wheel `concrete-ml-extensions`, and imports nothing of this
+repository. For each line on standard input it computes one product and prints one line of JSON with the seconds of each
+stage. The product uses the wheel's default parameters. Rows and weights are 8-bit integers, as the wheel's own linear
+layers quantise them.
 """
 
 import json
@@ -14,11 +14,11 @@ import concrete_ml_extensions as concrete
 import numpy as np
 
 POLYNOMIAL_SIZE = 2048
-"""Polynomial size of `concrete.default_params()`, by which the number of columns in the last ciphertext is computed."""
+"""The polynomial size of `concrete.default_params()`: the number of columns in each ciphertext but the last."""
 
 
 def main(num_rows: int, in_features: int, out_features: int) -> None:
-    """Makes keys, then serves products."""
+    """Makes keys, then computes one product for each line on standard input."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-127, 128, (num_rows, in_features))
     weight = rng.integers(-127, 128, (in_features, out_features))
@@ -35,7 +35,7 @@ def main(num_rows: int, in_features: int, out_features: int) -> None:
         left_over = out_features % POLYNOMIAL_SIZE or POLYNOMIAL_SIZE
         decrypted = concrete.decrypt_matrix(product, private_key, parameters, left_over)
         times.append(time.perf_counter())
-        # numbers are mod 2^64, so small negative ones are near 2^64
+        # results are mod 2^64, so small negative ones are near 2^64
         error = np.abs(np.asarray(decrypted).astype(np.int64) - rows @ weight).max()
         answer = {
             "encrypt_s": times[1] - times[0], "product_s": times[2] - times[1], "decrypt_s": times[3] - times[2],

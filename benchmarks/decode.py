@@ -1,7 +1,7 @@
 """Measures greedy decode of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
 
-Under `lattice` the masks of a run are made before the clock starts, and none are made in the background, so that no
-side computes in another's time.
+With `lattice` the masks of a run are made before the clock starts, and none are made in the background, so that no run
+uses the processor during another run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 24
 
 
 def decode_of(model: Any) -> Callable[[], Any]:
-    """Returns a run that answers a fixed prompt with exactly NEW_TOKENS tokens; like in Petals, the prompt's pass is
-    included."""
+    """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt; as in Petals, the pass of the
+    prompt is included."""
     import torch
 
     ids = torch.randint(100, 40_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def decode_of(model: Any) -> Callable[[], Any]:
 
 
 def remote(url: str, folder: str, mask: str) -> None:
-    """A worker's life: one tenant."""
+    """Runs one tenant that decodes, as a worker."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -50,7 +50,7 @@ def remote(url: str, folder: str, mask: str) -> None:
 
 
 def run(repeats: int = 9) -> dict[str, Any]:
-    """Returns medians in seconds and ratios to local fp32."""
+    """Measures all runs; returns their median seconds and their median ratios to the local fp32 run, by run."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -69,7 +69,7 @@ def run(repeats: int = 9) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     result = run()
     print("| greedy decode | tokens/s | speed against local fp32 |\n|---|---|---|")
     for name, value in result["seconds"].items():

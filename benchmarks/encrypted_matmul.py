@@ -2,13 +2,13 @@
 
 The peer is the encrypted matrix product of Concrete ML (the wheel `concrete-ml-extensions`, on the CPU, with its
 default parameters): encrypt, multiply, decrypt. Our side includes everything that a call does: secrets, errors, masks
-and effects, the durable reservation, encoding, the provider's product in this process, and unmasking; neither side
-includes transport. Both take the same numbers of rows and features, use every core, and take turns. Work that is done
-once is not counted, but printed: the peer's keys, our hint. Eight blocks of masks, 512 tokens each, are made at a time,
-and the time of making all of them and of using all of them is counted; "first call" makes a whole block for its 16
-tokens.
+and their effects on the product, the durable reservation of mask rows, encoding, the provider's product in this
+process, and unmasking. Neither side includes transport. Both sides take the same numbers of rows and features, use
+every core, and take turns. Work that is done once is printed but not counted: the peer's keys and our hint, which is
+the product of the public matrix and the weight. Masks are made eight blocks at a time, each for 512 tokens; the counted
+time is that of making all these masks and using all of them. The "first call" makes a whole block for its 16 tokens.
 
-The wheel is no dependency of ours: `--peer-python` names the interpreter that has it.
+The wheel is not a dependency of this repository: `--peer-python` names an interpreter that has the wheel.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 576
-"""The layer's inputs and outputs: the width of `make_model`'s one output projection."""
+"""The number of inputs, and of outputs, of the layer: the width of `make_model`'s one output projection."""
 TOKENS = 16
 BLOCKS = 8
-"""Blocks that are made together and share the transforms, as in the pool's worker (noise/lattice.py)."""
+"""The number of blocks of masks that are made together and share transforms, as the pool's worker thread does
+(noise/lattice.py)."""
 DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
 HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions==0.2.0 numpy"
 
 
 class Ours:
-    """A 576 → 576 layer of a provider in this process, and a tenant's mask; masks are made when they are used."""
+    """Runs a 576 → 576 layer of a provider in this process under a tenant's mask; no masks are made in the
+    background."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -70,12 +72,14 @@ class Ours:
         self.block_tokens = self._mask.parameters.ring_degree
 
     def call(self) -> Any:
-        """Makes one call of TOKENS tokens."""
+        """Returns the product of one call with TOKENS tokens."""
         return self._executor.run(self._group, self._direction, self._rows)
 
     def first_call_s(self) -> float:
-        """Returns seconds of a call that finds no mask ready: a whole block is made for it, and is used up after the
-        measurement."""
+        """Returns the seconds of a call that finds no mask ready, so that a whole block of masks is made for the call.
+
+        The rest of the block is used up after the measurement.
+        """
         began = time.perf_counter()
         self.call()
         seconds = time.perf_counter() - began
@@ -84,7 +88,7 @@ class Ours:
         return seconds
 
     def blocks_s(self) -> float:
-        """Returns seconds of making BLOCKS blocks and of all calls that use them up."""
+        """Returns the seconds of making BLOCKS blocks of masks and of all calls that use these masks."""
         began = time.perf_counter()
         self._mask.prepare(self._group, self._direction, BLOCKS * self.block_tokens)
         for _ in range(BLOCKS * self.block_tokens // TOKENS):
@@ -92,19 +96,22 @@ class Ours:
         return time.perf_counter() - began
 
     def relative_error(self) -> float:
-        """Returns the error over a block's worth of calls against the float product with the same int8 weight; uses
-        whole blocks."""
+        """Returns the largest error against the float product with the same int8 weight, divided by the
+        product's largest number.
+
+        The calls use exactly one block of masks.
+        """
         right = self._rows @ self._weight
         found = [self.call() for _ in range(self.block_tokens // TOKENS)]
         return max(float((each - right).abs().max() / right.abs().max()) for each in found)
 
     def close(self) -> None:
-        """Drops secrets and the connection."""
+        """Drops secrets and closes the connection."""
         self._executor.close()
 
 
 class Peer:
-    """The encrypted product, in its own process."""
+    """Runs the encrypted product in a process of its own."""
 
     def __init__(self, python: Path) -> None:
         script = Path(__file__).with_name("concrete_peer.py")
@@ -115,7 +122,7 @@ class Peer:
         self.keys_s = self._answer()["keys_s"]
 
     def call(self) -> dict[str, float]:
-        """Makes one product of TOKENS tokens."""
+        """Computes one product of TOKENS tokens and returns the seconds of each stage, the bytes and the error."""
         if self._process.stdin is not None:
             self._process.stdin.write("run\n")
             self._process.stdin.flush()
@@ -135,7 +142,7 @@ class Peer:
 
 
 def missing(python: Path) -> str | None:
-    """Returns how to make the peer's environment if it cannot be used; otherwise None."""
+    """Returns a message that says how to make the peer's environment, or None if the peer can be used."""
     try:
         probe = subprocess.run([str(python), "-c", "import concrete_ml_extensions, numpy"], capture_output=True)
     except OSError:
@@ -147,7 +154,8 @@ def missing(python: Path) -> str | None:
 
 
 def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[str, float]:
-    """Returns medians in seconds per token, and their ratios, of rounds in which both take turns."""
+    """Measures both sides, which take turns, and returns medians: seconds per token, ratios, errors and bytes, by
+    name."""
     seconds: dict[str, list[float]] = {"ours": [], "first": [], "peer": []}
     with ExitStack() as stack:
         ours = Ours(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -175,7 +183,7 @@ def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[
 
 
 def report(found: dict[str, float]) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     print(f"| {WIDTH} → {WIDTH}, {TOKENS} tokens a call | per token and layer | × faster than the peer "
           "| largest relative error | bytes a token | once |\n|---|---|---|---|---|---|")  # fmt: skip
     print(f"| encrypted matmul (concrete-ml-extensions) | {found['peer']:.2f} s | 1 | {found['peer error']:.1e} "
@@ -187,7 +195,7 @@ def report(found: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Prints the table, or how to make the peer's environment."""
+    """Prints the table, or a message that says how to make the peer's environment."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encrypted_matmul")
     parser.add_argument("--peer-python", type=Path, default=DEFAULT_PEER, help=f"default {DEFAULT_PEER}")
     parser.add_argument("--rounds", type=int, default=1, help="each takes the peer a minute or more")

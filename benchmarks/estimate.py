@@ -1,9 +1,9 @@
-"""Computes the bits of noise/params.py again, by lattice-estimator at one commit: `make estimate ESTIMATOR=DIR`.
+"""Checks the bits of security in noise/params.py with lattice-estimator: `make estimate ESTIMATOR=DIR`.
 
-DIR is a checkout of https://github.com/malb/lattice-estimator. The least of three attacks' costs in the MATZOV model is
-compared with each row's `bits`, which may differ by one. The cost of uSVP in the core-SVP model is printed beside it
-and compared with nothing. The estimator needs Sage, which comes as wheels (about 4 GB) and has an environment of its
-own; nothing of either is imported where the rest of this repository runs.
+DIR is a checkout of https://github.com/malb/lattice-estimator at one fixed commit. For each row of parameters, the
+lowest cost of three attacks in the MATZOV cost model is compared with the row's `bits`; they may differ by one bit. The
+cost of the uSVP attack in the core-SVP cost model is printed too, but not compared. The estimator needs Sage, which is
+installed from wheels (about 4 GB) into an environment of its own. The rest of this repository imports neither.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from noise.params import MODULUS_BITS, PARAMETERS, REFUSED, LatticeParameters
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "27a581bb8e9d49f5e9e2db315bd48ac769d5f5f5"
-"""The commit of lattice-estimator: versions differ by a few bits, so a number without its commit cannot be checked."""
+"""The commit of lattice-estimator. Its versions differ by a few bits, so that a figure can only be checked at the same
+commit."""
 SAGE = "passagemath-standard==10.8.13"
 ATTACKS = {"uSVP": "primal_usvp", "BDD": "primal_bdd", "dual-hybrid": "dual_hybrid"}
 TOLERANCE_BITS = 1.0
@@ -31,14 +32,14 @@ ROWS = (*PARAMETERS.values(), REFUSED)
 
 
 class Refused(Exception):
-    """No estimate can be made, or it differs; the text is one line for the user."""
+    """No estimate can be made, or an estimate differs; the text is one line for the user."""
 
 
 def checked_checkout(given: str) -> Path:
-    """Returns the estimator's folder if it is the root of a checkout at COMMIT without changes.
+    """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes.
 
     Raises:
-        Refused: it is anything else.
+        Refused: the folder is anything else.
     """
     if not given:
         raise Refused(f"name a checkout of lattice-estimator at {COMMIT[:7]}: make estimate ESTIMATOR=DIR")
@@ -55,7 +56,7 @@ def checked_checkout(given: str) -> Path:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Returns git's output, or nothing where it fails."""
+    """Returns git's output, or an empty text if git fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except FileNotFoundError as exc:
@@ -64,7 +65,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def sage_python(folder: Path) -> Path:
-    """Returns the Python of an environment with Sage; the environment is made where there is no such folder.
+    """Returns the Python of an environment with Sage, and makes the environment if there is no such folder.
 
     Raises:
         Refused: the folder exists and has no Sage, or the wheels cannot be installed.
@@ -86,12 +87,12 @@ def sage_python(folder: Path) -> Path:
 
 
 def costs(estimator: Any, row: LatticeParameters, samples: Any) -> dict[str, float]:
-    """Returns the bits of each attack on a row, and those of uSVP in the core-SVP model as `core-SVP`.
+    """Returns the cost of each attack in bits, by attack; `core-SVP` is the cost of uSVP in the core-SVP model.
 
     Args:
-        estimator: the module `estimator`.
+        estimator: the module `estimator` of lattice-estimator.
         row: the parameters that are attacked.
-        samples: how many samples the attacker has.
+        samples: the number of LWE samples that the attacker has.
     """
     lwe = estimator.LWE
     problem = lwe.Parameters(
@@ -107,7 +108,7 @@ def costs(estimator: Any, row: LatticeParameters, samples: Any) -> dict[str, flo
 
 
 def difference(row: LatticeParameters, found: Mapping[str, float]) -> str | None:
-    """Returns the message about a row whose bits are not those of the estimator; None if they are."""
+    """Returns a message if a row's bits differ from the estimator's by more than TOLERANCE_BITS, otherwise None."""
     least = min(found[shown] for shown in ATTACKS)
     if abs(least - row.bits) <= TOLERANCE_BITS:
         return None
@@ -115,10 +116,10 @@ def difference(row: LatticeParameters, found: Mapping[str, float]) -> str | None
 
 
 def estimate(folder: Path) -> None:
-    """Estimates and prints every row; runs in Sage's environment.
+    """Estimates every row and prints a table; this function runs in Sage's environment.
 
     Raises:
-        Refused: the bits of some row differ.
+        Refused: the bits of at least one row differ from the estimate.
     """
     sys.path.insert(0, str(folder))
     import estimator
@@ -140,7 +141,7 @@ def estimate(folder: Path) -> None:
 
 
 def _in_sage(python: Path, folder: Path) -> int:
-    """Returns the exit status of `estimate` in Sage's environment; no compiled files are written into the checkout."""
+    """Runs `estimate` in Sage's environment, without compiled files in the checkout, and returns its exit status."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [python, "-m", "benchmarks.estimate", "--in-sage", str(folder)]
@@ -148,7 +149,7 @@ def _in_sage(python: Path, folder: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 where all rows agree."""
+    """Runs the check and returns the exit status: 0 if all rows agree, otherwise 1."""
     parser = argparse.ArgumentParser(prog="estimate", description="Estimates the sets of noise/params.py again.")
     parser.add_argument("estimator", nargs="?", default="", help="checkout of lattice-estimator")
     parser.add_argument(

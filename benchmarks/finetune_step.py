@@ -1,10 +1,10 @@
-"""Measures a fine-tuning step of 2 × 256 tokens: by a provider over mTLS loopback, and by local transformers + PEFT.
+"""Measures a fine-tuning step of 2 × 256 tokens: with a provider over mTLS loopback, and by local transformers + PEFT.
 
 Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
-runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns. `lattice`
-makes its masks inside the step, in the calling thread, so that none are made in another run's time. The pool makes
-masks for several steps at a time, so there a turn is `CYCLE` steps, whose mean counts; where masks are "ready", they
-are made before the clock starts.
+runs in a process of its own with its own settings (the local peer with torch's defaults), and the sides take turns.
+`lattice` makes its masks inside the step, in the calling thread, so that no masks are made during another run. The pool
+makes masks for several steps at a time, so a turn of this run is `CYCLE` steps, and their mean is the result. In runs
+with "masks ready", the masks are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from benchmarks.common import Worker, interleaved, local_model, provider, ratios
 
 SHAPE = (2, 256)
 CYCLE = 3
-"""Steps whose masks the default pool of 2 GiB makes together: one in use and two that fit (1.04 GB each)."""
+"""The number of steps whose masks the default pool of 2 GiB makes together: one in use, and two, of 1.04 GB each, that
+fit into the pool."""
 WARM_STEPS = 2
-"""Steps before the measurement: after the second the pool knows how many masks a step takes."""
+"""The number of steps before the measurement; after the second, the pool knows how many masks a step takes."""
 VARIANTS = {
     # name: weights, mask, whether masks are made before the clock starts, whether replies are verified
     "native float, off": ("native", "off", "", ""),
@@ -38,7 +39,7 @@ VARIANTS = {
 
 
 def step_of(model: Any) -> Callable[[], float]:
-    """Returns a LoRA step: forward, backward, AdamW."""
+    """Returns a function that takes one LoRA step: forward pass, backward pass, AdamW."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -60,7 +61,7 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """A worker's life: one tenant."""
+    """Runs one tenant that takes fine-tuning steps, as a worker."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -78,11 +79,16 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
 
 
 def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = True) -> dict[str, Any]:
-    """Returns medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to unverified.
+    """Measures the variants and the local peers.
 
     Args:
-        names: names of `VARIANTS`.
-        bf16: whether the local step is also made in bfloat16, which takes minutes on a processor without it.
+        repeats: the number of rounds.
+        names: the names of the `VARIANTS` to measure.
+        bf16: whether a local step in bfloat16 is measured too; it takes minutes on a processor without bfloat16.
+
+    Returns:
+        `seconds`: median seconds of a step; `ratios` and `ratios to bf16`: median ratios to the local steps; `pairs`:
+        median ratios of masks ready to no mask, and of verified to not verified.
     """
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}
@@ -116,7 +122,7 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")

@@ -1,12 +1,14 @@
-"""Two hosts on one machine with a network of a chosen delay and rate between them.
+"""Simulates two hosts on one machine, joined by a network link with a chosen delay and rate.
 
-Each host is a network namespace, joined to the other by a pair of TUN devices and a process that carries packets
-across: a packet leaves when those before it have left at the link's rate, and arrives half a round trip later, in
-order. None is lost. It replaces `tc qdisc ... netem`, which many kernels lack. Packets hold up to 64 KiB, as
-segmentation offload makes them; TCP, its windows and its acknowledgements are the kernel's own, end to end. The
-carrying process uses a core of the same machine: its cost is part of every figure measured across the link.
+Each host is a network namespace with a TUN device. A process, the carrier, copies packets between the two devices. It
+sends the packets of each direction one after the other at the link's rate, and delivers each half a round trip later.
+Packets stay in order, and none is lost. The carrier replaces `tc qdisc ... netem`, which many kernels lack. Packets
+hold up to 64 KiB, as with segmentation offload. TCP, with its windows and acknowledgements, is the kernel's own from
+end to end. The carrier uses a core of the same machine, so that its cost is part of every figure measured across the
+link.
 
-Namespaces and devices have no names outside this process and its children: they disappear when the last of these ends.
+Namespaces and devices have no names outside this process and its children. They disappear when the last of these
+processes ends.
 """
 
 from __future__ import annotations
@@ -28,24 +30,28 @@ from contextlib import ExitStack
 from typing import Any
 
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
-"""Addresses of the two hosts, from the block that RFC 2544 sets aside for benchmarks of networks."""
+"""The addresses of the two hosts, from the block that RFC 2544 reserves for benchmarks of networks."""
 RATE_BITS = 1_000_000_000
 _MTU = 65_000
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-"""Values from linux/if_tun.h: bare IP packets, one for each read."""
+"""Values from linux/if_tun.h, for a device from which each read returns one bare IP packet."""
 _PACKETS_AT_ONCE = 64
 
 
 class NoNamespaces(Exception):
-    """This user or kernel cannot make network namespaces."""
+    """This user or this kernel cannot make network namespaces."""
 
 
 class Hosts:
-    """Two hosts, 0 and 1, at ADDRESSES, and the link between them, which has no delay at first."""
+    """Holds two hosts, 0 and 1, with the addresses of ADDRESSES, and the link between them, at first without delay."""
 
     def __init__(self) -> None:
-        """Raises NoNamespaces where this user or kernel cannot make them."""
+        """Makes the hosts and the link.
+
+        Raises:
+            NoNamespaces: this user or this kernel cannot make network namespaces.
+        """
         self._stack = ExitStack()
         try:
             self._namespaces = [self._new_namespace() for _ in ADDRESSES]
@@ -86,7 +92,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """Moves this thread, and every process that it starts, to host `number` inside the block."""
+        """Moves this thread, and every process that this thread starts, to host `number` inside the context."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             _checked(_libc().setns(self._namespaces[number], _CLONE_NEWNET))
@@ -98,13 +104,13 @@ class Hosts:
             os.close(home)
 
     def set_round_trip(self, milliseconds: float) -> None:
-        """Sets the round trip: packets sent from now on take half of it each way."""
+        """Sets the round-trip time, half of which every packet sent from now on takes."""
         if self._carrier.stdin is not None:
             self._carrier.stdin.write(f"{milliseconds}\n")
             self._carrier.stdin.flush()
 
     def measured_round_trip_ms(self, port: int, count: int = 9) -> float:
-        """Returns the median time of host 1's TCP handshake with a port of host 0."""
+        """Returns the median time, in milliseconds, of `count` TCP handshakes of host 1 with a port of host 0."""
         times = []
         with self.inside(1):
             for _ in range(count):
@@ -119,11 +125,11 @@ class Hosts:
         self._carrier.wait(timeout=10)
 
     def close(self) -> None:
-        """Ends the carrier and releases devices and namespaces."""
+        """Ends the carrier process, and releases devices and namespaces."""
         self._stack.close()
 
     def __enter__(self) -> Hosts:
-        """Returns the hosts, which are ready."""
+        """Returns the hosts, which are ready for use."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +148,7 @@ def _checked(result: int) -> None:
 
 
 class _Lane:
-    """One direction: packets on their way, and the time at which the sender's end is free again."""
+    """Carries the packets of one direction, from the device `source` to the device `sink`."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source, self._sink = source, sink
@@ -151,11 +157,11 @@ class _Lane:
 
     @property
     def due(self) -> float:
-        """The time at which the next packet arrives."""
+        """Returns the time at which the next packet arrives, on the monotonic clock, or infinity."""
         return self._packets[0][0] if self._packets else float("inf")
 
     def take(self, delay_s: float) -> None:
-        """Reads what its source has sent."""
+        """Reads packets that the source host has sent, and sets the time at which each arrives."""
         for _ in range(_PACKETS_AT_ONCE):
             try:
                 packet = os.read(self._source, _MTU + 64)
@@ -165,13 +171,18 @@ class _Lane:
             self._packets.append((self._free_at + delay_s, packet))
 
     def deliver(self) -> None:
-        """Delivers the packets that have arrived."""
+        """Writes the packets whose time has come to the sink host."""
         while self._packets and self._packets[0][0] <= time.monotonic():
             os.write(self._sink, self._packets.popleft()[1])
 
 
 def carry(one: int, other: int) -> None:
-    """Runs the carrier until its standard input ends; a line there sets a new round trip in milliseconds."""
+    """Runs the carrier between two TUN devices until standard input ends; a line there sets a round trip in
+    milliseconds.
+
+    Args:
+        one, other: the file descriptors of the two devices.
+    """
     lanes, delay_s = {one: _Lane(one, other), other: _Lane(other, one)}, 0.0
     orders = sys.stdin.fileno()
     while True:

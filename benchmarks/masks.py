@@ -1,10 +1,12 @@
-"""Measures making lattice masks and effects against computing the same base layers locally, per token.
+"""Measures the making of lattice masks and effects against a local computation of the same base layers, per token.
 
-`python -m benchmarks.masks` makes secrets, errors, masks and effects of every base layer of SmolLM2-135M, in blocks of
-512 tokens with default parameters. The peer is the float32 forward of the same layers on 512 tokens in the same run;
-both take turns. Weights and hints are random (no cost here depends on them); hints of four layers are cycled, 130 MB
-forward, so that no cache holds them. The transform of A is kept, those of hints are not. Durable writes, packed hints
-and verification are not included.
+The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
+effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. The peer computes the
+same layers in float32 on 512 tokens in the same run, and both take turns. Weights and hints, which are the products of
+the public matrix A and the weights, are random: no time here depends on their values. Each layer in turn uses the hints
+of one of four layers, 130 MB for the forward direction, so that they do not fit into a processor cache. The transform
+of A is kept between layers; the transforms of hints are not. Durable writes, packed hints and verification are not
+included.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ from typing import Any
 from benchmarks.common import interleaved, ratios
 
 GROUPS = {"qkv": (576, 960), "o": (576, 576), "gate_up": (576, 3072), "down": (1536, 576)}
-"""(in, out) of SmolLM2-135M's layer groups: hidden size 576, 9 heads of 64, 3 heads for keys and values, 1,536 inside
-the MLP."""
+"""(in_features, out_features) of SmolLM2-135M's layer groups: hidden size 576, 9 heads of 64, 3 heads for keys and
+values, 1,536 features inside the MLP."""
 
 NUM_LAYERS = 30
 TOKENS = 512
 DISTINCT_HINTS = 4
 BY_THE_POOL = {"forward": 4, "forward and backward": 3}
-"""Blocks that a pool of 2 GiB makes together for steps of 512 tokens (`noise.blocks.pool.MaskPool._rows_beyond`)."""
+"""The number of blocks that a pool of 2 GiB makes together for steps of 512 tokens, by direction
+(`noise.blocks.pool.MaskPool._rows_beyond`)."""
 
 
 class Making:
-    """Masks and effects of all groups of all layers; `num_blocks` blocks share the transforms."""
+    """Makes masks and effects of all groups of all layers; `num_blocks` blocks share the transforms."""
 
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
@@ -50,11 +53,12 @@ class Making:
         ]
 
     def forward(self, num_blocks: int) -> None:
-        """Makes a mask of the inputs and an effect on the outputs."""
+        """Makes masks of all inputs and their effects on the outputs, as a forward pass needs."""
         self._all(num_blocks, backward=False)
 
     def both(self, num_blocks: int) -> None:
-        """Makes these, and a mask of the outputs' gradient with its effect on the inputs' gradient."""
+        """Makes what `forward` makes, and masks of the outputs' gradients with their effects on the inputs'
+        gradients."""
         self._all(num_blocks, backward=False)
         self._all(num_blocks, backward=True)
 
@@ -79,8 +83,8 @@ class Making:
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
-    """Returns the base layers' products in float32; each layer has weights of its own, and members of a group are
-    fused."""
+    """Returns a function that computes all base layers in float32; each group is one product, and no two share a
+    weight."""
     import torch
 
     layers = [{name: torch.randn(features, out) for name, (features, out) in GROUPS.items()} for _ in range(num_layers)]
@@ -96,8 +100,12 @@ def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
 
 
 def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -> dict[str, Any]:
-    """Returns, per token, microseconds of each run and its ratio to the local forward; and nanoseconds per token and
-    feature."""
+    """Measures masks and the local forward pass.
+
+    Returns:
+        `us_per_token`: microseconds per token, by run; `ratio`: the median ratio to the local forward pass, by run;
+        `ns_per_feature`: nanoseconds per token and feature, by run.
+    """
     from noise.params import choose
 
     parameters = choose(name)
@@ -124,7 +132,7 @@ def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks")

@@ -1,9 +1,9 @@
-"""Measures provider memory over steps and over fine-tuning tenants: it should not grow with either.
+"""Measures whether the provider's memory grows with the number of steps or with the number of fine-tuning tenants.
 
-Light tenants send what a fine-tuning step of 512 tokens sends, in its order (forward through all groups, backward
-through all, one request at a time), but have no model: this takes minutes where real tenants would take hours. Only the
-first blocks are served, since the number of calls is what matters. `python -m benchmarks.memory finetune` runs real
-tenants on the whole model, for few steps.
+Light tenants have no model. They send the requests of a fine-tuning step of 512 tokens in order: forward through all
+groups, then backward through all, one request at a time. This takes minutes, while real tenants would take hours. Only
+the first blocks of the model are served, since only the number of calls matters. `python -m benchmarks.memory finetune`
+runs real tenants on the whole model, for a few steps.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ REAL_TENANTS = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Found:
-    """Resident MB of the provider after each step, with a certain number of fine-tuning tenants."""
+    """Holds the provider's resident memory, in MB, after each step, for one number of fine-tuning tenants."""
 
     tenants: int
     after_step: list[float]
 
     @property
     def settled(self) -> float:
-        """Median of the second half of the steps, in MB."""
+        """Returns the median memory over the second half of the steps, in MB."""
         return statistics.median(self._second_half())
 
     @property
     def slope(self) -> float:
-        """Growth in MB a step over the second half, by least squares."""
+        """Returns the growth in MB per step over the second half of the steps, by least squares."""
         half = self._second_half()
         return statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else float("nan")
 
@@ -50,7 +50,7 @@ class Found:
 
 
 def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
-    """Returns one tenant's step, which sends arbitrary ring rows."""
+    """Returns a function that sends the requests of one tenant's step, with arbitrary ring rows."""
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
@@ -64,7 +64,10 @@ def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
 
 
 def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
-    """Returns MB when ready, and the measurements for each number of tenants; tenants step at the same time."""
+    """Returns (memory in MB of a provider that is ready, measurements for each number of light tenants).
+
+    All tenants take their steps at the same time.
+    """
     names = tuple(f"tenant{number}" for number in range(max(NUM_TENANTS)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -84,7 +87,7 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
 
 
 def finetune_tenant(url: str, folder: str, name: str) -> None:
-    """A worker's life: one real tenant."""
+    """Runs one real tenant, as a worker."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -93,7 +96,7 @@ def finetune_tenant(url: str, folder: str, name: str) -> None:
 
 
 def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
-    """Does the same with real tenants on the whole model, one after the other."""
+    """Returns the same as `run`, for real tenants on the whole model, which take their steps one after the other."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url, pid = stack.enter_context(provider(Path(folder), tenants=REAL_TENANTS))
@@ -112,7 +115,7 @@ def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
 
 
 def report(ready: float, found: list[Found]) -> None:
-    """Prints a table."""
+    """Prints the results as a table."""
     print(f"provider ready: {ready:.0f} MB resident")
     print("| tenants at once | first step, MB | settled, MB | MB a step | above the line before |")
     print("|---|---|---|---|---|")
@@ -124,7 +127,7 @@ def report(ready: float, found: list[Found]) -> None:
 
 
 def main() -> None:
-    """Prints the light tenants' table."""
+    """Measures the light tenants and prints their table."""
     report(*run())
 
 

@@ -1,9 +1,10 @@
-"""Measures masked against unmasked over a network, masks made in advance: decode and fine-tuning (Symbiosis, fig. 21).
+"""Measures masked against unmasked runs over a network: decode and fine-tuning, as in Symbiosis, figure 21.
 
-Provider and tenant are two hosts joined by a link of 1 Gbit/s each way with a round trip of 1 and of 20 ms
-(benchmarks/link.py; a delay here is always the whole round trip, and the table shows the measured one). Both sides
-share this machine's cores. `lattice` has its hints fetched and its masks and effects ready before the clock starts;
-`off` sends the same 32-bit rows without a mask. They take turns. It needs permission to make network namespaces (root).
+Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way with a round trip of 1 ms or 20 ms
+(benchmarks/link.py). A delay here is always the whole round trip, and the table shows the measured one. Both hosts
+share this machine's cores. With `lattice`, hints are fetched and masks and effects are made before the clock starts.
+With `off`, the same 32-bit rows are sent without a mask. The two take turns. The benchmark needs permission to make
+network namespaces (root).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ WORK = {"decode": f"decode of {NEW_TOKENS} tokens", "step": f"fine-tuning step {
 
 
 def decode_of(client: Any) -> Callable[[], Any]:
-    """Returns a run that answers a fixed prompt with exactly NEW_TOKENS tokens, with one call for each layer group and
-    token."""
+    """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt, with one call for each layer
+    group and token."""
     import torch
 
     model = client.load_model()
@@ -41,7 +42,7 @@ def decode_of(client: Any) -> Callable[[], Any]:
 
 
 def step_of(client: Any) -> Callable[[], Any]:
-    """Returns a step: forward and backward through a LoRA adapter on every linear layer, and its update."""
+    """Returns a function that takes one fine-tuning step, with a LoRA adapter on every linear layer."""
     import torch
     from peft import get_peft_model
 
@@ -62,7 +63,7 @@ def step_of(client: Any) -> Callable[[], Any]:
 
 
 def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """A worker's life."""
+    """Runs one tenant that decodes or fine-tunes, as a worker."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -81,13 +82,16 @@ def tenant(url: str, folder: str, mask: str, work: str) -> None:
 def run(
     round_trips_ms: tuple[float, ...] = ROUND_TRIPS_MS, rounds: int = 3, options: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Returns an entry for each delay and kind of work: measured round trip, seconds of both masks, and the paired
-    ratio.
+    """Measures every kind of work at every delay.
 
     Args:
-        round_trips_ms: the link's delays.
-        rounds: the number of measured rounds; one more before them warms up.
+        round_trips_ms: the round-trip times of the link, in milliseconds.
+        rounds: the number of measured rounds; one round before them warms up.
         options: options of `provider serve`.
+
+    Returns:
+        One entry for each delay and kind of work: the round trip that was set, the measured one, the median seconds
+        with and without a mask, and the median of their ratio over the rounds.
 
     Raises:
         NoNamespaces: this user or kernel cannot make two hosts.
@@ -121,7 +125,7 @@ def run(
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     print("| round trip, ms (measured) | 1 Gbit/s each way | unmasked, s | masked, s | tokens/s, unmasked | masked "
           "| masked / unmasked |\n|" + "---|" * 7)  # fmt: skip
     for each in found:
@@ -133,7 +137,7 @@ def report(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Prints the table; exit code 2 where namespaces cannot be made."""
+    """Prints the table, or exits with code 2 if network namespaces cannot be made."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.network")
     parser.add_argument("--round-trip-ms", type=float, nargs="+", default=list(ROUND_TRIPS_MS))
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,9 @@
 """Compares one process, shards, replicas, tensor parallel and FSDP2: rows a second through all layers, and memory.
 
-All providers run at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each process has one thread;
-one process alone is shown with one and with two. Memory is PSS of each process: pages that processes share count once.
-Ranks communicate by gloo over loopback: a real network is slower.
+All providers run at once and get requests in turn, over gRPC on loopback, in ring arithmetic. Each process has one
+thread; a provider of one process is also measured with two threads. Memory is the PSS of each process, so that a page
+that several processes share is counted once in their sum. Ranks, the processes of a parallel provider, communicate by
+gloo over loopback: a real network is slower.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PEER = "one process, 2 threads"
 
 @dataclass
 class Served:
-    """A provider that is running; seconds of each pass by number of rows and direction."""
+    """Holds a running provider and its figures: memory of each process, and seconds of each pass by rows and
+    direction."""
 
     url: str
     pids: list[int]
@@ -44,7 +46,7 @@ class Served:
 
 @contextlib.contextmanager
 def serve_without_tls(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
-    """Starts one provider of SmolLM2-135M without TLS."""
+    """Starts a provider of SmolLM2-135M without TLS, and stops it at the end of the context."""
     command = [sys.executable, *launcher, "-m", "provider", "serve", "--port", "0", *options]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -64,7 +66,7 @@ def _children(pid: int) -> list[int]:
 
 
 def run(repeats: int) -> dict[str, Served]:
-    """Measures every way, taking turns."""
+    """Measures every provider of `WAYS`, all of which take turns, and returns them by name."""
     from wire.transport.grpc_connection import GrpcConnection
 
     with contextlib.ExitStack() as stack:
@@ -84,7 +86,7 @@ def run(repeats: int) -> dict[str, Served]:
 
 
 def report(found: dict[str, Served]) -> None:
-    """Prints a table."""
+    """Prints the results as a table."""
     columns = list(found[PEER].seconds)
     print(f"rows a second (time relative to {PEER}: median over the pairs)")
     print("| | " + " | ".join(f"{rows} {direction}" for rows, direction in columns) + " | MB a process when ready |")
@@ -99,7 +101,7 @@ def report(found: dict[str, Served]) -> None:
 
 
 def main(repeats: int = 5) -> None:
-    """Measures and prints."""
+    """Measures all providers and prints the table."""
     report(run(repeats))
 
 

@@ -1,7 +1,7 @@
-"""Tenants without a model, for `benchmarks.batching`: they send rows that a real tenant sent, layer after layer.
+"""Replays the load of tenants for `benchmarks.batching`: sends rows that a real tenant sent, layer after layer.
 
-The rows come from one step of fine-tuning with lattice masks, which is recorded first; for layers of other widths
-(Llama's block) they are uniform int32, as masked rows are.
+The rows come from one step of fine-tuning with lattice masks, which is recorded first. For layers of other widths, such
+as those of Llama's block, the rows are uniform int32 numbers, as masked rows are.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from benchmarks.common import provider
 from wire.payload import RowsPayload
 
 BLOCKS = "model.layers.[0-5].*"
-"""Pattern of the blocks that are served: six of thirty, so that a pass is 24 requests."""
+"""The pattern of the layers that are served: six blocks of thirty, so that a pass is 24 requests."""
 LOAD_CORE = 1
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one tenant.
+    """Describes the load of one tenant.
 
     Attributes:
-        tenant: its name.
-        rows: rows of each request.
-        is_training: whether passes are forward and backward; otherwise forward only.
-        think_ms: pause from a reply to the next request.
-        in_flight: passes at a time.
-        one_layer: whether it always asks the first layer.
-        spell_s: seconds for which it sends, and then pauses equally long; 0: it always sends.
+        tenant: the tenant's name.
+        rows: number of rows of each request.
+        is_training: whether passes are forward and backward; otherwise they are forward only.
+        think_ms: pause from a reply to the next request, in milliseconds.
+        in_flight: number of passes that run at the same time.
+        one_layer: whether every request is for the first layer.
+        spell_s: seconds for which the tenant sends before it pauses for the same time; 0 for no pauses.
     """
 
     tenant: str
@@ -56,8 +56,10 @@ class Load:
 
 @functools.cache
 def recorded_rows() -> Path:
-    """Returns a file with what a real tenant sends in one step, by width; made at the first call, and removed at
-    exit."""
+    """Returns a safetensors file of the rows that a real tenant sends in one step, by their width.
+
+    The file is made at the first call and removed when the process exits.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -79,7 +81,7 @@ def recorded_rows() -> Path:
 
 
 def take_step(url: str, folder: Path) -> None:
-    """The recorded tenant's life."""
+    """Takes one fine-tuning step as the tenant that is recorded."""
     import tenant_sdk
     from benchmarks.finetune_step import step_of
 
@@ -92,7 +94,11 @@ def take_step(url: str, folder: Path) -> None:
 
 
 def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> None:
-    """Runs the load for as many seconds as each line on standard input says; answers with rows by tenant as JSON."""
+    """Sends the load until standard input ends.
+
+    For each line on standard input, a number of seconds, it waits for this time and then prints, as JSON, how many rows
+    got a reply in this time, by tenant.
+    """
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Measures processor time a request, from `add` to `finished`, in the scheduler with 1,000 requests queued."""
+"""Measures the scheduler's processor time per request, from `add` to `finished`, with 1,000 requests queued."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _PIECES, _PIECE = 15, 200
 
 
 class LoadedQueue:
-    """A scheduler with 1,000 requests of all classes, to 50 layer groups; finished requests are replaced by as many new
-    ones.
+    """Keeps a scheduler loaded with 1,000 requests of all classes, to 50 layer groups; replaces finished requests.
 
     Attributes:
-        spent_s: this thread's processor time in the scheduler alone.
+        spent_s: the processor time, in seconds, that this thread has spent in the scheduler alone.
     """
 
     def __init__(self, policy: Policy, num_tenants: int) -> None:
@@ -42,8 +41,8 @@ class LoadedQueue:
         self._add([self._ticket(1 + number % 64, calls[number % GROUPS]) for number in range(REQUESTS)])
 
     def turn(self) -> int:
-        """Makes a decision, finishes its batch, adds new requests in place of those that ended, and returns how many
-        these were."""
+        """Asks for one batch, finishes it, replaces the requests that ended, and returns the number of these
+        requests."""
         began_s = time.thread_time()
         batch = self._queue.next_batch(self._now_s)
         if batch is not None:
@@ -51,7 +50,7 @@ class LoadedQueue:
             self._queue.finished(batch, self._now_s)
         self.spent_s += time.thread_time() - began_s
         self._now_s += 1e-3
-        if batch is None:  # large work gives way to an expected tenant
+        if batch is None:  # the scheduler waits: a large request gives way to an expected small one
             return 0
         ended = [piece.ticket for piece in batch.pieces if piece.is_last]
         self._add([self._ticket(one.num_rows, one.call) for one in ended])
@@ -68,7 +67,7 @@ class LoadedQueue:
 
 
 def decision_s(policy: Policy, num_tenants: int) -> float:
-    """Returns processor seconds a request, the median over pieces of one run."""
+    """Returns processor seconds per request: the median over the parts of one run, each of at least 200 requests."""
     queue, each_s = LoadedQueue(policy, num_tenants), []
     for _ in range(_PIECES):
         requests, queue.spent_s = 0, 0.0
@@ -79,7 +78,7 @@ def decision_s(policy: Policy, num_tenants: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     print(f"µs a request, {REQUESTS} queued (bar {BAR_US})\n")
     print("| policy | " + " | ".join(f"{tenants} tenants" for tenants in TENANTS) + " |")
     print("|---|" + "--:|" * len(TENANTS))

@@ -1,9 +1,9 @@
-"""Does a fine-tune under the lattice mask end where the unmasked one ends? A change of seed is the yardstick.
+"""Measures by how much the lattice mask changes the final loss of fine-tuning, and by how much a new seed does.
 
-It trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example data. For each
-seed there is one run with `lattice` and one with `off` in ring arithmetic, which differ in nothing but the mask: the
-seed decides the adapter's initial values and the order of the rows. A final loss is the mean of the last five steps.
-The claim holds if a mask changes it by less than a seed does.
+This benchmark trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example
+data. For each seed there is one run with `lattice` and one with `off`, both in ring arithmetic, which differ in nothing
+but the mask: the seed decides the adapter's initial values and the order of the rows. The final loss is the mean of the
+last five steps. The claim holds if the mask changes the final loss by less than a seed does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASKS = ("off", "lattice")
 
 
 def losses(mask: str, seed: int, steps: int, batch_size: int, folder: Path) -> list[float]:
-    """Returns each step's loss of one run; `folder` keeps the hints for all runs."""
+    """Returns the loss of each step of one run; `folder` is a cache that keeps the hints for all runs."""
     from tenant_sdk import TenantClient
 
     with (
@@ -38,7 +38,7 @@ def losses(mask: str, seed: int, steps: int, batch_size: int, folder: Path) -> l
 def run(
     seeds: tuple[int, ...] = SEEDS, steps: int = STEPS, batch_size: int = BATCH_SIZE
 ) -> dict[str, list[list[float]]]:
-    """Returns losses by mask, seed and step; the masks take turns."""
+    """Returns the losses by mask, then by seed, then by step; the masks take turns."""
     found: dict[str, list[list[float]]] = {mask: [] for mask in MASKS}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def run(
 
 
 def report(seeds: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
-    """Prints the table and the comparison."""
+    """Prints the table, and compares the change by the mask with the change by the seed."""
     final = {mask: [statistics.mean(each[-LAST:]) for each in runs] for mask, runs in found.items()}
     change = [masked - bare for masked, bare in zip(final["lattice"], final["off"], strict=True)]
     furthest = [
@@ -68,7 +68,7 @@ def report(seeds: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.seeds")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)

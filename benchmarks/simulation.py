@@ -1,8 +1,8 @@
-"""Simulates the provider's scheduler under load on a clock of its own: without threads, sleeps or products.
+"""Simulates the provider's scheduler under load with a simulated clock: without threads, sleeps or products.
 
-Tenants send one request after the other, as their models would, and pause in between; a product takes as long as a
-linear model says (seconds and seconds a row, by layer). The scheduler is the provider's own and is told the time; it
-begins without a profile and learns from what it sees. The numbers are the same on every machine.
+Tenants send one request after the other, as their models would, and pause in between. A function gives the time of each
+product. The scheduler is the provider's own code and is told the time; it starts without known times and learns them
+from the simulated products. The results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ Cost = Callable[[Call, int], float]
 
 @dataclass(frozen=True)
 class Replayer:
-    """One tenant's traffic.
+    """Describes one tenant's traffic.
 
     Attributes:
-        tenant: its name.
-        calls: the requests that it sends, in this order, repeatedly: a call and its rows.
-        request_class: the class of all its requests.
-        think_s: pause from a reply to the next request.
-        in_flight: requests that it has sent and not got back at a time.
-        begins_s: the time at which it starts.
-        sends: whether it sends at a given time; a tenant that does not asks again every `_LOOK_S`.
+        tenant: the tenant's name.
+        calls: the requests, as (call, number of rows), which are sent in this order and then again from the first.
+        request_class: the class of all requests.
+        think_s: pause from a reply to the next request, in seconds.
+        in_flight: number of requests without a reply at any time.
+        begins_s: the time of the first request, in seconds.
+        sends: a function that says whether the tenant sends at a given time; if not, it is called again after
+            `_LOOK_S`.
     """
 
     tenant: str
@@ -49,14 +50,14 @@ class Replayer:
 
 @dataclass
 class Outcome:
-    """The results of a simulation.
+    """Holds the results of a simulation.
 
     Attributes:
-        seconds: simulated seconds, after the warm-up.
-        rows: answered rows, by tenant.
-        latencies_s: seconds inside the provider, from arrival to reply, by tenant.
-        batch_requests: requests of each product.
-        busy_s: seconds that the executor worked, by tenant; products that were shared are split by rows.
+        seconds: simulated seconds after the warm-up.
+        rows: number of rows with a reply, by tenant.
+        latencies_s: seconds from arrival to reply of each request, by tenant.
+        batch_requests: number of requests in each product.
+        busy_s: seconds of product time, by tenant; the time of a shared product is split by rows.
     """
 
     seconds: float
@@ -66,15 +67,15 @@ class Outcome:
     busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def rows_per_s(self, *tenants: str) -> float:
-        """Returns rows a second of these tenants, or of all."""
+        """Returns rows per second of these tenants together, or of all if none is named."""
         return sum(self.rows[name] for name in tenants or tuple(self.rows)) / self.seconds
 
     def mean_latency_s(self, *tenants: str) -> float:
-        """Returns the mean latency over requests of these tenants, or of all."""
+        """Returns the mean latency, in seconds, over the requests of these tenants, or of all if none is named."""
         return statistics.fmean(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
 
     def quantile_s(self, share: float, *tenants: str) -> float:
-        """Returns the latency within which this share of requests stays."""
+        """Returns the latency, in seconds, that the share `share` of these tenants' requests does not exceed."""
         ordered = sorted(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -83,12 +84,12 @@ _LOOK_S = 0.01
 
 
 def forward_pass(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
-    """Returns a pass through the layers, one call for each group."""
+    """Returns (call, number of rows) for each request of a forward pass, one for each group."""
     return [(Call(group, Direction.FORWARD, Arithmetic.RING), rows) for group in groups]
 
 
 def training_step(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
-    """Returns a pass forward, then backward."""
+    """Returns (call, number of rows) for each request of a forward pass and a backward pass."""
     back = [(Call(group, Direction.BACKWARD, Arithmetic.RING), rows) for group in reversed(groups)]
     return [*forward_pass(groups, rows), *back]
 
@@ -143,7 +144,7 @@ class _Run:
             if due_s is None and len(self._scheduler):
                 raise RuntimeError("the scheduler would wait for ever with requests in its queue")
             if due_s is not None:
-                self._at(max(due_s, now_s), lambda later_s: None)  # only so that the scheduler is asked again
+                self._at(max(due_s, now_s), lambda later_s: None)  # so that the scheduler is asked again
             return
         self._running = batch
         took_s = self._cost(batch.call, batch.num_rows)
@@ -176,13 +177,14 @@ def simulate(
     warm_up_s: float = 1.0,
     weight_of: Callable[[str], float] = lambda tenant: 1.0,
 ) -> Outcome:
-    """Runs the load.
+    """Simulates a load and returns the results.
 
     Args:
         policy: the scheduler's policy.
-        replayers: the tenants.
-        cost: seconds that one product takes.
-        seconds: simulated seconds after `warm_up_s`, which is not counted.
-        weight_of: a tenant's share.
+        replayers: the tenants' traffic.
+        cost: a function that returns the seconds of one product, for a call and its number of rows.
+        seconds: simulated seconds after the warm-up.
+        warm_up_s: simulated seconds at the start, which are not counted.
+        weight_of: a function that returns a tenant's weight, the relative share of the provider that it gets.
     """
     return _Run(policy, replayers, cost, weight_of).go(warm_up_s, seconds)

@@ -1,8 +1,8 @@
-"""Runs twenty tenants with mixed work and sudden deaths: no request may be lost, no reply wrong, nothing left behind.
+"""Runs twenty tenants, some of which die suddenly: no request may be lost, no reply wrong, and nothing left behind.
 
-Processes with five tenants each send slices of known rows, of all classes, and compare every reply bit by bit with what
-the weights give. Now and then a tenant drops its connection with requests on the way, or a whole process is killed.
-`python -m benchmarks.soak [SECONDS]` returns exit status 1 where anything was wrong.
+Processes with five tenants each send requests of all classes, whose rows are slices of known rows, and compare every
+reply bit by bit with the known product. Now and then a tenant closes its connection while requests are pending, or a
+whole process is killed. `python -m benchmarks.soak [SECONDS]` returns exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ _SETTLE_S = 10.0
 
 @dataclass
 class Soak:
-    """The results of a run.
+    """Holds the results of a run.
 
     Attributes:
-        answered, refused, wrong: replies that were right, requests refused for quota, replies that were wrong.
-        lost: requests without any outcome.
-        deaths: the number of processes killed.
-        rss_mb, threads, files: those of the provider, over time.
-        left: streams and waiting requests after the end.
+        answered: number of right replies.
+        refused: number of requests that were refused because of a quota.
+        wrong: number of wrong replies.
+        lost: number of requests that got neither a reply nor a refusal.
+        deaths: number of processes killed.
+        rss_mb, threads, files: the provider's resident memory in MB, its threads and its open files, once a second.
+        left: (open streams, queued requests) at the provider after the end.
     """
 
     answered: int = 0
@@ -65,13 +67,13 @@ class Soak:
 
     @property
     def growth_mb(self) -> float:
-        """Median memory of the last quarter minus that of the second quarter."""
+        """Returns the median memory of the last quarter of the run minus that of the second quarter, in MB."""
         quarter = max(1, len(self.rss_mb) // 4)
         return statistics.median(self.rss_mb[-quarter:]) - statistics.median(self.rss_mb[quarter : 2 * quarter])
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, wrong or left, and memory, threads and files did not grow."""
+        """Returns whether nothing was lost, wrong or left over, and memory, threads and open files did not grow."""
         quarter = max(1, len(self.threads) // 4)
         steady = max(self.threads[-quarter:]) <= max(self.threads[: 2 * quarter]) + 8
         steady &= max(self.files[-quarter:]) <= max(self.files[: 2 * quarter]) + 16
@@ -82,7 +84,7 @@ class Soak:
 
 
 class _Counts:
-    """Counts of requests' outcomes, shared by several threads."""
+    """Counts the outcomes of requests; several threads may use one object."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
@@ -92,13 +94,17 @@ class _Counts:
             self._counts[what] += 1
 
     def say(self, num_lost: int) -> None:
-        """Prints a line of JSON; `num_lost` threads are stuck or dead, with a request each."""
+        """Prints the counts as a line of JSON.
+
+        Args:
+            num_lost: the number of threads that are stuck or dead; each counts as one lost request.
+        """
         with self._lock:
             print(json.dumps({**self._counts, "lost": self._counts["lost"] + num_lost}), flush=True)
 
 
 def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) -> tuple[Call, Payload, torch.Tensor]:
-    """Returns a call, its rows and the right reply: a slice of the known rows or of the known hint."""
+    """Returns (call, payload, right reply) of a random request, which asks for a known product or a known hint."""
     direction = rng.choice(list(Direction))
     size = rng.choice((1, 1, 1, 4, 16, 100, 512))
     first = rng.randrange(ROWS - size + 1)
@@ -118,7 +124,7 @@ def _work(
     counts: _Counts,
     stop: threading.Event,
 ) -> None:
-    """Runs one tenant until it is told to stop; now and then it drops its connection with requests on the way."""
+    """Runs one tenant until `stop` is set; now and then it closes its connection while requests are pending."""
     connection = connect()
     num_groups = len(connection.manifest().groups)
     while not stop.is_set():
@@ -133,14 +139,14 @@ def _work(
                 counts.add("answered" if torch.equal(pending.result(), want) else "wrong")
             except QuotaExceeded:
                 counts.add("refused")
-            except (Unavailable, DeadlineExceeded):  # a request that was dropped ends at its deadline
+            except (Unavailable, DeadlineExceeded):  # a request that the provider has lost ends at its deadline
                 counts.add("lost")
         time.sleep(rng.random() * 0.01)
     connection.close()
 
 
 def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
-    """Runs these tenants until standard input ends; prints counts twice a second."""
+    """Runs the tenants `names`, each in a thread, until standard input ends; prints the counts twice a second."""
     torch.set_num_threads(1)
     known = load_file(folder / "known.safetensors")
     stop, counts = threading.Event(), _Counts()
@@ -165,10 +171,10 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
 
 
 class Tenants:
-    """A process of `tenants`; its last line of counts is kept."""
+    """Runs `tenants` in a process of its own, and keeps the last counts that the process printed."""
 
     def __init__(self, url: str, folder: Path, names: list[str], seed: int) -> None:
-        """Args: those of `tenants`."""
+        """Starts the process with the arguments of `tenants`."""
         self.names = names
         self.said: dict[str, int] = {}
         self.process = subprocess.Popen(
@@ -184,13 +190,13 @@ class Tenants:
                 self.said = json.loads(line)
 
     def kill(self) -> None:
-        """Kills the process without warning."""
+        """Kills the process, so that it cannot close its connections."""
         self.process.kill()
         self.process.wait()
         self._reader.join(10)
 
     def end(self) -> None:
-        """Ends the process in order; one that does not end has lost requests."""
+        """Ends the process normally; a process that does not end in time is killed and counts as a lost request."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -205,7 +211,7 @@ class Tenants:
 
 
 def known_replies(folder: Path, model: str, blocks: str) -> None:
-    """Makes rows and the products of the weights with them, for every group and direction."""
+    """Writes random rows, their product and a hint, for every group and direction, to known.safetensors."""
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
@@ -225,7 +231,7 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
 
 
 def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S) -> Soak:
-    """Runs the tenants against a provider of its own."""
+    """Starts a provider, runs the tenants against it for `seconds`, and returns the results."""
     from provider.operations.status import look
 
     found, rng = Soak(), random.Random(1)
@@ -267,7 +273,7 @@ def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVE
 
 
 def main() -> int:
-    """Runs and prints the results."""
+    """Runs the benchmark, prints its results and returns the exit status."""
     found = soak(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, "smollm2-135m", BLOCKS)
     print(
         f"answered {found.answered}, refused {found.refused}, wrong {found.wrong}, lost {found.lost}, "

@@ -1,12 +1,13 @@
-"""Measures what a mask costs the tenant against computing a d → d linear layer itself, per token, d from 576 up.
+"""Measures what a mask of a d → d linear layer costs the tenant, against a local computation of the layer, per token.
 
-Our side makes the secrets, errors, mask and effect of a forward pass at the default parameters, with hints as they are
-stored on disk (24 bits, memory-mapped, their tiles checked before the clock starts); A's transforms are kept, as one A
-serves all layers. Encoding, unmasking and transport are not included. The peers are the same layer on this machine in
-float32, bfloat16 and int8 (rows quantised one by one, `torch._int_mm`, scales put back), in blocks of 512 tokens. Hints
-and weights are random: no time here depends on their values. Wide weights are cut to `--columns` outputs, and their
-time is scaled up to all of them; the table says where. All runs of one width take turns; a ratio is the median over
-pairs.
+Our side makes the secrets, errors, mask and effect (what unmasking subtracts) of a forward pass with the default
+parameters. Hints, the products of the public matrix A and the weights, are as they are stored on disk: 24 bits,
+memory-mapped, their tiles checked before the clock starts. The transforms of A are kept, since one A serves all layers.
+Encoding, unmasking and transport are not included. The peers compute the same layer on this machine in float32,
+bfloat16 and int8 (rows quantised one by one, `torch._int_mm`, multiplied by the scales), in blocks of 512 tokens. Hints
+and weights are random: no time here depends on their values. Of a wide layer only `--columns` outputs are computed, and
+the time is scaled up to all outputs; the table marks these rows. All runs of one width take turns, and a ratio is the
+median over the rounds.
 """
 
 from __future__ import annotations
@@ -26,18 +27,24 @@ from benchmarks.common import interleaved, pyplot, ratios
 SIZES = (576, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 512
 COLUMNS = 4096
-"""Outputs of a local layer that are computed: 268 MB of float32 weights at 16,384 inputs."""
+"""The most outputs of a local layer that are computed; with 16,384 inputs these are 268 MB of float32 weights."""
 BLOCKS = 8
-"""Blocks of masks that share the transforms, as in a pool; `1 block` is what a caller that finds no mask ready waits
-for."""
+"""The number of blocks of masks that share transforms, as in a pool. A caller that finds no mask ready waits for one
+block, which the table shows as `1 block`."""
 OURS, ONE_BLOCK, PEERS = "masks", "masks, 1 block", ("fp32", "bf16", "int8")
 
 
 class Making:
-    """Masks and effects of one layer."""
+    """Makes masks and effects of one layer."""
 
     def __init__(self, size: int, folder: Path, parameters: Any) -> None:
-        """Args: size: d; folder: holds the hint; parameters: those of the mask."""
+        """Makes the public matrix and a random hint.
+
+        Args:
+            size: d, the number of inputs and of outputs.
+            folder: the folder in which the hint is stored.
+            parameters: the parameters of the lattice mask.
+        """
         import torch
 
         from noise.hints.store import HintKey, HintStore
@@ -50,7 +57,7 @@ class Making:
         self._public = transform(torch.randint(-(2**31), 2**31 - 1, (rows, size), dtype=torch.int32), parameters)
 
         class Reply:
-            """Random rows of a hint, available at once."""
+            """Returns random rows in place of a provider's reply with a part of a hint."""
 
             def __init__(self, count: int) -> None:
                 self.count = count
@@ -61,15 +68,15 @@ class Making:
         self._store = HintStore(folder)
         key = HintKey("0" * 64, bytes(32), size, Direction.FORWARD)
         self._hint = self._store.get(key, (rows, size), lambda first, count: Reply(count))
-        self._hint.load(0, size)  # checks every tile, which happens once a session
+        self._hint.load(0, size)  # checks every tile, as happens once per session
 
     @property
     def hint_bytes(self) -> int:
-        """Bytes of the hint on disk, for one direction."""
+        """Returns the bytes of the hint on disk, for one direction."""
         return self._store.total_bytes([(self._parameters.dimension, self._size)])
 
     def make(self, num_blocks: int) -> None:
-        """Makes a mask of the inputs and an effect on the outputs, `num_blocks` blocks of 512 rows each."""
+        """Makes masks of the inputs and their effects on the outputs, in `num_blocks` blocks of 512 rows."""
         from noise import sampling
         from noise.polynomial import negacyclic
 
@@ -81,7 +88,7 @@ class Making:
 
 
 def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
-    """Returns the products of TOKENS rows with the first `columns` outputs, by name of the arithmetic."""
+    """Returns functions that compute the first `columns` outputs of the layer for TOKENS rows, by arithmetic."""
     import torch
 
     rows, weight = torch.randn(TOKENS, size), torch.randn(size, columns)
@@ -91,8 +98,7 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
     rows_bf16, weight_bf16 = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
 
     def int8() -> torch.Tensor:
-        # where the weight is cut, only as large a part of the rows is quantised, so that the whole time may be scaled
-        # up
+        # only `columns` inputs of each row are quantised too, so that the time of a part may be scaled up
         part = rows[:, :columns]
         scale = part.abs().amax(dim=1, keepdim=True) / 127
         quantised = (part / scale).round_().to(torch.int8)
@@ -112,7 +118,15 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
 
 @dataclass(frozen=True)
 class Found:
-    """The results for one width: microseconds per token, ratios of making masks to each peer, and bytes."""
+    """Holds the results for one width.
+
+    Attributes:
+        size: d, the number of inputs and of outputs.
+        columns: the number of outputs that the local layers computed.
+        us: microseconds per token, by run.
+        ratio: the time of making masks divided by the peer's time, by peer.
+        hint_bytes: bytes of the hint on disk, for one direction.
+    """
 
     size: int
     columns: int
@@ -122,17 +136,17 @@ class Found:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the whole layer in int8."""
+        """Returns the bytes of the whole layer's weight in int8."""
         return self.size**2
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of a mask row and an effect row, forward, as int32."""
+        """Returns the bytes of one mask row and its effect row, for the forward direction, as int32."""
         return 4 * (self.size + self.size)
 
 
 def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> Found:
-    """Measures one width."""
+    """Measures the masks and the peers at one width."""
     from noise.params import choose
 
     columns, parameters = min(size, most_columns), choose("default")
@@ -154,13 +168,15 @@ def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -
 
 
 def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = COLUMNS) -> list[Found]:
-    """Measures all widths, narrow ones first."""
+    """Measures the masks and the peers at all widths, in the order of `sizes`."""
     return [run_size(size, repeats, most_columns) for size in sizes]
 
 
 def crossing(sizes: list[int], ratio: list[float]) -> str:
-    """Returns the width from which on a ratio stays at or below 1, interpolated on logarithmic axes after the last one
-    above 1."""
+    """Says from which width on a ratio stays at or below 1.
+
+    The width is interpolated, on logarithmic axes, between the last size with a ratio above 1 and the next size.
+    """
     above = [index for index, value in enumerate(ratio) if value > 1]
     if not above:
         return f"at every width from {sizes[0]:,}"
@@ -173,7 +189,7 @@ def crossing(sizes: list[int], ratio: list[float]) -> str:
 
 
 def summary(found: list[Found]) -> str:
-    """Says in one sentence where masks pay."""
+    """Says in one sentence from which width on masks take less time or disk than a local layer."""
     sizes = [each.size for each in found]
     time = ", ".join(f"in {peer} {crossing(sizes, [each.ratio[peer] for each in found])}" for peer in PEERS)
     one, both = (crossing(sizes, [count * each.hint_bytes / each.weight_bytes for each in found]) for count in (1, 2))
@@ -184,7 +200,7 @@ def summary(found: list[Found]) -> str:
 
 
 def report(found: list[Found]) -> None:
-    """Prints the tables and the sentence."""
+    """Prints the results as tables, and the summary."""
     print("| d → d, µs per token | masks | masks, 1 block | fp32 | bf16 | int8 | masks / fp32 | / bf16 | / int8 "
           "| local outputs computed |\n|" + "---|" * 10)  # fmt: skip
     for each in found:
@@ -202,7 +218,7 @@ def report(found: list[Found]) -> None:
 
 
 def plot(found: list[Found], file: Path) -> None:
-    """Writes an SVG: time per token and storage, over the width."""
+    """Draws time per token and storage over the width, and writes the plot as an SVG file."""
     plots = pyplot()
     sizes = [each.size for each in found]
     figure, (time, disk) = plots.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
@@ -228,7 +244,7 @@ def plot(found: list[Found], file: Path) -> None:
 
 
 def main() -> None:
-    """Prints the tables; draws the plot if asked to."""
+    """Prints the tables; with `--plot` also draws the plot."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tenant_cost")

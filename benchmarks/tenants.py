@@ -1,12 +1,14 @@
-"""Measures fine-tuning tenants of one provider against as many local processes: tokens a second, memory.
+"""Measures fine-tuning tenants of one provider against as many local processes: tokens a second, and memory.
 
-Local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of
-2 × 256 tokens on SmolLM2-135M; all run at the same time on this machine, the provider included. Both sides take turns,
-round after round, up to four tenants. Memory is PSS: pages that processes share count once.
-`python -m benchmarks.tenants [throughput | saving]`.
+The command is `python -m benchmarks.tenants [throughput | saving]`. For `throughput`, local processes run
+transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on
+SmolLM2-135M. All processes of a side, with the provider, run at the same time on this machine. Up to four tenants, both
+sides take turns, round after round. Memory is the PSS of processes, so that a page that several of them share is
+counted once in their sum.
 
-`saving` makes the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
-backward pass, as training code does (here and nowhere else), against the real one, which keeps nothing.
+`saving` repeats another comparison of the papers. A provider that keeps each layer's input from the forward pass to the
+backward pass, as training code does, is measured against the real provider, which keeps nothing. Only this benchmark
+has a provider that keeps inputs.
 """
 
 from __future__ import annotations
@@ -29,22 +31,23 @@ from benchmarks.finetune_step import SHAPE, step_of
 NUM_TENANTS = (1, 2, 4, 8)
 ROUNDS = 3
 _MOST_IN_TURNS = 4
-"""The most tenants for which both sides run at once: with more they would take more than 24 GiB, and are measured one
-after the other."""
+"""The largest number of tenants for which both sides take turns. With more tenants, the processes of both sides would
+take more than 24 GiB, so one side is measured after the other."""
 BUDGET_MB = 8192
-"""Memory in MB for the question how many adapters can be trained in it at once."""
+"""The memory, in MB, of a machine for which the benchmark says how many adapters can be trained at the same time."""
 SAVING_ROWS, SAVING_TENANTS = 512, (1, 2, 4, 6)
-"""(rows, numbers of tenants). All count as one tenant at a provider without TLS, which serves eight calls at a time."""
+"""The rows of each request, and the numbers of tenants, for `saving`. A provider without TLS takes all of them for one
+tenant, for which it allows eight calls at a time."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Medians for one number of tenants.
+    """Holds the medians for one number of tenants.
 
     Attributes:
-        tokens_per_s: tokens a second of all together, by side.
-        memory_mb: memory of all processes of a side, the provider among them.
-        provider_mb: the provider's own memory.
+        tokens_per_s: tokens per second of all tenants, or all local processes, together, by side.
+        memory_mb: memory in MB of all processes of a side, including the provider, by side.
+        provider_mb: memory in MB of the provider alone.
     """
 
     tokens_per_s: dict[str, float]
@@ -53,7 +56,7 @@ class Found:
 
 
 def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
-    """Returns seconds until all have taken a step."""
+    """Lets all workers take one step at the same time, and returns the seconds until the last has finished."""
     began = time.perf_counter()
     for done in [threads.submit(worker.run) for worker in workers]:
         done.result()
@@ -61,7 +64,7 @@ def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> flo
 
 
 def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS) -> dict[int, Found]:
-    """Returns results by number of tenants; prints a line for each."""
+    """Returns the results by number of tenants, and prints a line of the table for each number."""
     found = {}
     with ExitStack() as stack:
         sides = _Sides(stack, ("provider", "local"), max(numbers))
@@ -90,7 +93,8 @@ def _one_after_the_other(number: int, rounds: int) -> Found:
 
 
 class _Sides:
-    """Tenants of one provider, transformers + PEFT processes, or as many of both, which take turns."""
+    """Runs the processes of one side or of both sides, which take turns: `provider` for tenants, `local` for the
+    peer."""
 
     def __init__(self, stack: ExitStack, which: Sequence[str], most: int) -> None:
         self._stack, self._workers = stack, {side: list[Worker]() for side in which}
@@ -102,14 +106,14 @@ class _Sides:
             self._url, self._pid = stack.enter_context(provider(Path(self._folder), tenants=self._names))
 
     def grow(self, number: int) -> None:
-        """Starts processes until each side has this number."""
+        """Starts processes until each side has `number` of them."""
         for side, workers in self._workers.items():
             for name in self._names[len(workers) : number]:
                 arguments = ("tenant", self._url, self._folder, name) if side == "provider" else ("local",)
                 workers.append(self._stack.enter_context(Worker(__name__, *arguments)))
 
     def look(self, rounds: int) -> Found:
-        """Returns medians over these rounds, after one that warms up the new processes."""
+        """Returns medians over `rounds` rounds, after one round that warms up new processes."""
         seconds: dict[str, list[float]] = {side: [] for side in self._workers}
         for repeat in range(rounds + 1):
             for side, workers in self._workers.items():
@@ -136,7 +140,7 @@ def _line(number: int, one: Found) -> str:
 
 
 def tenant(url: str, folder: str, name: str) -> None:
-    """A worker's life: one real tenant."""
+    """Runs one real tenant, as a worker."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -148,7 +152,7 @@ def tenant(url: str, folder: str, name: str) -> None:
 
 
 def local() -> None:
-    """Runs one transformers + PEFT process as a worker."""
+    """Takes local steps with transformers + PEFT, as a worker."""
     import torch
 
     torch.set_num_threads(1)
@@ -159,7 +163,12 @@ def local() -> None:
 
 
 def serve_saving(kind: str) -> None:
-    """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
+    """Runs a provider on loopback, until standard input ends.
+
+    Args:
+        kind: `saving` for a provider that keeps the rows of each forward request until the backward request of the same
+            group; `stateless` for the real provider.
+    """
     from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # before anything imports grpc
@@ -175,7 +184,10 @@ def serve_saving(kind: str) -> None:
     saved: dict[tuple[Any, int], Any] = {}
 
     class SavingJob(Job):
-        """Tells tenants apart by the thread that reads their stream: here all are named `local`."""
+        """Keeps the rows of each forward request until the backward request of the same tenant and group.
+
+        Tenants are told apart by the thread that reads their stream, because here all have the same name.
+        """
 
         def __init__(self, call: Any, rows: Any, *others: Any) -> None:
             key = (threading.get_ident(), call.group)
@@ -197,7 +209,7 @@ def serve_saving(kind: str) -> None:
 
 
 def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
-    """Prints the provider's memory at the end of all forward passes."""
+    """Prints the memory of both kinds of provider after all forward passes and before the backward passes."""
     import subprocess
 
     from wire.transport.grpc_connection import GrpcConnection
@@ -230,7 +242,7 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Runs the comparisons that the command line names, by default both, and prints their tables."""
     what = sys.argv[1:] or ["throughput", "saving"]
     if "throughput" in what:
         print("| tenants | tokens/s, one provider | tokens/s, local processes | ratio | MB, provider and tenants | "

@@ -1,8 +1,9 @@
-"""Compares the stream with a raw-bytes gRPC echo over the same mutual TLS: time of small calls, goodput of large ones.
+"""Compares the provider's stream with a raw-bytes gRPC echo, both over mutual TLS: times of small and large calls.
 
-The echo is the least that grpc's public Python API can do: one thread that sends back each message. For goodput the
-provider's product is replaced by the identity, so that only transport is compared. On both sides IN_FLIGHT tensors are
-on their way at a time, and also one at a time, where the fixed cost of a call shows.
+The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
+of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
+measured with IN_FLIGHT tensors in flight on each side, and with one tensor in flight, which shows the fixed cost of a
+call.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
 KINDS = ("real", "real, by gRPC", "identity", "identity, by gRPC")
-"""(what the provider computes, what carries the stream): the tensor port unless the name says otherwise."""
+"""The kinds of provider: `real` computes products, `identity` returns the rows. The stream uses the tensor port, unless
+the name ends in "by gRPC"."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
 def serve_echo(state: str) -> None:
-    """Runs a bare gRPC server with the provider's own options and certificates."""
+    """Runs the gRPC echo, with the provider's own server options and certificates, until standard input ends."""
     import grpc
 
     from provider.identity.authority import StateDir, issue_server_certificate
@@ -58,7 +60,13 @@ def serve_echo(state: str) -> None:
 
 
 def serve_provider(state: str, folder: str, kind: str) -> None:
-    """Runs a provider of one real layer group, 576 to 576; see `KINDS`."""
+    """Runs a provider of one layer group, 576 to 576 features, until standard input ends.
+
+    Args:
+        state: the folder of the provider's state.
+        folder: the folder of the model.
+        kind: one of `KINDS`.
+    """
     import torch
 
     from provider.identity.authority import StateDir
@@ -68,7 +76,7 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
     from provider.net.server import Server
 
     class IdentityModel(ServedModel):
-        """A provider that answers with the rows that it received."""
+        """Returns the received rows in place of a product."""
 
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
             """Returns the rows without any arithmetic."""
@@ -98,7 +106,7 @@ def make_model(folder: Path) -> None:
 
 
 class _Child:
-    """A server process, which ends when its input is closed."""
+    """Starts a server process, which ends when its input is closed."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transport", *arguments]
@@ -112,7 +120,7 @@ class _Child:
 
 
 def median_us(call: Callable[[], Any], count: int) -> float:
-    """Returns the median microseconds of one call."""
+    """Returns the median time of a call, in microseconds, over `count` calls."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -122,7 +130,7 @@ def median_us(call: Callable[[], Any], count: int) -> float:
 
 
 class _Echo:
-    """A client of `serve_echo` with one stream."""
+    """Sends and receives messages on one stream of `serve_echo`."""
 
     def __init__(self, url: str, identity: TlsIdentity) -> None:
         from wire.transport.grpc_connection import open_channel
@@ -132,17 +140,17 @@ class _Echo:
         self._stream = self._channel.stream_stream(ECHO_METHOD)(iter(self._outgoing.get, None))
 
     def small(self) -> None:
-        """Sends and receives as many bytes as one row has."""
+        """Sends the bytes of one row with its header, and receives them."""
         self._outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
         next(self._stream)
 
     def send(self, size_mib: int) -> None:
-        """Sends this many MiB in chunks, like a tensor."""
+        """Sends `size_mib` MiB in chunks, as a tensor is sent."""
         for _ in range(size_mib):
             self._outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
 
     def receive(self, size_mib: int) -> None:
-        """Receives what `send` sent."""
+        """Receives the chunks that `send` has sent."""
         for _ in range(size_mib):
             next(self._stream)
 
@@ -152,7 +160,14 @@ class _Echo:
 
 
 def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
-    """Returns mean seconds of a tensor there and back, with `in_flight` of them on their way."""
+    """Returns the mean seconds of a tensor's round trip, with `in_flight` tensors in flight at a time.
+
+    Args:
+        send: a function that sends one tensor and returns a handle.
+        receive: a function that waits for the tensor of a handle.
+        count: the number of tensors.
+        in_flight: the number of tensors that are sent before the first is received.
+    """
     began, waiting = time.perf_counter(), [send() for _ in range(in_flight)]
     for left in range(count, 0, -1):
         receive(waiting.pop(0))
@@ -162,7 +177,11 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 
 def run(repeats: int = 7) -> dict[str, Any]:
-    """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
+    """Returns medians over paired rounds, by name of the figure.
+
+    `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
+    by gRPC` are the goodput of large calls divided by the echo's, and `mb_per_s` is this goodput in MB/s.
+    """
     from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # before anything imports grpc; the servers inherit it
@@ -192,7 +211,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
 
 def check_carriers(carriers: Mapping[str, str | None]) -> None:
-    """Checks that the stream of each of `KINDS` was carried by what its name says.
+    """Checks that the stream of each kind in `KINDS` used the tensor port or gRPC, as the kind's name says.
 
     Raises:
         RuntimeError: the tensor port could not be reached, so that gRPC was measured in its place.
@@ -251,7 +270,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Runs the benchmark and prints its results as tables."""
     result = run()
     print("| one row, 576 → 576 | µs | above the echo, median of pairs |\n|---|---|---|")
     for name, value in result["small_us"].items():

@@ -1,8 +1,9 @@
-"""The main job, end to end: a provider in its own process, a tenant in another, mutual TLS between them.
+"""Runs the main job end to end, with a provider and a tenant in two processes and mutual TLS between them.
 
-It is run by `make demo`. The tenant teaches SmolLM2-135M an invented company's private facts through a provider that
-holds the base model and sees only masked rows, and asks both the base model and the adapted one. Every reply is checked
-against the tenant's own copy of the model's file. All files are in .demo/, which can be deleted.
+`make demo` runs this script. The tenant teaches SmolLM2-135M an invented company's private facts, through a provider
+that holds the base model and sees only masked rows. Then the tenant asks both the base model and the adapted model.
+Every reply of the provider is checked against the tenant's own copy of the model. All files are in .demo/, which can be
+deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WORK = Path(os.environ.get("VEILBASE_DEMO_DIR") or os.path.relpath(HERE.parent /
 MODEL = "smollm2-135m"
 STEPS, ANSWER_TOKENS = 12, 20
 EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible", "verification")
-"""Lines of `client.explain()` that are shown."""
+"""The names of the lines of `client.explain()` that the demo shows."""
 
 
 def run_provider() -> tuple[subprocess.Popen[str], str]:
@@ -45,7 +46,7 @@ def run_provider() -> tuple[subprocess.Popen[str], str]:
 
 
 def what_the_provider_saw() -> None:
-    """Prints a few numbers of the first rows that were recorded, and what they would have been without a mask."""
+    """Prints a few numbers of the first recorded rows, and the numbers of the same rows without a mask."""
     from safetensors.torch import load_file
 
     entries = [json.loads(line) for line in (WORK / "recording" / "index.jsonl").read_text().splitlines()]
@@ -64,7 +65,8 @@ def _print_rows(rows: list[list[int]]) -> None:
 
 
 def keep_unmasked(client: Any, question: str) -> None:
-    """Writes down what mask='off' would send first, for `what_the_provider_saw`. Only a demo does this."""
+    """Writes the first rows that mask='off' would send to a file, for `what_the_provider_saw`. Only a demo does
+    this."""
     import torch
 
     from tenant_sdk.adapters import adapted_model
@@ -79,7 +81,7 @@ def keep_unmasked(client: Any, question: str) -> None:
 
 
 def print_privacy(client: Any) -> None:
-    """Prints the first lines of `client.explain()`; `tenant explain` prints all of them."""
+    """Prints the lines of `client.explain()` that EXPLAINED names; `tenant explain` prints all lines."""
     with contextlib.redirect_stdout(io.StringIO()):
         lines = client.explain().splitlines()
     print("\nPrivacy in force (`tenant explain` says more):")
@@ -90,7 +92,7 @@ def print_privacy(client: Any) -> None:
 
 
 def tenant(url: str) -> None:
-    """The second process: fine-tunes, then asks the held-out questions."""
+    """Fine-tunes and asks the held-out questions; this function runs in the second process."""
     import tenant_sdk
 
     tenant_sdk.tune()  # before torch and grpc are imported
@@ -102,7 +104,7 @@ def tenant(url: str) -> None:
     from tenant_sdk.training.labelled_tokens import tokenize
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
-    heldout = heldout[1::2]  # half of them, to save time; the README says how all eight fare
+    heldout = heldout[1::2]  # only half of them, to save time; the README has the results for all eight
     questions = [row["messages"][0]["content"] for row in heldout]
     with tenant_sdk.TenantClient(url, identity=WORK / "acme", mask="lattice", verify=MODEL) as client:
         manifest = client.connect()
@@ -139,7 +141,7 @@ def tenant(url: str) -> None:
 
 
 def main() -> None:
-    """Runs both processes and reports."""
+    """Runs both processes, and prints what each did."""
     began = time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)

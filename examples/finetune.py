@@ -1,4 +1,4 @@
-"""Fine-tune a LoRA adapter through a provider and ask it something.
+"""Fine-tunes a LoRA adapter through a provider, and asks the adapted model a question.
 
     python examples/finetune.py                                            # a provider inside this process
     python examples/finetune.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tenant_sdk
 
-tenant_sdk.tune()  # first: what it sets is read once, when torch and grpc are imported
+tenant_sdk.tune()  # first: torch and grpc read the variables that it sets once, when they are imported
 
 from peft import LoraConfig
 

@@ -1,13 +1,13 @@
-"""Fine-tune with transformers' own Trainer: `load_model()` gives a model that stock tools take as it is.
+"""Fine-tunes with transformers' own Trainer: stock tools can use a model of `load_model()` without changes.
 
     python examples/stock_trainer.py                                            # a provider inside this process
     python examples/stock_trainer.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
 
-`TenantClient.finetune` adds checks of the data set, resuming after a broken run, and an adapter folder that is written
-as a whole or not at all. Without --verify a value that is NaN or infinite does not stop the Trainer: from then on the
-model, which warns once, sends and returns zeros, so that its calls do not show where that happened, and `check_run`
-raises the error at the end.
-The default mask, lattice, keeps 1.2 GB of hints for SmolLM2-135M in ~/.cache/veilbase; see docs/masks.md.
+`TenantClient.finetune` does more: it checks the data set, resumes a failed run, and writes the adapter folder
+completely or not at all. Without --verify, a value that is NaN or infinite does not stop the Trainer. The model then
+warns once, and from this point on it sends and returns zeros, so that its calls do not show when the value occurred.
+`check_run` raises the error at the end. The default mask, lattice, keeps 1.2 GB of hints for SmolLM2-135M in
+~/.cache/veilbase; see docs/masks.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import tenant_sdk
 
-tenant_sdk.tune()  # first: what it sets is read once, when torch and grpc are imported
+tenant_sdk.tune()  # first: torch and grpc read the variables that it sets once, when they are imported
 
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
@@ -72,10 +72,10 @@ def main() -> None:
             train_dataset=rows,
             data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         )
-        client.fetch_hints(backward=True)  # shows a progress bar; otherwise each layer fetches when it is first used
+        client.fetch_hints(backward=True)  # with a progress bar; otherwise layers fetch hints at first use
         trainer.train()
         tenant_sdk.check_run(model)
-        # False: PEFT would look the base model up on a hub to see whether its vocabulary was changed
+        # False: otherwise PEFT would ask a hub whether the base model's vocabulary was changed
         model.save_pretrained(args.output, save_embedding_layers=False)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(f"adapter {args.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")

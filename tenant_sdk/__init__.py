@@ -1,7 +1,7 @@
-"""Fine-tune and run adapters on a base model that a provider holds: the names below are all that a user needs.
+"""This package fine-tunes and runs adapters on a base model that a provider holds; it exports all that a user needs.
 
-Importing this package loads nothing heavy, fetches nothing and sets no environment variable. A name that needs torch is
-imported when it is first used; so call `tune` before that, as in
+The import of this package does not load torch, fetches nothing and sets no environment variable. An exported name that
+needs torch is imported when the name is first used. Call `tune` before that, as in
 
     import tenant_sdk
 
@@ -125,7 +125,8 @@ _MODULE_OF = {
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
 }
-"""Where the names are that are imported at first use: their modules load torch, which takes seconds."""
+"""The module of each exported name that is imported only when it is first used. These modules load torch, which takes
+seconds."""
 
 
 def __getattr__(name: str) -> Any:
@@ -137,5 +138,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists the exported names also before they are imported."""
+    """Lists all exported names, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

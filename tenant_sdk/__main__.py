@@ -1,4 +1,4 @@
-"""`python -m tenant_sdk` is `tenant`."""
+"""Lets `python -m tenant_sdk` run the command `tenant`."""
 
 from tenant_sdk.cli import main
 

@@ -1,7 +1,7 @@
-"""Loads PEFT adapters onto a model whose base layers are at the provider, and refuses those that cannot work.
+"""Loads PEFT adapters onto a model whose base layers are at the provider, and refuses adapters that cannot work.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
-in one line and never gives another answer than its own.
+with a one-line error. No adapter is applied only in part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wire.loading import loading
 
 
 def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
-    """The session's model with an adapter on it, kept until another adapter is asked for."""
+    """Returns the session's model with an adapter on it, and keeps this model in `session.loaded` for the next call."""
     key = _adapter_key(adapter)
     if session.loaded is None or session.loaded[0] != key:
         session.loaded = None
@@ -32,18 +32,18 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
                 with loading():
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
-                # `from None`: PEFT's frames hold the adapter's tensors, and its text may quote the adapter's settings.
+                # `from None`: PEFT's frames hold the adapter's tensors, and its error may quote the adapter's settings.
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
             copied = copied_base_layer(model)
-            if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing
+            if copied is not None:  # PEFT would silently leave out the adapter's copy
                 raise ConfigurationError(f"{adapter} holds {copied[0]} whole, a base layer held by the provider")
         session.loaded = (key, model)
     return session.loaded[1]
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:
-    """Returns a module that PEFT trains or loads as a whole although base layers in it are at the provider, and the
-    setting."""
+    """Returns (module name, PEFT setting) of a module that PEFT trains or loads as a whole although base layers in the
+    module are at the provider; returns None if there is no such module."""
     for name, module in model.named_modules():
         if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
             continue
@@ -63,7 +63,7 @@ def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:
 
 
 def virtual_tokens(peft_config: Any) -> int:
-    """Returns the positions that an adapter puts before every row: 0 except for prompt-learning methods.
+    """Returns the number of tokens that an adapter puts before every row: 0 except for prompt-learning methods.
 
     Raises:
         ConfigurationError: the number is not a positive whole number.
@@ -74,7 +74,7 @@ def virtual_tokens(peft_config: Any) -> int:
 
 
 def positive(name: str, value: Any) -> int:
-    """Returns a setting that is a count; raises ConfigurationError where it is not a positive whole number."""
+    """Returns the value of a setting; raises ConfigurationError if the value is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
     return int(value)

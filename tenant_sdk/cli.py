@@ -1,4 +1,4 @@
-"""`tenant`: the SDK from a shell."""
+"""Runs the tenant's SDK from a shell, as the command `tenant`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _client(
     pad_rows: int | None,
     accept_change: list[str] | None,
 ) -> TenantClient:
-    """The client that the options shared by all commands ask for, not connected yet."""
+    """Returns a client, not connected yet, for the options that all commands share."""
     tune()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines come in pairs, before the one that says it all
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would print two lines of its own before our error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle has every file: no hub is asked
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
@@ -66,10 +66,10 @@ def _client(
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
     for folder in folders:
-        load_identity(folder)  # first: a folder that is no identity is the likelier mistake than one without endpoint
+        load_identity(folder)  # first: a wrong folder is a likelier mistake than a missing endpoint
     urls = url or [read_endpoint(folder) for folder in folders]
 
-    # torch and transformers take seconds to load, which the mistakes above need not wait for
+    # imported after the checks above, because torch and transformers take seconds to load
     from noise.registry import DEFAULT_MASK
     from tenant_sdk import TenantClient
 
@@ -117,7 +117,7 @@ def finetune(
 
     from tenant_sdk.training.dataset import load_rows
 
-    if not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once, which comes later
+    if not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once: `finetune` reads it
         load_rows(data)
     with _until_ctrl_c(), not_connected as client:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -135,7 +135,7 @@ def finetune(
 
 @contextlib.contextmanager
 def _until_ctrl_c() -> Iterator[None]:
-    """Tells the user, when Ctrl-C stops a run, what becomes of it."""
+    """Tells the user, when Ctrl-C stops a run, how the run can be continued."""
     try:
         yield
     except KeyboardInterrupt:
@@ -200,7 +200,10 @@ def explain(
 
 
 def main() -> None:
-    """Runs the command: an error of this project is one line on stderr and exit code 1 (typer's own: usage and 2)."""
+    """Runs the command line. An error of this project is printed as one line on stderr, with exit code 1.
+
+    For errors in the command line itself, typer prints its usage, with exit code 2.
+    """
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:
         app()

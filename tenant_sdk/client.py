@@ -1,8 +1,8 @@
-"""`TenantClient`: the one object a user of a provider needs.
+"""This module holds `TenantClient`, the one object that a user of a provider needs.
 
-Guarantees: base weights never reach this process, adapters, data and optimizer state never leave it; what does leave
-is what the mask makes of activations and gradients (see `explain`). Every failure is raised as one error of
-wire/errors.py.
+Guarantees: the base weights of a networked provider never reach this process. Adapters, data and optimizer state never
+leave this process. Activations and gradients leave this process only in the form that the chosen mask gives them (see
+`explain`). Every failure is raised as one error of wire/errors.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TenantClient:
-    """A tenant's connection to a provider, as a context manager.
+    """Connects a tenant to a provider. The class is a context manager.
 
     Example:
         with TenantClient("grpcs://host:8443", identity="acme/") as client:
@@ -65,29 +65,30 @@ class TenantClient:
         pad_rows: bool | int = False,
         accept_changes: Sequence[str] = (),
     ) -> None:
-        """Prepares a client; the network is first used by `connect` or by whatever needs it.
+        """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
         Args:
             url: grpcs://host:port, grpc://127.0.0.1:port without TLS, or inproc:MODEL for a provider in this process;
                 for mask="shares" a list of two.
-            identity: folder made by `provider enroll`, needed for grpcs; a list where `url` is one.
+            identity: folder made by `provider enroll`, needed for grpcs; a list if `url` is a list.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
-            verify: the checkpoint you trust (folder, GGUF file, hub id or smollm2-135m): every reply and the whole
-                bundle are checked against it. None warns once and says what then holds.
-            arithmetic: `ring` or `float`; by default what suits the mask and the provider's weights.
+            verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m): every reply and the whole
+                bundle are checked against this checkpoint. None warns once and says what is guaranteed without it.
+            arithmetic: `ring` or `float`; by default the one that suits the mask and the provider's weights.
             mask_options: keyword arguments of the mask, such as {"parameters": "conservative"}.
             kappa: with verify, a forged reply passes with probability at most 2^-kappa; 40 to 64.
-            weights: `int8` or `native`, for inproc only; a networked provider chooses for itself.
+            weights: `int8` or `native`, for an inproc: provider only; a networked provider's operator chooses.
             dtype: the dtype of activations and of the tenant's own tensors.
-            device: where attention, norms and adapters run.
+            device: the device on which attention, norms and adapters run.
             cache: folder for bundles and hints; $VEILBASE_CACHE or ~/.cache/veilbase by default.
-            progress: bars on stderr while a checkpoint is read or hints are fetched.
+            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched.
             tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
-                as the provider's does. Without it, and without `verify`, the provider's own decides how text becomes
-                rows, whose number it sees.
-            pad_rows: pads every prompt and training row to one number of tokens: True for 512, or the number.
-            accept_changes: parts of an unverified provider's offer that may differ from first use: "model" (its
-                name), "tokenizer", "template", "config".
+                as the provider's tokenizer does. Without `tokenizer` and `verify`, the provider's tokenizer decides how
+                text becomes rows, and the provider sees the number of rows.
+            pad_rows: the number of tokens to which every prompt and training row is padded; True stands for 512, and
+                False for no padding.
+            accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model"
+                (the model's name), "tokenizer", "template" and "config".
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -120,12 +121,15 @@ class TenantClient:
         self._text: TenantText | None = None
         self._closed = False
         self.loaded: tuple[Any, Any] | None = None
-        """The adapter and model that `generate` used last."""
+        """(key of the adapter, model) that `generate` used last, or None; see `adapted_model`."""
 
     def connect(self) -> Manifest:
-        """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
+        """Connects, compares the provider with the trusted checkpoint if there is one, and returns the manifest.
+
+        A second call returns the same manifest without using the network.
+        """
         session = self._open()
-        with session.executor.in_session():  # as all methods but `explain` and `close` do
+        with session.executor.in_session():  # as in all methods except `explain` and `close`
             return session.manifest
 
     def _open(self) -> Session:
@@ -139,7 +143,7 @@ class TenantClient:
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes and calls that went to all providers so far."""
+        """Returns the numbers of calls, bytes sent and bytes received so far, over all providers."""
         total = Traffic()
         for connection in self._session.connections if self._session is not None else ():
             seen = connection.traffic.snapshot()
@@ -155,8 +159,7 @@ class TenantClient:
 
     @property
     def text(self) -> TenantText:
-        """How text becomes tokens in this session: the tokenizer, the party that chose it, and the tokens that end an
-        answer."""
+        """Returns the session's tokenizer, the party that chose the tokenizer, and the tokens that end an answer."""
         session, folder = self._open(), self._bundle()
         with self._lock:
             if self._text is None:
@@ -165,23 +168,25 @@ class TenantClient:
 
     @property
     def bucket(self) -> int | None:
-        """The number of tokens to which prompts and training rows are padded; None where they are not."""
+        """Returns the number of tokens to which prompts and training rows are padded; None if they are not padded."""
         return self._plan.bucket
 
     @property
     def context_length(self) -> int:
-        """The most tokens that the model has positions for."""
+        """Returns the largest number of tokens that the model has positions for."""
         return context_length(self._bundle())
 
     @property
     def tokenizer(self) -> Any:
-        """The base model's tokenizer; of an unverified provider, one whose chat template does not see text."""
+        """Returns the session's tokenizer; the chat template of an unverified provider's tokenizer does not see
+        text."""
         return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:
-        """Returns a fresh transformers model over the provider's base layers, frozen, in eval mode.
+        """Returns a new transformers model over the provider's base layers, in eval mode and with frozen parameters.
 
-        It works in stock PEFT, Trainer, TRL and `generate`; each call builds a new one, so adapters do not mix.
+        The model works in stock PEFT, Trainer, TRL and `generate`. Each call builds a new model, so that adapters on
+        one model do not affect another.
         """
         session = self._open()
         with session.executor.in_session():
@@ -224,35 +229,37 @@ class TenantClient:
         Args:
             data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`,
                 or `text`.
-            peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default. It is
-                not changed.
-            output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run
-                ends.
-            max_steps: optimizer steps; `num_epochs` counts when it is None.
-            num_epochs: times that the run goes over the data.
+            peft_config: the config of any PEFT method that does not read base weights; LoRA on all linear layers by
+                default. The object is not changed.
+            output_dir: the adapter's folder; checkpoints are kept in `OUTPUT_DIR.checkpoints` until the run ends.
+            max_steps: number of optimizer steps; None for as many as `num_epochs` takes.
+            num_epochs: number of passes over the data; ignored if `max_steps` is given.
             batch_size: rows that go through the model together.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
-            learning_rate: the highest one, which AdamW has after the warm-up.
+            learning_rate: AdamW's peak learning rate, which is reached after the warm-up.
             lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
-            warmup_steps: optimizer steps in which the learning rate rises to its highest.
-            weight_decay: of AdamW.
-            max_grad_norm: longer gradients are scaled down to this length.
-            max_length: longest row in tokens; by default the model's context, less an adapter's virtual tokens. A
-                longer row is an error.
+            warmup_steps: number of optimizer steps in which the learning rate rises to its peak.
+            weight_decay: AdamW's weight decay.
+            max_grad_norm: the L2 norm to which a longer gradient is scaled down.
+            max_length: the most tokens that a row may have; by default the model's context minus the adapter's virtual
+                tokens. A longer row is an error.
             save_steps: optimizer steps between checkpoints.
-            seed: of the adapter's first weights, the order of rows and dropout.
-            gradient_checkpointing: less tenant memory for about twice the forward calls.
-            resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
-            progress: a progress bar on stderr.
+            seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
+            gradient_checkpointing: whether activations are computed again in the backward pass, which takes less of
+                the tenant's memory and about twice as many forward calls.
+            resume: None resumes from a checkpoint of the same run if there is one; True requires one; False starts
+                over.
+            progress: whether a progress bar is shown on stderr.
 
         Returns:
-            Adapter folder, losses, tokens, bytes, seconds.
+            The adapter's folder, and the losses, tokens, bytes and seconds of the run.
 
         Raises:
-            DatasetError: names the line.
-            ConfigurationError: settings that do not fit, or a checkpoint of another run.
-            NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
-            TransportError, ProtocolError, AccessError: the run can go on with the same call.
+            DatasetError: a row cannot be used; the text names its line.
+            ConfigurationError: a setting is impossible, or there is a checkpoint of another run.
+            NotFinite: a value was NaN or infinite, and there is no adapter. With `verify` the error is raised at once,
+                without `verify` at the planned end of the run.
+            TransportError, ProtocolError, AccessError: a request failed; the same call again resumes the run.
             VeilbaseError: the adapter or a checkpoint could not be written.
         """
         from tenant_sdk.training.finetune import finetune
@@ -286,25 +293,28 @@ class TenantClient:
         fixed_length: bool = False,
         **options: Any,
     ) -> str:
-        """Answers a prompt; greedy unless `do_sample=True`.
+        """Answers a prompt, with greedy decoding unless `do_sample=True`.
 
         Args:
-            prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
+            prompt: a user's message, or a list of messages with role and content. A model without a chat template takes
+                only a text and continues it.
             adapter: a PEFT adapter folder; None for the base model.
-            max_new_tokens: length limit of the answer, which has to fit into the context with the prompt and an
-                adapter's virtual tokens; None for 128, or fewer where the context leaves fewer.
-            on_text: called with each piece of text as it is ready; not with beam search.
-            fixed_length: the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are; the
-                text still ends at the first stop token. Not with beam search or options that end an answer early.
-            options: passed to transformers' `generate`, such as do_sample, temperature, top_p or num_beams.
+            max_new_tokens: the most tokens of the answer, which has to fit into the context together with the prompt
+                and the adapter's virtual tokens; None for 128, or for fewer if the context has less room.
+            on_text: a function that is called with each piece of text as it is ready; not possible with beam search.
+            fixed_length: whether the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are;
+                the text still ends at the first stop token. Not possible with beam search or with options that end an
+                answer early.
+            options: arguments of transformers' `generate`, such as do_sample, temperature, top_p or num_beams.
 
         Returns:
-            The answer, special tokens removed.
+            The text of the answer without special tokens.
 
         Raises:
-            ConfigurationError: no such adapter, or it does not fit the model; a length or an option that cannot be.
-            NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned
-                end.
+            ConfigurationError: the adapter does not exist or does not fit the model, or a length or an option is
+                impossible.
+            NotFinite: a value was NaN or infinite. The error is raised at once, or, with `fixed_length` and without
+                `verify`, at the planned end.
         """
         from tenant_sdk.generate import generate
 
@@ -318,33 +328,34 @@ class TenantClient:
         progress: bool = True,
         **options: Any,
     ) -> list[str]:
-        """Answers many prompts at once: an `Engine` for as long as it takes (docs/serving.md).
+        """Answers many prompts at once, with an `Engine` that exists for this call only (docs/serving.md).
 
         Args:
-            prompts: each as of `generate`.
-            adapters: an adapter folder for all prompts, or a list of one for each prompt; None stands for the base
-                model. The adapter folders of one call lie side by side in one folder.
-            max_new_tokens: length limit of each answer; None for 128, or fewer where the context leaves fewer.
-            progress: a progress bar on stderr.
-            options: those of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, for every
-                prompt alike; and kv_dtype, kv_bytes, max_running and step_tokens of `Engine`.
+            prompts: the prompts, each a text or messages as for `generate`.
+            adapters: an adapter folder for all prompts, or a list with a folder or None for each prompt; None stands
+                for the base model. All adapter folders of one call must be subfolders of one folder.
+            max_new_tokens: the most tokens of each answer; None for 128, or for fewer if the context has less room.
+            progress: whether a progress bar is shown on stderr.
+            options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
+                to every prompt; and the options kv_dtype, kv_bytes, max_running and step_tokens of `Engine`.
 
         Returns:
             The answers, in the order of the prompts.
 
         Raises:
-            ConfigurationError: a prompt, an adapter, a length or an option that cannot be.
-            VeilbaseError: an answer failed; the first in the order of the prompts is raised when its turn comes.
+            ConfigurationError: a prompt, an adapter, a length or an option is impossible.
+            VeilbaseError: an answer failed. If several failed, the error of the first in the order of the prompts is
+                raised.
         """
         from tenant_sdk.serving.many import generate_many
 
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.
+        """Fetches the hints that the lattice mask needs once per layer, with a progress bar; other masks have no hints.
 
         Args:
-            backward: whether to fetch it for gradients, too, which fine-tuning needs.
+            backward: whether hints for gradients, which fine-tuning needs, are fetched too.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
@@ -352,7 +363,12 @@ class TenantClient:
             prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
 
     def prepare(self, num_tokens: int, backward: bool = False) -> None:
-        """Makes masks ahead of use, as far as the pool's budget goes, so that the next tokens find them ready."""
+        """Makes masks ahead of use, so that the next calls need not wait for them.
+
+        Args:
+            num_tokens: the number of tokens to make masks for; fewer are made if the pool of masks has less room.
+            backward: whether masks for gradients, which fine-tuning needs, are made too.
+        """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
         with session.executor.in_session():
@@ -361,7 +377,7 @@ class TenantClient:
     def explain(self) -> str:
         """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 
-        After a failed check it still answers, and says that the session is over.
+        This method also works after a failed check, and then says that the session has ended.
         """
         session = self._open()
         text = explain(session, self._plan, self._problem(session))
@@ -369,12 +385,12 @@ class TenantClient:
         return text
 
     def _problem(self, session: Session) -> str | None:
-        """Returns what an unverified session will be refused for when it is used, as far as its bundle shows."""
+        """Returns the error text with which an unverified session will be refused when it is used, or None."""
         if session.verifier is not None:
             return None
         try:
             if self._plan.tokenizer is not None or has_tokenizer(self._bundle()):
-                self.text  # noqa: B018 - raises where the tokenizer cannot be used
+                self.text  # noqa: B018 - raises if the tokenizer cannot be used
             if self._plan.bucket is not None:
                 check_fits(self._plan.bucket, self.context_length, "")
         except VeilbaseError as exc:
@@ -382,14 +398,14 @@ class TenantClient:
         return None
 
     def close(self) -> None:
-        """Drops secrets and ends the connections."""
+        """Drops secrets and closes the connections; the client cannot be used again."""
         with self._lock:
             self._closed = True
             if self._session is not None:
                 self._session.close()
 
     def __enter__(self) -> TenantClient:
-        """Connects, so that a wrong URL or identity is an error at once."""
+        """Connects, so that a wrong URL or identity raises its error at once."""
         try:
             self.connect()
         except BaseException:

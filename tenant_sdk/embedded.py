@@ -1,6 +1,7 @@
-"""The provider in the tenant's own process, for `inproc:` URLs: nothing to set up, and no privacy boundary.
+"""Runs the provider in the tenant's own process, for `inproc:` URLs.
 
-This is the one place where tenant_sdk imports the provider's code (import-linter knows it), and only for such a URL.
+There is nothing to set up, and no privacy boundary. Only this module of tenant_sdk imports the provider's code, and
+only for such a URL. The rules of import-linter list this exception.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
     """Loads the model named by `inproc:MODEL` and connects to it.
 
     Args:
-        url: one of inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf and inproc:hub/id.
+        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.
         weights: `int8` (default) or `native`.
     """
     from provider.embedded import serve_in_process

@@ -1,6 +1,6 @@
-"""The privacy in force, in words: the text that `client.explain()` and `tenant explain` print.
+"""Describes the privacy in force: this module writes the text that `client.explain()` and `tenant explain` print.
 
-It states the assumption, the parameters and what is not protected, and claims nothing more (docs/masks.md, "What
+The text states the assumption, the parameters and what is not protected, and claims nothing more (docs/masks.md, "What
 `explain` prints").
 """
 
@@ -24,12 +24,12 @@ _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denia
 
 
 def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
-    """Returns the text.
+    """Returns the description of the privacy in force, one line for each subject.
 
     Args:
-        session: the mask in force, the provider's manifest and the verifier.
+        session: the open session, with the mask in force, the provider's manifest and the verifier.
         plan: the client's settings.
-        problem: what will be refused when the session is used, if that is known.
+        problem: the error text with which this session will be refused when it is used; None if no error is known.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
     lines = dict(scheme.describe())
@@ -55,7 +55,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
 
 
 def _row_counts(verified: bool, plan: Plan) -> str:
-    """Says which party decides how many rows a text takes, and whether that depends on the text."""
+    """Says which party decides how many rows a text takes, and whether the number of rows depends on the text."""
     if plan.bucket is not None:
         return (
             f"prompts and training rows take {plan.bucket} rows each, whatever they say; an answer's length shows "
@@ -73,8 +73,11 @@ def _row_counts(verified: bool, plan: Plan) -> str:
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:
-    """Returns bytes per token in both directions; the second provider of `shares` gets 48 bytes a call in place of
-    rows."""
+    """Says how many bytes a token takes in the forward and in the backward pass.
+
+    With `shares` both providers send replies, and only one receives rows. The other receives 48 bytes a call, which are
+    not counted.
+    """
     up = ITEM_BYTES * sum(group.in_features for group in manifest.groups)
     down = ITEM_BYTES * sum(group.out_features for group in manifest.groups)
     forward = f"{_size(up)} up, {_size(down * providers)} down"

@@ -1,7 +1,8 @@
-"""Answers whose calls do not depend on their contents, and options of transformers' `generate` that would undo that.
+"""Makes the calls of an answer independent of its text, and refuses options of `generate` that would undo this.
 
-Guarantees: an answer of fixed length takes one call for the prompt and one for each further token, whatever the tokens
-are: it does not end at a stop token, and where a logit is NaN or infinite the next token is drawn as usual.
+Guarantees: an answer of fixed length takes one pass through the model for the prompt and one for each further token,
+whatever the tokens are. Generation does not end at a stop token, and if a logit is NaN or infinite, the next token is
+drawn from replaced logits.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ _GUESSING = (
     "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit", "use_mtp", "is_assistant", "penalty_alpha",
     "dola_layers", "token_healing",
 )  # fmt: skip
-"""Options of transformers 5.23 with which the number of rows in a step, or a cut of the prompt, depends on the text:
-speculative decoding, candidates for one token, and token healing."""
+"""Options of transformers 5.23 that make the number of rows in a step, or the length of the prompt, depend on the text:
+speculative decoding, several candidates for one token, and token healing."""
 _OF_GUESSING = (
     "assistant_tokenizer", "speculation_type", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight",
 )  # fmt: skip
-"""Settings of those options; every GenerationConfig has defaults of them."""
+"""Settings of the options in `_GUESSING`; every GenerationConfig has default values for these settings."""
 _ENDS_EARLY: dict[str, Any] = dict.fromkeys(
     (
         "max_time", "stop_strings", "stopping_criteria", "early_stopping", "min_length", "min_new_tokens",
         "exponential_decay_length_penalty", "num_beam_groups", "constraints", "force_words_ids",
     )
 )  # fmt: skip
-"""Options that let an answer end before its length limit, or move its end."""
+"""Options with which the length of an answer depends on its text or on time; the values turn the options off."""
 _LARGEST_LOGIT = 1e18
-"""The magnitude to which logits are cut: a temperature below one makes them larger, and a sum of infinities is NaN."""
+"""The largest magnitude of a logit in an answer of fixed length. A temperature below one enlarges logits, and this
+bound keeps them finite: sampling with infinite logits gives NaN."""
 
 
 def refuse_guessing(options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options under which row counts would show the text."""
+    """Raises ConfigurationError for options that make row counts, which the provider sees, depend on the text."""
     own = options.get("generation_config")
     for name in (*_GUESSING, *_OF_GUESSING):
         inherited = getattr(own, name, None) if name in _GUESSING else None
@@ -51,7 +53,7 @@ def refuse_guessing(options: Mapping[str, Any]) -> None:
 
 
 def refuse_early_ends(options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options that do not go with `fixed_length`."""
+    """Raises ConfigurationError for options that cannot be combined with `fixed_length`."""
     for name in ("generation_config", *_ENDS_EARLY):
         if options.get(name) not in (None, False):
             raise ConfigurationError(f"fixed_length does not go with {name}: every answer takes the same calls")
@@ -62,17 +64,18 @@ def refuse_early_ends(options: Mapping[str, Any]) -> None:
 
 
 def no_guessing() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` that turn off what the provider's generation config may ask for."""
+    """Returns arguments of transformers' `generate` that turn off the options in `_GUESSING`, which the provider's
+    generation config may set."""
     return dict.fromkeys(_GUESSING)
 
 
 def fixed_settings() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` with which only the length limit ends an answer."""
+    """Returns arguments of transformers' `generate` that make the length limit the only end of an answer."""
     return {**_ENDS_EARLY, "eos_token_id": None, "num_beams": 1}
 
 
 def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
-    """Cuts an answer after its first stop token, so that it equals an answer that ended there."""
+    """Returns the tokens of an answer up to and including its first stop token, or all of them if it has none."""
     for position, token_id in enumerate(token_ids):
         if token_id in stop_ids:
             return token_ids[: position + 1]
@@ -80,16 +83,23 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
 
 
 class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
-    """Checks every step's logits, and in an answer of fixed length replaces those from which no token can be drawn."""
+    """Checks every step's logits and, in an answer of fixed length, replaces logits from which no token can be
+    drawn."""
 
     def __init__(self, course: Course, bounds: bool) -> None:
-        """Args: course: the course of the answer; bounds: whether large numbers are cut, so that sampling never
-        overflows."""
+        """Makes a check for one answer.
+
+        Args:
+            course: records whether a value of this answer was NaN or infinite.
+            bounds: whether large logits are cut, so that sampling never overflows.
+        """
         self._course, self._bounds = course, bounds
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns logits, shape (num_sequences, vocab_size). Minus infinity means that a token is not allowed, and
-        stays."""
+        """Returns logits, shape (num_sequences, vocab_size). Minus infinity, which excludes a token, is kept.
+
+        In an answer of fixed length all logits are zero after a value was NaN or infinite.
+        """
         self._course.check((scores.amax(dim=-1),))  # a NaN in a row becomes its maximum
         if not self._bounds:
             return scores

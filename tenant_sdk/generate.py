@@ -1,6 +1,6 @@
-"""Text from the base model or an adapter, with the KV cache on the tenant's side.
+"""Generates text from the base model or an adapter, with the KV cache on the tenant's side.
 
-Guarantees: a length, an option or a prompt that is impossible is refused in one line; an error inside the model, the
+Guarantees: an impossible length, option or prompt is refused with a one-line error. An error inside the model, the
 provider or the user's own functions is passed on unchanged.
 """
 
@@ -33,18 +33,18 @@ from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 DEFAULT_NEW_TOKENS = 128
-"""The length limit of an answer, in tokens, where none is asked for; it is lower where the context leaves fewer."""
+"""The default length limit of an answer, in tokens; the limit is lower if the context has room for fewer tokens."""
 
 _OWN_OPTIONS = (
     *("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate"),
     "custom_generate",
 )
-"""Arguments of transformers' `generate` that this module sets itself, or that make it return something other than
-text."""
+"""Arguments of transformers' `generate` that a user may not pass: this module sets them itself, or they make `generate`
+return something other than tokens."""
 
 
 class _Callback(TextStreamer):  # type: ignore[misc]
-    """Hands finished words to a function, up to the first stop token, and none after a value that was not finite."""
+    """Passes finished words to the user's function until the first stop token, or until a value is NaN or infinite."""
 
     def __init__(
         self, tokenizer: Any, on_text: Callable[[str], None], stop_ids: Collection[int], course: Course
@@ -81,14 +81,14 @@ def generate(
     fixed_length: bool = False,
     **options: Any,
 ) -> str:
-    """Answers a prompt, as `TenantClient.generate` describes it.
+    """Answers a prompt; `TenantClient.generate` describes arguments and errors.
 
     Args:
-        session: connected or not.
-        prompt, adapter, max_new_tokens, on_text, fixed_length, options: as of `TenantClient.generate`.
+        session: the tenant's session, which is connected here if it is not yet.
+        prompt, adapter, max_new_tokens, on_text, fixed_length, options: the arguments of `TenantClient.generate`.
 
     Returns:
-        The answer, special tokens removed.
+        The text of the answer without special tokens.
     """
     _check_options(max_new_tokens, on_text, options)
     if not isinstance(fixed_length, bool):
@@ -107,9 +107,9 @@ def generate(
     )
     if fixed_length:
         settings |= fixed_settings()
-    if on_text is not None:  # a checkpoint's generation config may ask for beams, which have no text before their end
+    if on_text is not None:  # a checkpoint's generation config may set beam search, which gives no text before its end
         settings.setdefault("num_beams", 1)
-    if not settings["do_sample"]:  # sampling defaults of a checkpoint's generation config would only warn
+    if not settings["do_sample"]:  # a checkpoint's sampling defaults would only cause warnings
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
@@ -135,7 +135,7 @@ def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def stop_ids_given(given: Any) -> tuple[int, ...]:
-    """Returns stop tokens in any of transformers' forms: none, one or several."""
+    """Returns the stop token ids of `eos_token_id`, which transformers takes as None, one number or several."""
     if given is None:
         return ()
     try:
@@ -149,7 +149,8 @@ def stop_ids_given(given: Any) -> tuple[int, ...]:
 def _inputs(
     session: TextSession, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a prompt, shape (1, length); with a bucket, of exactly its length."""
+    """Returns token ids and attention mask of a prompt, each of shape (1, length). If the session pads prompts, the
+    length is the session's bucket."""
     ids, seen = prompt_tokens(session, model, tokenizer, prompt, num_virtual)
     return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
 
@@ -157,17 +158,18 @@ def _inputs(
 def prompt_tokens(
     session: TextSession, model: Any, tokenizer: Any, prompt: Any, num_virtual: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Returns a prompt's token ids, with a bucket padded to its length, and 0 for padding and 1 for the rest.
+    """Returns (token ids, attention mask) of a prompt, which is padded to the bucket if the session pads prompts.
 
     Args:
-        session: says whether prompts are padded.
+        session: the session, which says whether prompts are padded.
         model: the model that reads the prompt.
-        tokenizer: the session's, or one that equals it.
+        tokenizer: the session's tokenizer, or an equal one.
         prompt: a text or messages.
-        num_virtual: positions that an adapter puts before the prompt.
+        num_virtual: the number of tokens that an adapter puts before the prompt.
 
     Raises:
-        ConfigurationError: the prompt is empty or cannot be used, or the bucket does not fit.
+        ConfigurationError: the prompt is empty or cannot be used, or the model's context cannot hold the bucket, the
+            number of tokens to which prompts are padded.
     """
     if session.bucket is None:
         ids = encode_prompt(tokenizer, prompt)[0].tolist()
@@ -179,9 +181,10 @@ def prompt_tokens(
 
 
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
-    """Token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
+    """Returns the token ids of a prompt; if an unverified provider's tokenizer fails on it, warns and returns no ids.
 
-    A refusal would be visible, and such a provider may choose which texts its tokenizer fails on.
+    Such a provider may choose the texts on which its tokenizer fails, and a refusal would show the provider that
+    the prompt is one of these texts.
     """
     try:
         return prompt_ids(session.tokenizer, prompt)
@@ -193,11 +196,11 @@ def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
 
 
 class TemplateRefuses(ConfigurationError):
-    """The chat template does not take a prompt."""
+    """The chat template raised an error for a prompt."""
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
-    """Checks options as far as is possible before anything is loaded."""
+    """Raises ConfigurationError for options that can be refused before anything is loaded."""
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     for name in _OWN_OPTIONS:
@@ -212,7 +215,15 @@ def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[st
 
 
 def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context: int) -> int:
-    """Returns the length limit that fits; raises ConfigurationError where none does."""
+    """Returns the length limit of an answer, in tokens.
+
+    Args:
+        asked: the limit that the user gave, or None.
+        num_prompt, num_virtual, context: tokens of the prompt, of the adapter, and of the model's whole context.
+
+    Raises:
+        ConfigurationError: the context has no room for the limit that was asked for, or for any answer.
+    """
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
     if room < 1:
@@ -227,7 +238,7 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
 
 @contextmanager
 def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turns transformers' refusals into one line that names the option; its own text may quote token ids."""
+    """Turns transformers' refusals, whose text may quote token ids, into a one-line error that names the option."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, ArithmeticError) as exc:
@@ -243,13 +254,14 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _raised_by_generation(exc: Exception) -> bool:
-    """Whether transformers' generation code itself refused something, and not a model or a function of the user's."""
+    """Returns whether an error was raised in transformers' generation code, not in a model or in a function of the
+    user's."""
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
-    """Returns token ids of a prompt, shape (1, length).
+    """Returns the token ids of a prompt, shape (1, length).
 
     Raises:
         ConfigurationError: the prompt is empty, or the chat template does not take it.
@@ -261,7 +273,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> list[int]:
-    """Returns token ids of a prompt, perhaps none.
+    """Returns the token ids of a prompt, which may be an empty list.
 
     Raises:
         TokenizerFailed: the tokenizer fails on this prompt.
@@ -274,7 +286,7 @@ def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> lis
             with surviving("the prompt", *RENDER_ERRORS):
                 rendered = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)
             ids = rendered["input_ids"]
-        except RENDER_ERRORS as exc:  # a template may raise nearly anything; its text would show the prompt
+        except RENDER_ERRORS as exc:  # a template may raise nearly anything, with the prompt in the error text
             raise TemplateRefuses(
                 f"the model's chat template does not take this prompt ({type(exc).__name__}): expected a text, or "
                 "messages with role and content"

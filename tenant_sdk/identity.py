@@ -1,4 +1,4 @@
-"""Entries of a tenant's identity folder beside the keys: the provider's URL and the tenant's name."""
+"""Reads the provider's URL, the provider's authority and the tenant's name from a tenant's identity folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from wire.transport.identity import TlsIdentity
 
 
 def read_endpoint(folder: str | Path) -> str:
-    """Returns the URL that the operator wrote next to the certificate."""
+    """Returns the provider's URL, which `provider enroll` wrote next to the certificate.
+
+    Raises:
+        ConfigurationError: the folder names no endpoint.
+    """
     try:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
@@ -21,7 +25,7 @@ def read_endpoint(folder: str | Path) -> str:
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:
-    """Returns SHA-256 of the public key of the provider's certificate authority, which all its identities share.
+    """Returns SHA-256 of the public key of the provider's certificate authority, to tell one provider from another.
 
     Raises:
         ConfigurationError: ca.pem holds no certificate.

@@ -1,6 +1,6 @@
-"""A client's settings: taken from a user, refused where they cannot be, and from then on fixed.
+"""Checks a client's settings and keeps them, unchanged, as a `Plan`.
 
-Guarantees: every refusal that needs no network is made here, before the network is used.
+Guarantees: every impossible setting that can be recognised without the network is refused before the network is used.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from wire.transport.identity import load_identity
 
 @dataclass(frozen=True)
 class Plan:
-    """A client's settings, checked as far as that needs no network.
+    """Holds a client's settings, checked as far as is possible without a network.
 
     Attributes:
-        urls, identities: one each per provider; an identity is None for inproc: and loopback without TLS.
+        urls, identities: one of each for every provider; an identity is None for inproc: and for loopback without TLS.
         mask, arithmetic, mask_options: see `TenantClient`.
         verify: the trusted checkpoint, or None.
         kappa: a forged reply passes with probability at most 2^-kappa.
-        weights: for inproc: only.
-        cache: folder of bundles, hints and the ledger of clients without an identity.
+        weights: `int8` or `native` for an inproc: provider; None otherwise.
+        cache: folder of bundles and hints, and of the ledger if the client has no identity.
         tokenizer: the tokenizer that the tenant names, or None.
-        bucket: number of tokens to which prompts and training rows are padded, or None.
+        bucket: number of tokens to which prompts and training rows are padded; None if they are not padded.
         accepted_changes: parts of the provider's bundle whose change the tenant accepts.
     """
 
@@ -64,10 +64,10 @@ def make_plan(
     pad_rows: bool | int,
     accept_changes: Sequence[str],
 ) -> Plan:
-    """The plan of a client whose arguments these are; `TenantClient` describes them.
+    """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan.
 
     Raises:
-        ConfigurationError: a URL, identity or option that cannot be.
+        ConfigurationError: a URL, an identity or an option is impossible.
     """
     urls, identities = _providers(url, identity)
     if mask not in MASKS:
@@ -93,7 +93,7 @@ def make_plan(
 def _providers(
     url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None
 ) -> tuple[tuple[str, ...], tuple[Path | None, ...]]:
-    """The URL of each provider and the folder of the identity that it gets, or None."""
+    """Returns the providers' URLs, and for each provider the folder of the identity to use there, or None."""
     urls = (url,) if isinstance(url, str) else tuple(url or ())
     if not urls or not all(isinstance(each, str) for each in urls):
         raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
@@ -104,7 +104,8 @@ def _providers(
 
 
 def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weights: str | None) -> None:
-    """Raises ConfigurationError for what does not suit a provider's place, and for a folder that is no identity."""
+    """Raises ConfigurationError if a provider gets an identity or `weights` and takes none, or if a folder is no
+    identity."""
     for each, folder in zip(urls, identities, strict=True):
         inproc = each.startswith(embedded.SCHEME)
         if inproc and folder is not None:
@@ -116,7 +117,7 @@ def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weight
 
 
 def _accepted(accept_changes: Sequence[str]) -> tuple[str, ...]:
-    """The parts of a provider's offer that may differ from first use, as a tuple."""
+    """Checks `accept_changes` and returns the parts of a provider's offer that may differ from first use."""
     if not isinstance(accept_changes, str | list | tuple | set | frozenset):
         raise ConfigurationError(
             f"accept_changes takes a list of {', '.join(PARTS)}, got {type(accept_changes).__name__}"

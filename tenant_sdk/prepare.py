@@ -1,4 +1,7 @@
-"""Work that is done before a model is used: hints are fetched from the provider, and masks are made on this machine."""
+"""Prepares a model's use: fetches hints from the provider, and makes masks on this machine ahead of use.
+
+A hint is the product of a group's weight and the public matrix of the lattice mask.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from wire.manifest import Manifest
 def prefetch_hints(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
 ) -> None:
-    """Fetches every hint that is not on disk; an interrupted fetch goes on where it stopped.
+    """Fetches every hint that is not on disk; a repeated call continues an interrupted fetch.
 
     Args:
-        scheme: the mask; only `Lattice` has hints, and only hints that are stored are worth fetching ahead.
+        scheme: the mask; nothing is fetched unless it is a `Lattice` that stores its hints.
         manifest, folder: the provider's manifest and its bundle's folder.
         directions: FORWARD, and BACKWARD for fine-tuning.
         progress: whether to show a bar.
@@ -39,7 +42,7 @@ def prefetch_hints(
 def prepare_masks(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
 ) -> None:
-    """Makes masks for `num_rows` tokens, or for as many as fit into the pool when every layer gets equally many."""
+    """Makes masks for `num_rows` tokens, or for fewer if the pool cannot hold as many for every layer."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
         features = sum(group.in_features + group.out_features for group, _ in wanted)

@@ -1,4 +1,4 @@
-"""Progress bars on stderr for training (step and loss) and for long preparations."""
+"""Shows progress bars on stderr for training (step and loss) and for long preparations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 
 class ProgressBar(TrainerCallback):  # type: ignore[misc]
-    """A progress bar that follows a Trainer."""
+    """Shows the step and the loss of a Trainer in a progress bar."""
 
     def __init__(self) -> None:
         """Makes a bar that appears when training begins."""
@@ -23,12 +23,12 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._task: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Starts the bar, at the resumed step if there is one."""
+        """Starts the bar, at the step from which the run is resumed."""
         self._bar.start()
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, loss="-")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Moves the bar."""
+        """Moves the bar to the step that was logged."""
         if logs and "loss" in logs:
             self._bar.update(self._task, completed=state.global_step, loss=f"{float(logs['loss']):.4f}")
 
@@ -38,13 +38,21 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self.stop()
 
     def stop(self) -> None:
-        """Ends the bar where a run broke off; a second call does nothing."""
+        """Ends the bar at its current step, for a run that failed; a second call does nothing."""
         self._bar.stop()
 
 
 @contextlib.contextmanager
 def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on stderr that the caller moves with (done, all); shows nothing where `show` is false."""
+    """Shows a bar on stderr, unless `show` is false.
+
+    Args:
+        what: the bar's label.
+        show: whether there is a bar.
+
+    Yields:
+        A function that moves the bar: it takes the number of steps done and the number of all steps.
+    """
     if not show:
         yield lambda done, total: None
         return

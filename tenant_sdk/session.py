@@ -1,8 +1,8 @@
 """Opens a session: connects to providers and sets up trusted checkpoint, ledger, mask and executor.
 
-Guarantees: settings that can be refused without a network are refused before it is used; nothing masked is sent before
-the manifest, and with `verify` the whole bundle, has been compared with the trusted checkpoint; if anything fails,
-whatever was opened is closed.
+Guarantees: settings that can be refused without a network are refused before the network is used. With `verify`, no
+masked row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
+fails, everything that was opened is closed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from wire.transport.identity import TlsIdentity, load_identity
 
 
 class NotVerifiedWarning(UserWarning):
-    """Replies are not checked: the privacy claim holds only against an honest-but-curious provider."""
+    """The session does not check replies: the privacy claim holds only against an honest-but-curious provider."""
 
 
 class AcceptedChangeWarning(UserWarning):
@@ -65,7 +65,7 @@ PROVIDER_DECIDES_ROWS = (
 
 @dataclass(eq=False)
 class Session:
-    """Everything that is open between a client's `connect` and its `close`."""
+    """Holds everything that is open between a client's `connect` and its `close`."""
 
     connections: tuple[Connection, ...]
     manifest: Manifest
@@ -75,24 +75,24 @@ class Session:
     tokenizer_source: LocalSource | None = None
 
     def close(self) -> None:
-        """Drops secrets and connections."""
+        """Drops secrets and closes the connections."""
         self.executor.close()
 
 
 def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = None) -> Session:
-    """Connects and prepares everything but the model.
+    """Connects to the providers and prepares everything but the model.
 
     Args:
         plan: the client's settings.
-        on_verified: is called with (groups compared, all groups) while a trusted checkpoint is read.
+        on_verified: called with (number of groups compared, number of all groups) while a trusted checkpoint is read.
 
     Raises:
-        VeilbaseError: one of the errors of wire/errors.py; nothing stays open.
+        VeilbaseError: the session cannot be opened, and nothing stays open; the class is one of wire/errors.py.
     """
     with contextlib.ExitStack() as undo:
         identities = [None if folder is None else load_identity(folder) for folder in plan.identities]
         known = _setting(plan, identities[0])
-        _arithmetic(plan, known)  # refused before the network: no provider can put this right
+        _arithmetic(plan, known)  # before the network is used: no provider could make the setting possible
         _check_apart(plan.urls, identities)
         tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
@@ -128,26 +128,28 @@ def _find_tokenizer(name: str) -> LocalSource:
 
 
 def open_bundle(plan: Plan, session: Session) -> Path:
-    """Returns the provider's bundle, downloaded at most once, and compared with what it was at first use.
+    """Returns the folder of the provider's bundle, which is downloaded at most once.
+
+    The bundle of an unverified provider over the network is also compared with the bundle at first use.
 
     Raises:
         ProviderChanged: an unverified provider changed what the tenant has used before.
-        MalformedFrame: a file, or the manifest's copy of the config, differs from what the manifest announces.
+        MalformedFrame: a file does not have the announced digest, or the manifest's copy of the config differs from the
+            bundle's.
     """
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
     check_manifest_config(folder, manifest)
-    context_length(folder)  # raises where the config's context length is none
+    context_length(folder)  # raises if the config's context length is impossible
     if plan.bucket is not None:
         names = (layer.name for group in manifest.groups for layer in group.layers)
         check_rows_are_padded(names, manifest.config.get("model_type"))
     if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
         current = canonical_digests(folder, manifest)
-        if session.tokenizer_source is not None:  # parts that are not used may change
+        if session.tokenizer_source is not None:  # the unused tokenizer and template may change
             current = {part: current[part] for part in ("model", "config")}
         provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
-        # pinned by URL as well: by model alone, a provider that renames its model would count as used for the first
-        # time
+        # pinned by URL as well: by the model's name alone, a provider that renames its model would have no pins
         keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
         changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
         if changed:
@@ -157,7 +159,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
 
 
 def _pinned_as(plan: Plan) -> str:
-    """Returns the key of the pins: certificate authority and tenant; without an identity the URL stands for both."""
+    """Returns the key of the pins: certificate authority and tenant, or the URL if there is no identity."""
     folder = plan.identities[0]
     if folder is None:
         return _place(plan.urls[0])
@@ -166,13 +168,13 @@ def _pinned_as(plan: Plan) -> str:
 
 
 def _place(url: str) -> str:
-    """Returns scheme, host and port in one spelling, however a URL spells them."""
+    """Returns scheme, host and port of a URL in one canonical spelling."""
     parts = urlsplit(url)
     return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{parts.port or DEFAULT_PORT}"
 
 
 def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
-    """Returns what this session uses to turn text into tokens: the most trusted tokenizer that is available.
+    """Returns the tokenizer of this session: the tenant's own, else the verified one, else the provider's.
 
     Raises:
         ConfigurationError: the tokenizer cannot be used, or does not fit the model.
@@ -183,15 +185,14 @@ def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
 
 
 def unverified(plan: Plan) -> str:
-    """Says what holds without `verify`, depending on the party that decides how text becomes rows."""
+    """Returns the warning for a session without `verify`, which also says whether the provider decides row counts."""
     if plan.tokenizer is not None or plan.bucket is not None:
         return _WARNING
     return f"{_WARNING} {PROVIDER_DECIDES_ROWS}"
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError where two providers are the same: with `shares` it would have both halves of every
-    row."""
+    """Raises ConfigurationError if both URLs lead to one provider: it would receive both shares of every row."""
     networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
@@ -199,7 +200,10 @@ def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) 
 
 
 def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
-    """Returns what is known before the network; a networked provider may later turn out to hold native weights."""
+    """Returns the mask's setting as far as it is known before the network is used.
+
+    Until the manifest of a networked provider is known, its weights count as int8 and both arithmetics as offered.
+    """
     return Setting(
         weights=plan.weights or "int8",
         offered=("ring", "float"),
@@ -211,7 +215,11 @@ def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
 
 
 def _arithmetic(plan: Plan, setting: Setting) -> str:
-    """Returns the arithmetic of a plan; raises an error that says why where the plan's is impossible."""
+    """Returns `ring` or `float`, the arithmetic of a plan.
+
+    Raises:
+        ConfigurationError: the plan asks for an arithmetic that is impossible.
+    """
     chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
     if plan.verify is not None and chosen == "float":
         raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
@@ -225,8 +233,11 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
 
 
 def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """Returns the first manifest, with limits that hold for all; providers of one session must serve the same
-    weights."""
+    """Returns the first manifest with limits and arithmetics that all providers support.
+
+    Raises:
+        ConfigurationError: the providers do not serve the same weights.
+    """
     first = manifests[0]
     if any(other.groups != first.groups for other in manifests[1:]):
         raise ConfigurationError("the two providers do not serve the same weights: their manifests differ")
@@ -237,7 +248,7 @@ def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
-    """Opens the ledger in the identity's folder; clients without an identity share one in the cache."""
+    """Opens the ledger in the identity's folder; all clients without an identity share one ledger in the cache."""
     folder = plan.identities[0]
     if folder is None or identity is None:
         return Ledger.open((plan.cache or default_cache()) / "ledger", "local")
@@ -252,7 +263,11 @@ def _verify(
     on_verified: Callable[[int, int], None] | None,
     own_weights: dict[int, torch.Tensor],
 ) -> Verifier | None:
-    """Makes the verifier; for mask='pad' the trusted weights themselves are put into `own_weights`."""
+    """Compares the provider with the trusted checkpoint and returns a verifier of replies; returns None without
+    `verify`.
+
+    For mask='pad' the quantised trusted weights are put into `own_weights`, by group number.
+    """
     if plan.verify is None:
         return None
     from tenant_sdk.trust.checkpoint import TrustedCheckpoint

@@ -1,6 +1,7 @@
-"""What training, generation and adapters need of a tenant's session; `TenantClient` is one.
+"""Describes, as protocols, what training, generation and adapters need of a tenant's session.
 
-The functions take these protocols, so that none of their modules knows the client, which calls them.
+`TenantClient` fulfils all these protocols. Training, generation and adapters take a protocol as their argument, so that
+they need not import the client, which calls them.
 """
 
 from __future__ import annotations
@@ -15,44 +16,44 @@ from wire.transport.connection import Traffic
 
 
 class ModelSource(Protocol):
-    """A session that builds models over the provider's base layers."""
+    """Describes a session that builds models over the provider's base layers."""
 
     loaded: tuple[Any, Any] | None
-    """The adapter and the model that were used last, which `adapted_model` keeps here."""
+    """(key of the adapter, model) of the last `adapted_model`, which reuses the model for the same adapter; or None."""
 
     def load_model(self) -> PreTrainedModel:
-        """Builds a fresh transformers model, frozen, in eval mode."""
+        """Returns a new transformers model, in eval mode and with frozen parameters."""
 
 
 class TextSession(ModelSource, Protocol):
-    """A session that also knows how text becomes rows, as training and generation need."""
+    """Describes a session that also turns text into token rows, as training and generation need."""
 
     @property
     def text(self) -> TenantText:
-        """How text becomes tokens in this session."""
+        """Returns the tokenizer, its origin and the stop tokens of this session."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of `text`."""
+        """Returns the tokenizer of `text`."""
 
     @property
     def bucket(self) -> int | None:
-        """Tokens to which prompts and training rows are padded; None where they are not."""
+        """Returns the number of tokens to which prompts and training rows are padded; None if they are not padded."""
 
     @property
     def context_length(self) -> int:
-        """Most tokens that the model's positions can count."""
+        """Returns the largest number of tokens that the model has positions for."""
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches what the mask needs once per layer, with `backward` also for gradients."""
+        """Fetches the hints that the mask needs once per layer; with `backward` also those for gradients."""
 
 
 class TrainingSession(TextSession, Protocol):
-    """A session whose provider and traffic are known too, as a fine-tuning run needs."""
+    """Describes a session that also gives its manifest and its traffic, as a fine-tuning run needs."""
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and calls so far."""
+        """Returns the bytes and calls of this session so far."""
 
     def connect(self) -> Manifest:
-        """Connects where there is no connection yet, and returns what the provider announced."""
+        """Connects if there is no connection yet, and returns the provider's manifest."""

@@ -1,8 +1,8 @@
-"""How a tenant's process waits: for its own threads and for the network.
+"""Tunes how a tenant's process waits for its own threads and for the network.
 
-`tune` sets two environment variables, each of which a library reads once, when it is loaded. So it has to run before
-torch and grpc are imported, and importing `tenant_sdk` sets nothing. The figures are in docs/benchmarks_history.md
-under "What `tune` sets".
+`tune` sets two environment variables, each of which a library reads once, when the library is loaded. So `tune` must
+run before torch and grpc are imported; the import of `tenant_sdk` does not call it. The figures are in
+docs/benchmarks_history.md under "What `tune` sets".
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 from wire.transport.event_engine import prefer_waiting_in_place
 
 SPIN_COUNT = "GOMP_SPINCOUNT"
-"""The variable of libgomp, torch's OpenMP, that says how many turns an idle thread spins before it sleeps."""
+"""The variable of libgomp, torch's OpenMP, for the number of turns that an idle thread spins before it sleeps."""
 SHORT_SPINNING = "10000"
-"""By default OpenMP's threads spin for milliseconds after each operation, on the cores that TLS and a provider on the
-same machine need: a fine-tuning step took 2.0 to 2.2 times the local one, and 1.5 times with this value."""
+"""The value that `tune` sets. By default OpenMP's threads spin for milliseconds after each operation, on cores that TLS
+and a provider on the same machine need. A fine-tuning step took 2.0 to 2.2 times as long as a local one by default, and
+1.5 times as long with this value."""
 
 _has_said = False
 
 
 class NotTunedWarning(UserWarning):
-    """A client for a provider over the network was made in a process for which `tune` was not called in time."""
+    """The process made a client for a provider over the network but did not call `tune` before torch and grpc were
+    imported."""
 
 
 def tune() -> None:
-    """Makes this process wait in the way that is fastest beside a provider: call it first in a program.
+    """Sets two environment variables that make calls to a provider faster; call it first in a program.
 
-    It sets GOMP_SPINCOUNT (OpenMP's idle threads soon leave the cores to others) and GRPC_EXPERIMENTS (the thread that
-    waits for an answer asks the network itself), where the environment does not say otherwise. Child processes inherit
-    both. A library that is loaded already has read its variable: that variable is left alone, and a NotTunedWarning
+    With GOMP_SPINCOUNT, OpenMP's idle threads soon leave the cores to others. With GRPC_EXPERIMENTS, the thread that
+    waits for a reply polls the network itself. A variable that is already set is not changed. Child processes inherit
+    both. A library that is already loaded has read its variable: then the variable is not set, and a NotTunedWarning
     says so, once in a process.
     """
     if "torch" not in sys.modules:
@@ -42,10 +44,10 @@ def tune() -> None:
 
 
 def warn_if_not_tuned(stacklevel: int) -> None:
-    """Warns, once in a process, where a variable of `tune` is not set.
+    """Warns, once in a process, if a variable of `tune` is not set.
 
     Args:
-        stacklevel: as `warnings.warn` counts it from here.
+        stacklevel: the `stacklevel` of the call of `warnings.warn` in this function.
     """
     global _has_said
     missing = [name for name in (SPIN_COUNT, EVENT_ENGINE) if name not in os.environ]

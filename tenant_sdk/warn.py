@@ -1,4 +1,4 @@
-"""Warnings that cannot end a run: an end at a place that depends on a text would be visible."""
+"""Issues warnings that cannot end a run: a run that ended at a warning would show the provider that there was one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 
 
 def warn_and_go_on(text: str, category: type[Warning], stacklevel: int = 3) -> None:
-    """Warns; where warnings are turned into errors, the text goes to the log instead.
+    """Issues a warning; if the process turns warnings into errors, the text goes to the log instead.
 
     Args:
-        text: the warning's text, without contents.
+        text: the warning's text, which must not quote any row, prompt or answer.
         category: the class of the warning.
-        stacklevel: the frame that is blamed, counted as `warnings.warn` does from here.
+        stacklevel: the `stacklevel` of the call of `warnings.warn` in this function.
     """
     try:
         warnings.warn(text, category, stacklevel=stacklevel)

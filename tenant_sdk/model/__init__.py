@@ -1,1 +1,1 @@
-"""A transformers model whose base layers are at the provider, and the calls that it makes."""
+"""This package builds a transformers model whose base layers are at the provider, and makes the model's calls."""

@@ -1,7 +1,8 @@
-"""A transformers model whose base layers are at the provider.
+"""Builds a transformers model whose base layers are at the provider.
 
-transformers builds the model from the bundle's config and loads the bundle's tensors; a registered quantizer swaps the
-base layers for remote ones before loading. No model code is changed, and transformers makes buffers such as RoPE's.
+transformers makes the model from the bundle's config and loads the bundle's tensors. A quantizer, registered with
+transformers, replaces the base layers by remote layers before the tensors are loaded. No model code is changed, and
+transformers fills buffers such as those of RoPE.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _METHOD = "veilbase-remote"
 
 @register_quantization_config(_METHOD)
 class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Carries the manifest's layers into `from_pretrained`; it is never saved."""
+    """Carries the manifest's layers into `from_pretrained`; this config is never saved."""
 
     def __init__(self, layers: dict[str, LayerInfo] | None = None, **_: Any) -> None:
-        """Args: layers: the base layers by module name."""
+        """Keeps the base layers, by module name."""
         self.quant_method = _METHOD
         self.layers = layers or {}
 
@@ -51,7 +52,7 @@ class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(_METHOD)
 class _RemoteQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Swaps base layers for remote ones before weights are loaded."""
+    """Replaces base layers by remote layers before weights are loaded."""
 
     requires_calibration = False
 
@@ -94,19 +95,19 @@ def load_remote_model(
     folder: Path, manifest: Manifest, executor: RemoteExecutor, dtype: torch.dtype, device: torch.device,
     *, verified: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    """Builds the model and attaches its base layers to the provider.
+    """Returns a model whose base layers call the provider.
 
     Args:
         folder: the bundle's folder.
         manifest: the manifest of the provider that gave the bundle.
-        executor: sends the model's calls to the provider.
+        executor: the executor that sends the model's calls to the provider.
         dtype: the dtype of the tenant's own tensors and of activations.
         device: the tenant's device.
-        verified: whether the bundle was compared with a trusted checkpoint; if it was not, the config is reduced to
-            what its class declares.
+        verified: whether the bundle was compared with a trusted checkpoint; if not, only entries that the config's
+            class declares are used.
 
     Returns:
-        A model in eval mode, all parameters frozen.
+        A model in eval mode with frozen parameters.
 
     Raises:
         MalformedFrame: manifest, config and bundle do not fit together.
@@ -126,7 +127,7 @@ def load_remote_model(
             )  # fmt: skip
         except VeilbaseError:
             raise
-        except SafetensorError:  # `from None` here and below: it may quote the provider's text
+        except SafetensorError:  # `from None` here and below: the cause may quote the provider's text
             raise MalformedFrame("the bundle's model.safetensors cannot be read") from None
         except Exception as exc:  # noqa: BLE001 - a peer's config may make transformers raise anything
             raise ConfigurationError(
@@ -145,22 +146,24 @@ def load_remote_model(
 
 
 def _forget_quantized(model: nn.Module) -> None:
-    """Removes the mark of a quantizer from the config: some models compute differently where they find one."""
+    """Removes the mark of a quantizer from the config: some models compute differently if their config has this
+    mark."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config.__dict__.pop("_is_quantized", None)
 
 
 def config_kind(manifest: Manifest) -> str:
-    """Returns the model type that the manifest names, cut to a length that fits an error text."""
+    """Returns the model type that the manifest names, shortened and with unusual characters replaced, for error
+    texts."""
     return re.sub(r"[^A-Za-z0-9_.-]", "?", str(manifest.config.get("model_type", "unknown"))[:64])
 
 
 def context_length(folder: Path) -> int:
-    """Returns the most tokens that the model has positions for; a very large number where its config names none.
+    """Returns the largest number of tokens that the model has positions for, or 2^20 if the config names no number.
 
     Args:
-        folder: the bundle's folder, whose config was checked or pinned; the manifest's copy is not read.
+        folder: the bundle's folder, whose config.json is read; the manifest's copy of the config is not.
 
     Raises:
         MalformedFrame: the number in the config cannot be a context length.
@@ -178,10 +181,10 @@ def context_length(folder: Path) -> int:
 
 
 def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Reads α of each layer, float32, by layer name, and checks it against the manifest's shapes.
+    """Returns α, the scales of the int8 weights, by layer name: float32, shape (out_features,).
 
     Raises:
-        MalformedFrame: a scale is missing, has another shape, or is not a positive number.
+        MalformedFrame: the scales of a layer are missing, do not have this shape, or are not positive numbers.
     """
     try:
         alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
@@ -198,8 +201,8 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
-    """Returns what a mask needs to know of a group; α starts on this device and moves with the rows
-    (`GroupSpec.alpha_on`)."""
+    """Returns the facts about a group that a mask needs. α, the scales of the int8 weight, is first on `device` and is
+    copied to the rows' device when needed (`GroupSpec.alpha_on`)."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
     return GroupSpec(
         group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest
@@ -225,10 +228,11 @@ def _attach(
 
 
 def generation_settings(text: TenantText | None, config: Any) -> GenerationConfig:
-    """Returns the settings that stop an answer; of an unverified provider's settings nothing else is used.
+    """Returns a trusted source's generation settings; without such a source, the settings name special tokens only.
 
     Args:
-        text: the session's tokenizer; None where the bundle has none, and then the stop tokens are those of the config.
+        text: the session's tokenizer and settings; None if the bundle has no tokenizer, and then the special tokens are
+            those of the config.
         config: the model's config.
     """
     if text is None:

@@ -1,14 +1,15 @@
-"""Runs a decode step's own layers on one core: one token's norms, rotations and attention are too small to share.
+"""Runs the tenant's layers of a decode step on one core: one token's operations are small.
 
 Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
-asleep. Each small operation that is shared then waits until the system has woken them: 50 to 300 µs on a virtual
-machine, and on a machine that the provider shares it competes for a core on which the provider polls for requests. This
-was a tenth of the time of a SmolLM2 token (docs/benchmarks_history.md, "Decode"). The head is not in the decoder, and
-uses all cores.
+asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on
+a virtual machine. If the provider runs on the same machine, the woken threads also compete for the core on which the
+provider polls for requests. Together this took a tenth of the time of a SmolLM2 token (docs/benchmarks_history.md,
+"Decode"). The head, which is not in the decoder, uses all cores.
 
-Guarantees: a step's numbers are the same up to the order of sums. The calling thread gets its cores back after every
-step, also after one that failed; after a step that Ctrl-C interrupted it gets them back when the next step begins.
-Training, long prompts, long contexts and other devices are left alone. Masks that have to be made in the middle of a
+Guarantees: a step's numbers are the same up to the order of sums. The calling thread may use all cores again after
+every step, also after a step that failed; after a step that
+Ctrl-C interrupted, it may do so when the next step starts.
+Training, long prompts, long contexts and other devices are not affected. Masks that have to be made in the middle of a
 step, and products of a provider in this process, use all cores.
 """
 
@@ -23,14 +24,14 @@ from torch import nn
 from wire.ring.threads import return_cores, spare_cores
 
 MOST_TOKENS = 16
-"""The largest number of tokens, over all sequences of the batch, that a call may have to count as a decode step."""
+"""The largest number of tokens in a decode step, over all sequences of the batch; a longer call uses all cores."""
 MOST_CACHED = 1 << 18
-"""The largest number of values in one layer's cached keys for which attention stays on one core: about a megabyte,
-which one core reads in about 0.1 ms. Attention over more keys is worth sharing."""
+"""The largest number of values in one layer's cached keys for which attention runs on one core: about a megabyte, which
+one core reads in about 0.1 ms. With more keys, several cores are faster."""
 
 
 def watch(decoder: nn.Module) -> None:
-    """Watches a model's decoder, which is the model without its head; each of its decode steps uses one core."""
+    """Adds hooks to a decoder, which is a model without its head, so that each of its decode steps uses one core."""
     decoder.register_forward_pre_hook(_begin, with_kwargs=True)
     decoder.register_forward_hook(_end, always_call=True)
 
@@ -46,7 +47,7 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether this is a decode step with a short context on the CPU; False where that cannot be told."""
+    """Returns whether this is a decode step with a short context on the CPU; False if the arguments do not show it."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     tokens = args[0] if args else options.get("input_ids")

@@ -1,19 +1,18 @@
-"""Decides what a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
+"""Decides what a model does after a value that is not finite: it stops, or continues with zeros to the planned end.
 
-Without `verify` a provider may answer so that a number overflows, and where that happens depends on the tenant's data:
-a run that stopped there would tell the provider about them (`attacks.programs.overflow`). After the first value that is
-not finite, the model therefore still makes the calls that it was going to make: each carries zeros under a fresh mask,
-and its result is taken as zeros.
+Without `verify`, a lying provider may send replies that make a number overflow. Whether and when it overflows depends
+on the tenant's data, so a run that stopped at the overflow would tell the provider about the data
+(`attacks.programs.overflow`). After the first value that is not finite, the model therefore still makes all planned
+calls: each call sends zeros under a fresh mask, and its result is replaced by zeros.
 
-Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite; after one was
-not, that model sends nothing of the tenant's any more, masked or not; one warning says so. With `verify` none of this
-is needed: a provider that lies fails the check first, and a value that is not finite is an error at once. Does not
-guarantee anything about time, nor about code of the user's own that looks at the values, such as a callback that ends a
-run early.
+Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value
+that is not finite, the model sends no row of the tenant's, masked or not, and one warning says so. With `verify` a
+provider that lies fails the check first, so a value that is not finite raises an error at once. Not guaranteed:
+anything about time, or about the user's own code that reads the values, such as a callback that ends a run early.
 
-The state belongs to one loaded model, and so to one run of `finetune`; an answer of `generate` has its own. A later run
-of the same client starts with a fresh state: a client that refused further work would show by its silence what the run
-has hidden.
+A `Course` is the state of one loaded model, and so of one run of `finetune`; each answer of `generate` has a course of
+its own. A later run of the same client starts with a new course: a client that refused further work would show the
+provider that a value was not finite.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ FAILED = (
 
 
 class NotFiniteWarning(UserWarning):
-    """A model goes on with zeros after a value that was not finite; the run that it belongs to is lost."""
+    """A model continues with zeros after a value that was not finite; the result of its run is worthless."""
 
 
 @dataclass(eq=False)
 class Course:
-    """The state of one run.
+    """Records whether a run met a value that is not finite.
 
     Attributes:
-        may_stop: whether a value that is not finite is an error at once.
-        sends_zeros: whether a value was not finite. Once True, it stays True.
+        may_stop: whether a value that is not finite raises an error at once.
+        sends_zeros: whether a value was not finite, so that the run continues with zeros; True is never reset.
     """
 
     may_stop: bool
     sends_zeros: bool = False
 
     def not_finite(self) -> None:
-        """Records a value that is not finite: the run goes on with zeros.
+        """Records a value that is not finite: the run continues with zeros, unless it may stop.
 
         Raises:
-            NotFinite: this run may stop at once.
+            NotFinite: the run may stop at once (`may_stop`).
         """
         if self.may_stop:
             raise NotFinite("a gradient, weight or logit is NaN or infinite: the run ended there")
@@ -71,31 +70,31 @@ class Course:
             warn_and_go_on(WARNING, NotFiniteWarning)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Calls `not_finite` when one of these tensors holds a value that is not finite."""
+        """Calls `not_finite` if one of these tensors contains a value that is not finite."""
         if not self.sends_zeros and not are_finite(tensors):
             self.not_finite()
 
     def finite_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns what is sent in place of rows that are not all finite: as many rows of zeros, from now on.
+        """Returns the rows to send in place of rows that are not all finite: zeros, which the run sends from now on.
 
         Args:
             rows: shape (num_rows, request columns).
 
         Raises:
-            NotFinite: this run may stop at once.
+            NotFinite: the run may stop at once (`may_stop`).
         """
         self.not_finite()
         return torch.zeros_like(rows)
 
     def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Returns what the model is given as the product of these rows: zeros once a value was not finite."""
+        """Returns the product that the model gets for these rows: zeros in a run that continues with zeros."""
         return torch.zeros_like(product) if self.sends_zeros else product
 
     def finish(self) -> None:
-        """Ends the run.
+        """Checks, at the end of a run, that its result can be used.
 
         Raises:
-            NotFinite: a value was not finite.
+            NotFinite: a value of the run was not finite.
         """
         if self.sends_zeros:
             raise NotFinite(FAILED)
@@ -105,34 +104,39 @@ _OneCourse = TypeVar("_OneCourse", bound=Course)
 
 
 class PlannedCalls:
-    """The courses of one loaded model; it decides to which of them a call belongs."""
+    """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Args: may_stop: what applies to runs that do not choose for themselves."""
+        """Makes the model's shared course.
+
+        Args:
+            may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not
+                off.
+        """
         self._stops = may_stop
         self._shared = Course(may_stop)
         self._local = threading.local()
 
     @property
     def course(self) -> Course:
-        """Returns the calling thread's own course if it has one; autograd's threads and all others share the
-        model's."""
+        """Returns the calling thread's own course; threads without one, such as autograd's, use the model's course."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager
     def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """Gives the calls that this thread makes inside a course of their own, as for an answer, which has no backward
-        calls.
+        """Gives the calls of this thread inside the context a course of their own, for an answer of `generate`.
+
+        Backward calls, which autograd's threads make, would not belong to this course.
 
         Args:
-            may_stop: whether a value that is not finite is an error at once; with `verify` it is in any case.
+            may_stop: whether a value that is not finite raises an error at once; with `verify` it always does.
         """
         with self.on_course(Course(may_stop or self._stops)) as course:
             yield course
 
     @contextlib.contextmanager
     def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
-        """Gives the calls that this thread makes inside this course."""
+        """Makes the calls of this thread inside the context belong to `course`."""
         before = getattr(self._local, "course", None)
         self._local.course = course
         try:
@@ -145,11 +149,11 @@ class PlannedCalls:
 
 
 AT_ONCE = PlannedCalls(may_stop=True)
-"""Applies to calls that belong to no model: a value that is not finite is an error at once."""
+"""The courses of calls that belong to no model: a value that is not finite raises an error at once."""
 
 
 def planned_calls(model: Any) -> PlannedCalls:
-    """Returns those of a model of `TenantClient.load_model`, adapted or not; AT_ONCE for one without remote layers."""
+    """Returns the courses of a model with remote layers, adapted or not; returns AT_ONCE for any other model."""
     for module in model.modules():
         found = getattr(module, "planned_calls", None)
         if isinstance(found, PlannedCalls):
@@ -158,10 +162,10 @@ def planned_calls(model: Any) -> PlannedCalls:
 
 
 def check_run(model: Any) -> None:
-    """Ends a run of a stock tool over `TenantClient.load_model`: call it before you use the run's result.
+    """Checks a run of a stock tool on a model of `TenantClient.load_model`; call it before you use the run's result.
 
     Raises:
-        NotFinite: a value in a call was not finite, or one in a trainable parameter is not: the training result is
+        NotFinite: a value in a call was not finite, or a value in a trainable parameter is not: the result is
             worthless.
     """
     course = planned_calls(model).course
@@ -170,12 +174,12 @@ def check_run(model: Any) -> None:
 
 
 def trainable(model: Any) -> Iterator[torch.Tensor]:
-    """Yields the parameters that a run changes."""
+    """Yields the trainable parameters of a model, detached."""
     return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is NaN or infinite; the device is read once for all tensors."""
+    """Returns whether no value is NaN or infinite; all tensors together cost one copy from the device."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -185,16 +189,20 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 class KeepFinite(TrainerCallback):  # type: ignore[misc]
     """Checks the gradients of every optimizer step, and keeps values that are not finite out of the adapter.
 
-    Without it, a NaN that came with the very last reply of a step would be in the weights, and in a checkpoint, before
-    any call shows it; and weights that are not finite make some PEFT methods raise where they invert a matrix.
+    Without this check, a NaN in the last reply of a step would reach the weights, and a checkpoint, before a call
+    detects it. Some PEFT methods invert a matrix, and would raise an error for weights that are not finite.
     """
 
     def __init__(self, course: Course) -> None:
-        """Args: course: the course of the run."""
+        """Makes a check for one run.
+
+        Args:
+            course: the course of the run.
+        """
         self._course = course
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Replaces the gradients by zeros in a run that goes on with zeros."""
+        """Replaces the gradients by zeros in a run that continues with zeros."""
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self._course.check(gradients)
         if self._course.sends_zeros:
@@ -206,11 +214,12 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns what `mask` makes of the rows or, where they are not finite, of what the course sends in their place.
+    """Returns the masked messages of a call's rows, or of the rows that the course sends in place of rows that are not
+    finite.
 
     Args:
-        mask: makes masked messages of rows; where it raises `NotFinite` it has used no mask.
-        rows: the rows of one call.
+        mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot.
+        rows: the rows of one call, shape (num_rows, features).
         course: the course that the call belongs to.
     """
     if course.sends_zeros:

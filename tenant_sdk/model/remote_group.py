@@ -1,10 +1,12 @@
-"""One layer group at a provider: sends its rows and receives the product, forward and backward, under a mask.
+"""Sends the rows of a layer group to a provider under a mask, and receives the products, forward and backward.
 
-Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
-they read the same tensor object at the same version; a backward call is made only when the input needs a gradient;
-after a reply that failed its check nothing is sent, and every call ends with the same fixed `VerificationFailed`,
-whichever thread received the wrong reply; which calls are made does not depend on values
-(tenant_sdk/model/planned_calls.py). Nothing here can be pickled: a mask scheme holds secrets.
+A group is a set of layers that read the same input, such as q, k and v of one block; these layers are its members.
+
+Guarantees: the autograd node keeps no tensor, since a linear layer's input gradient is g·Wᵀ. Members share a call only
+if they read the same tensor object at the same version. A backward call is made only if the input needs a gradient.
+After a reply that failed its check nothing is sent, and every call in every thread ends with the same
+`VerificationFailed`. The choice of calls does not depend on values (tenant_sdk/model/planned_calls.py). No class here
+can be pickled, because a mask scheme holds secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from wire.ring.seeded_rows import SeededRows
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
-"""A call whose messages have been sent: the masked rows, and the replies to wait for."""
+"""(masked rows, pending replies) of a call whose messages have been sent."""
 
 
 class RemoteExecutor:
@@ -41,10 +43,10 @@ class RemoteExecutor:
         """Makes an executor for one session.
 
         Args:
-            connections: one for each provider, in the order of the client's URLs.
+            connections: one connection to each provider, in the order of the client's URLs.
             scheme: the mask.
-            limits: the smallest of the providers' limits.
-            verifier: checks every reply, hints included, before it is unmasked.
+            limits: for each limit, the smallest of all providers.
+            verifier: the verifier of every reply, which checks it before it is unmasked; None without `verify`.
         """
         self._connections = tuple(connections)
         self.scheme = scheme
@@ -54,32 +56,33 @@ class RemoteExecutor:
 
     @contextlib.contextmanager
     def in_session(self) -> Iterator[None]:
-        """Wraps all use of the session: after a failed check, every error becomes `VerificationFailed`.
+        """Replaces errors inside the context by `VerificationFailed` after a failed check.
+
+        A failed check closes masks and connections. Their errors about being closed would hide the reason.
 
         Raises:
-            VerificationFailed: a check has failed, before or meanwhile, here or in another thread. It closed masks and
-                connections, whose own errors about being closed would hide the reason.
+            VerificationFailed: a check has failed, before or inside the context, in this or in another thread.
         """
         self._check_honest()
         try:
             yield
-        except Exception:  # anything that fails because the session was closed
+        except Exception:  # the session may have been closed meanwhile
             self._check_honest()
             raise
 
     def _check_honest(self) -> None:
-        """Raises VerificationFailed if a check has failed: the verifier alone remembers it."""
+        """Raises VerificationFailed if a check has failed; only the verifier records failed checks."""
         if self._verifier is not None and self._verifier.failed:
-            raise VerificationFailed(FAILED) from None  # what broke may hold rows
+            raise VerificationFailed(FAILED) from None  # the current exception may hold rows
 
     def planned_calls(self) -> PlannedCalls:
-        """Makes the courses of one model, each time anew."""
+        """Returns a new `PlannedCalls`, for one model."""
         return PlannedCalls(may_stop=self._verifier is not None)
 
     def run(
         self, group: GroupSpec, direction: Direction, rows: torch.Tensor, planned: PlannedCalls = AT_ONCE
     ) -> torch.Tensor:
-        """Computes one product at the provider.
+        """Returns the product of rows and a group's weight, computed at the provider.
 
         Args:
             group: the group whose weight is used.
@@ -88,16 +91,16 @@ class RemoteExecutor:
             planned: the courses of the model that the call belongs to.
 
         Returns:
-            float32, shape (num_rows, reply columns), same device; the bias is in it where the provider adds it.
+            float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it.
 
         Raises:
-            VeilbaseError: exactly one error, from the side that can act on it.
+            VeilbaseError: the product could not be computed or failed its check.
         """
         request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
         self._check_honest()
-        try:  # does what `in_session` does, which a decode step would enter a hundred times
+        try:  # as `in_session` does, without the cost of a context manager in each call
             return self._run(group, direction, rows, planned.course)
         except Exception:
             self._check_honest()
@@ -135,16 +138,17 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
-        self._check_honest()  # the thread that makes masks sends here too, and an inproc: connection cannot be closed
+        self._check_honest()  # the thread that makes masks sends here too; an inproc: connection is never closed
         call, payload, provider = message
         pending = self._connections[provider].submit(call, payload, reply_cols)
         return pending if self._verifier is None else _Checked(pending, call, payload, self)
 
     def check(self, call: Call, payload: Payload, reply: torch.Tensor) -> None:
-        """Ends the session unless a reply is what the trusted weights give.
+        """Checks a reply against the trusted weights, and closes the session if the reply is wrong.
 
         Raises:
-            VerificationFailed: the reply is wrong; connections and secrets are gone, and nothing restarts by itself.
+            VerificationFailed: the reply is wrong. The connections are closed, the secrets are dropped, and the session
+                cannot be used again.
         """
         if self._verifier is None:
             return
@@ -158,7 +162,7 @@ class RemoteExecutor:
             raise
 
     def close(self) -> None:
-        """Drops secrets and connections."""
+        """Drops secrets and closes the connections."""
         if self._verifier is not None:
             self._verifier.close()
         self.scheme.close()
@@ -180,7 +184,14 @@ class RemoteExecutor:
 def _forward(
     x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype, may_share: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Args: may_share: whether outputs may lie in one piece of memory, because none is kept for a gradient."""
+    """Returns the output of each member of a group, without a gradient.
+
+    Args:
+        x: shape (..., in_features).
+        group: the group whose product is computed.
+        out_dtype: the dtype of the outputs.
+        may_share: whether the outputs may be in the same memory block, because no gradient is recorded.
+    """
     product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
     if product.dtype != out_dtype:
         product = product.to(out_dtype)
@@ -189,16 +200,16 @@ def _forward(
     if x.dim() != 2:
         product = product.view(*x.shape[:-1], product.shape[1])
     parts = product.split_with_sizes(group.member_features, dim=-1)
-    # model code may change an output in place, as it may a local layer's: no output may be a view of another to
-    # autograd
+    # model code may change an output in place, as it may change a local layer's output; so autograd must not see one
+    # output as a view of another
     if may_share and x.numel() == x.shape[-1]:
-        return tuple(part.detach() for part in parts)  # a part of one row is contiguous, and its numbers are its own
+        return tuple(part.detach() for part in parts)  # a part of one row is contiguous and overlaps no other part
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A reply that is verified before any other code sees it."""
+    """Holds a pending reply, and verifies it before any other code sees it."""
 
     pending: Pending
     call: Call
@@ -206,18 +217,18 @@ class _Checked:
     executor: RemoteExecutor
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply and checks it as it came, while it is still masked."""
+        """Waits for the reply, checks it while it is still masked, and returns it."""
         reply = self.pending.result()
         self.executor.check(self.call, self.payload, reply)
         return reply
 
 
 class _Product(torch.autograd.Function):
-    """y = x·W (+ b) over a whole group; it saves no tensor for the backward pass."""
+    """Computes y = x·W (+ b) over a whole group, and saves no tensor for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Sends the rows and keeps only their shape."""
+        """Returns the outputs of the group's members; keeps only shape and dtype of the input for the backward pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -225,14 +236,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """Sends the outputs' gradients through the transpose; members without one count as zeros."""
+        """Returns the gradient of the input, g·Wᵀ; an output without a gradient counts as zeros."""
         group: RemoteGroup = ctx.group
         present = [grad for grad in grads if grad is not None]
         if not present:
             return None, None, None
         like, num_rows = present[0], ctx.shape[:-1].numel()
         rows = [
-            # an absent gradient is zeros, masked like the rest
+            # an absent gradient counts as zeros, and is masked too
             (like.new_zeros(num_rows, features) if grad is None else grad.reshape(num_rows, features))
             for grad, features in zip(grads, group.member_features, strict=True)
         ]
@@ -241,7 +252,7 @@ class _Product(torch.autograd.Function):
 
 
 _Context = tuple[bool, torch.dtype]
-"""(whether a gradient may be asked for, the dtype of the outputs)."""
+"""(whether the outputs need a gradient, the dtype of the outputs)."""
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:
@@ -253,18 +264,18 @@ def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torc
     if x.dim() == 2 or len(parts) > 1:
         return parts
     whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
-    return (whole if has_gradient else whole.detach(),)  # as in `_forward`
+    return (whole if has_gradient else whole.detach(),)  # detached for the same reason as in `_forward`
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which a local linear layer would answer: autocast's where it is on, else the input's."""
+    """Returns the output dtype of a local linear layer: that of autocast if autocast is on, otherwise the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass
 class _Shared:
-    """Outputs of the last call that other members may still ask for."""
+    """Holds the outputs of the last call that other members of the group have not taken yet, with the call's input."""
 
     source: Callable[[], torch.Tensor | None]
     version: int
@@ -273,7 +284,7 @@ class _Shared:
 
 
 class RemoteGroup:
-    """The members of one group: each asks for its own output, and one call serves all that share an input."""
+    """Computes the outputs of one group's members; one call serves all members that get the same input."""
 
     def __init__(
         self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
@@ -281,9 +292,9 @@ class RemoteGroup:
         """Makes a group.
 
         Args:
-            executor: computes the group's products.
+            executor: the executor that gets the group's products from the provider.
             spec: public facts about the group.
-            member_features: the number of outputs of each layer, in manifest order.
+            member_features: the number of output features of each member, in manifest order.
             planned: the courses of the model that the group belongs to.
         """
         self._executor = executor
@@ -294,7 +305,7 @@ class RemoteGroup:
 
     @property
     def provider_adds_bias(self) -> bool:
-        """Whether products come with the provider's own bias."""
+        """Returns whether the provider adds its frozen bias to the products."""
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
@@ -309,12 +320,12 @@ class RemoteGroup:
         """Returns the output of member `index`.
 
         Args:
-            index: position in the group.
+            index: the member's number in the group, from 0.
             x: shape (..., in_features), any float dtype and device.
 
         Returns:
-            shape (..., out_features of the member), in the dtype of a local layer's output; with or without the
-            provider's bias, see `provider_adds_bias`.
+            shape (..., out_features of the member), in the dtype of a local layer's output; `provider_adds_bias` says
+            whether the provider's bias is included.
         """
         context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
         if len(self.member_features) == 1:

@@ -1,5 +1,5 @@
-"""How a tenant's text becomes token rows: the tokenizer, the template, the tokens that end an answer, the row count.
+"""This package turns a tenant's text into token rows: tokenizer, chat template, stop tokens and row counts.
 
-The provider sees row counts. A party that decides how text becomes rows can therefore make a text readable from its
-number of rows: the files of this folder say what a provider's own bundle may decide, and what it may not.
+The provider sees row counts. If the provider also decides how text becomes rows, it can choose rules under which a
+number of rows reveals the text. The modules of this package therefore bound what a provider's bundle may decide.
 """

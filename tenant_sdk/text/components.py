@@ -1,10 +1,11 @@
-"""The parts that a provider's tokenizer.json may be made of.
+"""Checks that a provider's tokenizer.json consists of allowed components only.
 
-Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most c·n tokens plus a constant, where c is
-fixed by Unicode's own tables; nothing in it is random; it holds no rule that replaces text by text of the provider's
-choice, and each component comes once. Not guaranteed: that its vocabulary is honest, or that it takes every text
-(`failures.py` handles the texts that it fails on). A vocabulary alone decides how many tokens each text has, so that
-number may still tell which of the texts that the provider guesses it is (docs/security-evaluation.md, "Row counts").
+Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most c·n tokens plus a constant; Unicode's
+tables fix the factor c. Such a tokenizer has no random part and no rule that replaces text by a text of the provider's
+choice, and no component that may lengthen a text occurs twice. Not guaranteed: that the vocabulary is honest, or that
+the tokenizer accepts every text (`failures.py` handles failures). The vocabulary decides how many tokens a text has.
+A provider that guesses some texts may therefore still learn from a row count which of them was sent
+(docs/security-evaluation.md, "Row counts").
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from wire.errors import ConfigurationError
 REMEDY = "name a tokenizer that you trust (tokenizer=, --tokenizer), or a checkpoint (verify=, --verify)"
 
 _MAX_DEPTH = 4
-"""Levels of `Sequence` within `Sequence` that are allowed; real tokenizers have one or two."""
+"""The most levels of `Sequence` inside `Sequence`; real tokenizers have one or two."""
 _MAX_AFFIX = 8
-"""The most characters in an affix that marks a word's inside or end in a vocabulary, such as `##` or `</w>`; the
-tokenizer writes the affix out in tokens for words that it does not know."""
+"""The most characters of an affix such as `##` or `</w>`, which marks the inside or the end of a word in a vocabulary.
+For an unknown word the tokenizer emits the affix's characters as tokens, so that a long affix would add many rows."""
 _MAX_PATTERN = 2000
 _MAX_REPEATS = 4
-"""Unbounded repetitions that one branch of a pattern may have: published patterns have at most three, and each
-multiplies the time that a pattern may take by the text's length."""
+"""The most unbounded repetitions in one branch of a regular expression. Published patterns have at most three. Each
+repetition multiplies the time that matching may take by the length of the text."""
 _CUTS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-"""What a Split may do with a separator. `Removed` would delete text of the provider's choice."""
+"""The allowed behaviours of a Split for a separator. The missing one, `Removed`, would delete text of the provider's
+choice."""
 _MAX_CONSTANT_TOKENS = 8
 """The most tokens that a post-processor may add to every text; real ones add at most two."""
 
@@ -38,7 +40,8 @@ _REPLACEMENTS = (
     ({"Regex": " {2,}"}, " "),
     ({"Regex": " {2,}"}, _SPACE),
 )
-"""The replacements that SentencePiece models make. Any other could spell a character out as a hundred tokens."""
+"""The allowed (pattern, replacement) pairs, which are those of SentencePiece models. Another pair could replace one
+character by a hundred tokens."""
 
 
 def _any(_: Mapping[str, Any]) -> bool:
@@ -54,7 +57,7 @@ def _is_sentencepiece_space(part: Mapping[str, Any]) -> bool:
 
 
 def _is_known_cut(part: Mapping[str, Any]) -> bool:
-    """Whether a Split has a pattern that only cuts text, and does so in bounded time."""
+    """Returns whether a Split only cuts text, with a pattern whose matching time is bounded."""
     pattern = part.get("pattern")
     if part.get("behavior") not in _CUTS or not isinstance(pattern, dict) or len(pattern) != 1:
         return False
@@ -65,7 +68,8 @@ def _is_known_cut(part: Mapping[str, Any]) -> bool:
 
 
 def _is_plain_pattern(pattern: str) -> bool:
-    """Whether a regular expression has no look-around but GPT-2's, no back-reference, and no repeated group."""
+    """Returns whether a regular expression has no look-around except the one in GPT-2's pattern, no back-reference, and
+    no repeated group."""
     bare = re.sub(r"\\[pPx]\{[^}]*\}|\\.|\[(?:\\.|\[:[^\]]*:\]|[^\]\\])*\]", "a", pattern.replace(r"(?!\S)", ""))
     if re.search(r"\(\?(?!:|i:)", bare) or re.search(r"\)\s*[*+{]", bare) or re.search(r"\\[1-9gk]", pattern):
         return False
@@ -77,12 +81,12 @@ def _is_short(part: Mapping[str, Any], *affixes: str) -> bool:
 
 
 def _is_bounded_bpe(part: Mapping[str, Any]) -> bool:
-    # with dropout, how a text is cut into tokens would be random
+    # with dropout, the split of a text into tokens would be random
     return not part.get("dropout") and _is_short(part, "continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 
 
 def _strips_at_most_one(part: Mapping[str, Any]) -> bool:
-    """Whether a decoder strips at most one character: one that strips more panics on some texts."""
+    """Returns whether a decoder strips at most one character; a decoder that strips more fails on some texts."""
     return all(part.get(name) in (0, 1) for name in ("start", "stop"))
 
 
@@ -131,14 +135,14 @@ _ALLOWED: Mapping[str, _Rules] = {
         "Strip": _strips_at_most_one,
     },
 }
-"""For each slot of tokenizer.json and each type of component: the check that its settings have to pass."""
+"""The check that a component's settings must pass, by slot of tokenizer.json and by the component's type."""
 
 _ONCE = {
     "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "BertNormalizer", "Prepend", "Replace", "Nmt"),
     "pre_tokenizer": ("ByteLevel", "Metaspace"),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
 }  # fmt: skip
-"""Components that may lengthen a text, and so may not be repeated."""
+"""The components, by slot, that may lengthen a text; each of them may therefore occur only once."""
 
 _CHILDREN = {
     "normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"
@@ -152,8 +156,8 @@ def check_components(content: Mapping[str, Any]) -> None:
         content: the parsed file.
 
     Raises:
-        ConfigurationError: a component is not allowed; the text names the slot and, where it is one of the library's
-            own names, the component.
+        ConfigurationError: a component is not allowed; the text names the slot, and the component if its name is a
+            short alphanumeric word.
     """
     for slot, rules in _ALLOWED.items():
         kinds = _check_part(slot, content.get(slot), rules, 0)
@@ -169,7 +173,7 @@ def check_components(content: Mapping[str, Any]) -> None:
 
 
 def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
-    """Checks each component of one slot and returns their types."""
+    """Checks all components of one slot and returns the types of these components."""
     if part is None and slot != "model":
         return []
     kind = part.get("type") if isinstance(part, dict) else None

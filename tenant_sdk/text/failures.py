@@ -1,7 +1,7 @@
-"""A tokenizer that fails on some texts: its failure is told in one sentence, whatever raised it.
+"""Turns a tokenizer's failure on a text into one typed error.
 
-An unverified provider may choose a vocabulary or a pattern that fails on texts of its choice. The tokenizers library
-then raises bare exceptions, and for a panic of its own an exception that is not even an `Exception`.
+An unverified provider may choose a vocabulary or a pattern that fails on texts of the provider's choice. The tokenizers
+library then raises a bare `Exception`, or, after a panic in Rust, an exception that is no subclass of `Exception`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 
 class TokenizerFailed(ConfigurationError):
-    """The tokenizer failed on a text, without saying what the text was."""
+    """The tokenizer failed on a text; the message does not quote the text."""
 
 
 @contextlib.contextmanager
 def surviving(what: str, *passing: type[BaseException]) -> Iterator[None]:
-    """Turns whatever a tokenizer raises into one error; errors of this project and the user's Ctrl-C pass.
+    """Turns errors that a tokenizer raises inside the context into `TokenizerFailed`.
+
+    Errors of this project, Ctrl-C and the end of the program are passed on unchanged.
 
     Args:
-        what: names the text by its place, such as a line of a data set; the error shows it.
-        passing: errors that pass because the caller handles them itself.
+        what: the name of the text for the error message, such as a line of a data set; never the text itself.
+        passing: further error classes that are passed on unchanged.
 
     Raises:
-        TokenizerFailed: the tokenizer raised anything else.
+        TokenizerFailed: the tokenizer raised any other error.
     """
     try:
         yield
@@ -37,19 +39,19 @@ def surviving(what: str, *passing: type[BaseException]) -> Iterator[None]:
 
 
 class SafeDecoding:
-    """A tokenizer for a streamer: after a failure to decode it gives no more text, and `check` reports the failure.
+    """Decodes tokens for a streamer; after a failure it returns no more text, and `check` raises the failure's error.
 
-    A decoder that fails on some texts would otherwise end an answer of fixed length at a place that depends on the
+    If decoding raised the error at once, an answer of fixed length would end early, at a token that depends on the
     text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Args: tokenizer: a transformers tokenizer."""
+        """Wraps a transformers tokenizer."""
         self._tokenizer = tokenizer
         self.failed: TokenizerFailed | None = None
 
     def decode(self, token_ids: Any, **options: Any) -> str:
-        """Returns the text; from the first failure on, an empty string."""
+        """Returns the text of the tokens; from the first failure on, returns an empty string."""
         if self.failed is not None:
             return ""
         try:

@@ -1,9 +1,9 @@
-"""Row counts that do not depend on a text: prompts and training rows are padded to one stated number of tokens.
+"""Pads prompts and training rows to one number of tokens, the bucket, so that row counts do not depend on a text.
 
-That number is called the bucket. Guarantees: with a bucket, every prompt and every training row takes exactly that many
-rows, whatever it says and whichever tokenizer made it. A text with more tokens is cut at its beginning and a warning on
-the tenant's side says so: to refuse it would be visible, and a provider's tokenizer could decide which texts are
-refused.
+Guarantees: with a bucket, every prompt and every training row takes exactly as many rows as the bucket says, whatever
+the text and the tokenizer are. A longer prompt loses its first tokens, with a warning to the tenant; so does a longer
+training row if the tokenizer is an unverified provider's. Such a text is not refused: the provider would see the
+refusal, and its tokenizer could decide which texts are refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 DEFAULT_BUCKET_TOKENS = 512
-"""The bucket in tokens that `pad_rows=True` stands for."""
+"""The bucket, in tokens, for `pad_rows=True`."""
 _MAX_BUCKET_TOKENS = 1 << 20
 
 
 class CutWarning(UserWarning):
-    """A text had more tokens than the bucket and was cut at its beginning."""
+    """A text had more tokens than the bucket and lost its first tokens, or a prompt could not be used at all."""
 
 
 def bucket_tokens(pad_rows: bool | int) -> int | None:
-    """Returns the bucket in tokens that `pad_rows` stands for; None where rows are not padded.
+    """Returns the bucket, in tokens, for a value of `pad_rows`; None if rows are not padded.
 
     Raises:
         ConfigurationError: `pad_rows` is not True, False or an allowed number of tokens.
@@ -42,7 +42,12 @@ def bucket_tokens(pad_rows: bool | int) -> int | None:
 
 
 def check_fits(bucket: int, room: int, beside: str) -> None:
-    """Refuses a bucket that the model's context cannot hold; the decision depends on no text.
+    """Refuses a bucket that the model's context cannot hold; no text influences the decision.
+
+    Args:
+        bucket: the bucket, in tokens.
+        room: the number of tokens for which the context has room.
+        beside: the end of a sentence for the error text, such as " beside an answer".
 
     Raises:
         ConfigurationError: the bucket is too large; the text names the largest one that would fit.
@@ -58,21 +63,20 @@ def padded_prompt(ids: Sequence[int], bucket: int, pad: int) -> tuple[list[int],
     """Returns a prompt of exactly `bucket` tokens, padded on the left, and its attention mask.
 
     Args:
-        ids: the prompt's tokens, in any number; of a longer prompt the last ones are kept, with a warning.
-        bucket: the number of rows.
-        pad: the token to pad with.
+        ids: the prompt's token ids; if there are more than `bucket`, the last ones are kept and a warning is issued.
+        bucket: the bucket, in tokens.
+        pad: the id of the padding token.
     """
     if len(ids) > bucket:
         said = f"the prompt has {len(ids)} tokens, pad_rows keeps the last {bucket}: the answer does not know the rest"
         warn_and_go_on(said, CutWarning)
-    kept = list(ids[-bucket:]) or [pad]  # a prompt without tokens gets one: attention needs a token to look at
+    kept = list(ids[-bucket:]) or [pad]  # attention needs at least one token that is not masked out
     padding = bucket - len(kept)
     return [pad] * padding + kept, [0] * padding + [1] * len(kept)
 
 
 def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: int) -> dict[str, list[int]]:
-    """Returns a training row of exactly `bucket` tokens, padded on the right; of a longer row the last tokens are
-    kept."""
+    """Returns a training row of exactly `bucket` tokens: padded on the right, or cut to its last tokens."""
     kept = {key: values[-bucket:] for key, values in row.items()}
     padding = bucket - len(kept["input_ids"])
     fill = {"input_ids": pad, "labels": ignore_index, "attention_mask": 0}
@@ -80,6 +84,6 @@ def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: i
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Returns the token to pad with; attention never looks at it."""
+    """Returns the id of the padding token, which the attention mask excludes."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return int(pad) if pad is not None else 0

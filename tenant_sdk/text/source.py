@@ -1,9 +1,9 @@
-"""The tokenizer of a session: checked with the checkpoint, named by the tenant, or the provider's own within bounds.
+"""Loads a session's tokenizer: one that the checkpoint verifies, one that the tenant names, or the provider's own.
 
-Guarantees: a tokenizer that the tenant names maps every token as the provider's does, so that the model reads what the
-tenant means. Where nothing else is named, the provider's own is used: it is made of known components only
-(`components.py`), its template never sees text (`template.py`), and its class is transformers' plain one whatever the
-bundle says.
+Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
+the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer
+is used within bounds: it consists of known components only (`components.py`), its chat template never sees text
+(`template.py`), and its class is transformers' plain fast tokenizer, whatever the bundle says.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from wire.errors import ConfigurationError
 from wire.loading import loading
 
 Origin = Literal["verified", "named", "provider"]
-"""The party that decides how text becomes rows: the checkpoint of `verify`, the tenant's `tokenizer`, or the
-provider."""
+"""The source of the tokenizer, one of `verified` (a bundle that equals the checkpoint of `verify`), `named` (the
+tenant's `tokenizer`) and `provider` (an unverified provider's bundle)."""
 
 
 @dataclass(frozen=True)
 class LocalSource:
-    """The place of a checkpoint or a tokenizer that the tenant names.
+    """Locates a checkpoint or a tokenizer of the tenant's on this machine.
 
     Attributes:
-        name: what the tenant called it.
-        folder: a folder of this machine.
-        gguf_file: a file in that folder; None where Hugging Face's own files are read.
+        name: the name to show in messages.
+        folder: the folder that holds the files.
+        gguf_file: the name of a GGUF file in `folder`; None if `folder` holds Hugging Face's own files.
     """
 
     name: str
@@ -44,13 +44,13 @@ class LocalSource:
 
 @dataclass(frozen=True)
 class TenantText:
-    """What a session uses to turn text into tokens and tokens into text.
+    """Holds the tokenizer of a session and the settings that belong to it.
 
     Attributes:
         tokenizer: a transformers tokenizer.
-        origin: the party that chose the tokenizer, see `Origin`.
-        stop_ids: tokens that end an answer.
-        settings: generation settings of the trusted source, or None where there are none.
+        origin: the source of the tokenizer, see `Origin`.
+        stop_ids: the ids of the tokens that end an answer.
+        settings: the GenerationConfig of a trusted source, or None if there is none.
     """
 
     tokenizer: Any
@@ -60,7 +60,7 @@ class TenantText:
 
 
 class ProviderTokenizer(BlindTemplates, PreTrainedTokenizerFast):  # type: ignore[misc]
-    """A provider's tokenizer whose chat template does not see text."""
+    """Tokenizes as the provider's bundle says, and renders the provider's chat template without the text."""
 
 
 # `save_pretrained` writes this name into the tokenizer's config, and stock transformers has to find a class by it.
@@ -71,8 +71,8 @@ _SETTINGS = (
     *("extra_special_tokens", "additional_special_tokens", "model_max_length", "model_input_names"),
     *("padding_side", "clean_up_tokenization_spaces", "chat_template"),
 )
-"""The entries of an unverified provider's tokenizer_config.json that are used. Whether a text begins with a special
-token is decided in tokenizer.json, by its post-processor."""
+"""The entries of an unverified provider's tokenizer_config.json that are used. Entries about a special token at the
+start of a text are not needed: the post-processor in tokenizer.json adds this token."""
 _TYPES: dict[str, Any] = {"model_max_length": (int, float), "padding_side": str, "clean_up_tokenization_spaces": bool}
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
@@ -84,14 +84,14 @@ def verified_text(folder: Path) -> TenantText:
 
 
 def named_text(source: LocalSource, folder: Path) -> TenantText:
-    """Returns the tokenizer that the tenant names.
+    """Returns the tokenizer that the tenant names, with the generation settings of its folder.
 
     Args:
         source: the result of `tenant_sdk.trust.checkpoint.find_tokenizer`.
         folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: the tokenizer cannot be read, or maps a token differently from the bundle's.
+        ConfigurationError: the tokenizer cannot be read, or does not have the same vocabulary as the bundle's.
     """
     tokenizer = _load(source, f"the tokenizer {source.name[:200]!r} cannot be read")
     theirs = _bundle_vocabulary(folder)
@@ -104,10 +104,10 @@ def named_text(source: LocalSource, folder: Path) -> TenantText:
 
 
 def provider_text(folder: Path) -> TenantText:
-    """Returns the provider's own tokenizer, held within bounds.
+    """Returns the provider's own tokenizer, restricted as this module's guarantees say.
 
     Raises:
-        ConfigurationError: the bundle has no tokenizer, or one with components that could read the text.
+        ConfigurationError: the bundle has no tokenizer, or the tokenizer has a component that is not allowed.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -129,7 +129,7 @@ def provider_text(folder: Path) -> TenantText:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a bundle has a tokenizer."""
+    """Returns whether a bundle has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
@@ -153,7 +153,7 @@ def _load(source: LocalSource, failure: str) -> Any:
 
 
 def _settings_in(folder: Path) -> Any | None:
-    """Returns the generation settings in a trusted folder; None where it has none that can be read."""
+    """Returns the generation settings in a trusted folder; None if there are none or they cannot be read."""
     if not (folder / "generation_config.json").is_file():
         return None
     try:
@@ -163,7 +163,7 @@ def _settings_in(folder: Path) -> Any | None:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Returns the entries of tokenizer_config.json that are used, and the chat template."""
+    """Returns the used entries of tokenizer_config.json, and the chat template, as keyword arguments of a tokenizer."""
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     settings = {key: _with_tokens(content[key]) for key in _SETTINGS if content.get(key) is not None}
@@ -179,7 +179,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokens(value: Any) -> Any:
-    """Returns a setting whose tokens are objects, as `from_pretrained` makes them from a file's entries."""
+    """Returns a setting with each token as an `AddedToken`, as `from_pretrained` also converts the file's entries."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         flags = {name: value[name] for name in _TOKEN_FLAGS if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=True, **flags)
@@ -189,7 +189,7 @@ def _with_tokens(value: Any) -> Any:
 
 
 def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Returns each token's number as the provider's model has it; None where the bundle has no tokenizer."""
+    """Returns the bundle's vocabulary, from token to number; None if the bundle has no tokenizer."""
     try:
         if (folder / "tokenizer.json").is_file():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -204,7 +204,9 @@ def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def check_fits_embedding(tokenizer: Any, num_embeddings: int) -> None:
-    """Refuses token numbers for which the model has no embedding: such a token would end a run whose text holds it.
+    """Refuses a tokenizer with token numbers for which the model has no embedding.
+
+    Such a number would raise an error in the middle of a run, which the provider would see.
 
     Args:
         tokenizer: the session's tokenizer.

@@ -1,7 +1,7 @@
-"""The tokens that end an answer.
+"""Finds the stop tokens, which end an answer.
 
-Guarantees: they come from the tokenizer's end-of-sequence token and from what a chat template puts after an
-assistant's turn, never from a provider's generation settings.
+Guarantees: the stop tokens are the tokenizer's end-of-sequence token and the special token that the chat template puts
+after an assistant's turn. A provider's generation settings are never read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Ve
 
 
 def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the token ids that end an answer, in ascending order; none where a tokenizer names none.
+    """Returns the ids of the stop tokens in ascending order, or no ids if the tokenizer and its template name none.
 
     Args:
         tokenizer: a transformers tokenizer, with or without a chat template.
@@ -27,7 +27,7 @@ def _turn_end(tokenizer: Any) -> int | None:
         return None
     try:
         text = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
-    except Exception:  # noqa: BLE001 - a template may raise anything; then it names no end
+    except Exception:  # noqa: BLE001 - a template may raise anything: then it names no stop token
         return None
     rest = text.rpartition(_PROBE[1]["content"])[2].lstrip()
     special = [

@@ -1,12 +1,13 @@
-"""A provider's chat template is rendered without the text.
+"""Renders a provider's chat template without showing it the text.
 
-A template is a program, and the length of its output is visible as a number of rows: one that sees the messages can
-count their letters. Here it never sees them. It is rendered once per pattern of roles, over placeholders, and the
-messages' contents are put in the placeholders' places afterwards.
+A chat template is a program, and the provider sees the length of its output as a number of rows. A template that reads
+the messages could encode their contents in this length. So the template is rendered over placeholders, once for each
+sequence of roles, and each placeholder is replaced by the content of its message afterwards.
 
-Guarantees: what the template is given depends on the roles and on nothing else of a conversation. The result differs
-from rendering the text itself for a template that looks into contents (to cut a reasoning block, say), which has no
-effect here; a template that strips white space around contents works, because the placeholders show it.
+Guarantees: the input of the template depends on the roles of a conversation, and on nothing else in it. The result
+differs from a rendering of the text itself if the template inspects contents, for example to cut a reasoning block;
+such code has no effect here. A template that strips white space around contents works, because the placeholders show
+the stripping.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from tenant_sdk.text.components import REMEDY
 from wire.errors import ConfigurationError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles of transformers' chat format; any other string could carry text into the template."""
+"""The allowed roles, which are those of transformers' chat format; any other string could carry text into the
+template."""
 
 _EDGE = "\u2003"
-"""An em space: `strip` and `trim` remove it, and no template contains one."""
+"""An em space around each placeholder: `strip` and `trim` remove it, which shows the stripping; templates contain
+none."""
 _MARK = "VeilbasePlaceholder'\"<&{}End"
-"""The placeholder: its special characters show whether a template escapes contents, for JSON or HTML."""
+"""The placeholder of a message's content. Its special characters show whether a template escapes contents for JSON or
+HTML."""
 _MARKED = re.compile(r"(\u2003?)VeilbasePlaceholder'\"<&(\d+)End(\u2003?)")
 _PLAIN_TYPES = (bool, int, type(None))
 _MAX_PATTERNS = 256
 
 Rendered = tuple[str | tuple[int, bool, bool], ...]
-"""The parts of a rendering: literal text, or (number of a message, whether its left and its right edge are
-stripped)."""
+"""The parts of a rendering, in order. Each part is literal text, or (number of a message, whether the left edge of its
+content is stripped, whether the right edge is stripped)."""
 
 
 class TemplateDoesNotFit(ConfigurationError):
-    """The template cannot be rendered over placeholders."""
+    """The rendering of a template does not contain every placeholder once and unchanged."""
 
     def __init__(self) -> None:
-        """Always uses the same text, because a template may raise any text of its own."""
+        """Sets a fixed message; nothing of the template's output is quoted."""
         super().__init__(
             "the provider's chat template does not put message contents into their places unchanged, and is not shown "
             f"the text itself: {REMEDY}"
@@ -46,10 +50,10 @@ class TemplateDoesNotFit(ConfigurationError):
 
 
 def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -> Rendered:
-    """Renders placeholders for a pattern of roles and finds where each content goes.
+    """Renders placeholders for a sequence of roles, and finds the position of each message's content.
 
     Args:
-        render: the template; takes messages and returns text.
+        render: a function that renders the template: it takes messages and returns text.
         roles: the roles of the conversation's messages, in order.
 
     Raises:
@@ -72,7 +76,7 @@ def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -
 
 
 def join(parts: Rendered, contents: Sequence[str]) -> str:
-    """Puts contents into their places."""
+    """Returns the rendered text, with the messages' contents at their positions."""
     return "".join(part if isinstance(part, str) else _stripped(contents[part[0]], *part[1:]) for part in parts)
 
 
@@ -82,11 +86,11 @@ def _stripped(content: str, left: bool, right: bool) -> str:
 
 
 class BlindTemplates:
-    """A mixin for a transformers tokenizer: `apply_chat_template` shows the template only placeholders.
+    """Overrides `apply_chat_template` of a transformers tokenizer, so that the template sees only placeholders.
 
-    A template that the caller passes as `chat_template=` is the caller's own and is rendered as transformers does,
-    unless it is the provider's template passed back. A tokenizer that transformers saves and loads again is
-    transformers' own: its template sees text.
+    This class is a mixin. A template that the caller passes as `chat_template=` is trusted and rendered over the text,
+    as transformers does, unless it is one of the provider's templates. If this tokenizer is saved and loaded again,
+    transformers makes a plain tokenizer, whose template sees text.
     """
 
     chat_template: Any
@@ -95,11 +99,17 @@ class BlindTemplates:
         self, conversation: Any, tools: Any = None, documents: Any = None, chat_template: str | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """Does what transformers' own method does, for messages that each have a known role and a text.
+        """Renders and tokenizes conversations as transformers' own method does.
+
+        Args:
+            conversation: messages, each with a role of `ROLES` and a text as content, or a list of such conversations.
+            tools, documents: must be empty, unless `chat_template` is the caller's own.
+            chat_template: the caller's own template, or one of this tokenizer's by name; None for the default.
+            options: options of transformers' method, and numbers and switches for the template.
 
         Raises:
-            ConfigurationError: messages have other keys or roles, or tools, documents, or options that carry text into
-                the template were given.
+            ConfigurationError: a message has other keys or another role, or an option could carry text into the
+                template.
             TemplateDoesNotFit: the template changes contents.
         """
         if chat_template is not None and not self._is_the_providers(chat_template):
@@ -117,7 +127,7 @@ class BlindTemplates:
         return self._finish(texts, several, call)
 
     def _is_the_providers(self, template: str) -> bool:
-        """Whether `template` is one of this tokenizer's, given by name or passed back as its text."""
+        """Returns whether `template` is the name or the text of one of this tokenizer's own templates."""
         own = self.chat_template
         return template == own or (isinstance(own, dict) and (template in own or template in own.values()))
 
@@ -129,7 +139,7 @@ class BlindTemplates:
         return join(self._pattern(roles, template, dict(variables)), [text for _, text in messages])
 
     def _pattern(self, roles: tuple[str, ...], template: str | None, variables: dict[str, Any]) -> Rendered:
-        """Returns the rendering of a pattern of roles; it is kept, so that a data set renders each pattern once."""
+        """Returns the rendering of a sequence of roles, from a cache if the sequence was rendered before."""
         transformers_own: Any = super()
         patterns: dict[Any, Rendered] = self.__dict__.setdefault("_rendered_patterns", {})
         key = (str(self.chat_template), roles, template, tuple(sorted(variables.items())))
@@ -146,7 +156,7 @@ class BlindTemplates:
         return patterns[key]
 
     def _finish(self, texts: list[str], several: bool, call: dict[str, Any]) -> Any:
-        """Tokenizes rendered texts as transformers does after rendering."""
+        """Tokenizes rendered texts, as transformers' own method does after rendering."""
         rendered: Any = texts if several else texts[0]
         if not call.pop("tokenize", True):
             return rendered
@@ -161,7 +171,11 @@ _REFUSED = ("continue_final_message", "return_assistant_tokens_mask", "sanitize_
 
 
 def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the options for tokenizing, the variables that the template is given)."""
+    """Returns (options for tokenizing, variables for the template).
+
+    Raises:
+        ConfigurationError: an option is not possible here, or a variable is neither a number nor a switch.
+    """
     for name in _REFUSED:
         if options.get(name):
             raise ConfigurationError(f"{name} is not possible with the provider's own chat template: {REMEDY}")

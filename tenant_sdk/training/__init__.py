@@ -1,1 +1,2 @@
-"""Fine-tuning: the data set, token rows, the run on transformers' Trainer, its checkpoints."""
+"""This package fine-tunes: it reads the data set, makes token rows, runs transformers' Trainer and keeps
+checkpoints."""

@@ -1,12 +1,14 @@
-"""Checkpoints of one run; and adapters, which are written as a whole or not at all.
+"""Keeps the checkpoints of a run, and writes adapters completely or not at all.
 
-A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from.
-It counts only for the run that wrote it, which is identified by a fingerprint of data, adapter, settings and base
-weights. A run that met a value that is not finite still writes its checkpoints, so that a save takes its time as usual,
-and marks them as spoilt: no checkpoint of that run is resumed from, not even an earlier one, because the step at which
-a run begins again can be seen. New folders have mode 0700 and their files 0600, whatever the umask; a new adapter takes
-over the mode of the one that it replaces. Files of a checkpoint get their mode when it is complete; until then only its
-folder's mode keeps other users out.
+Guarantees: a checkpoint is used only if its marker file exists, which is written last: an incomplete checkpoint, after
+a full disk or a crash, is never resumed from. A checkpoint is used only for the run that wrote it. A fingerprint of
+data, adapter, settings and base weights identifies the run. A run that met a value that is not finite still writes
+checkpoints, so that saving takes the usual time, and marks them as spoilt. No checkpoint of such a run is resumed from,
+not even an earlier one, because the provider would see the step from which the run continues.
+
+New folders have mode 0700 and their files mode 0600, whatever the umask. A new adapter gets the mode of the adapter
+that it replaces. The files of a checkpoint get their mode when the checkpoint is complete; before that, only the mode
+of the folder keeps other users out.
 """
 
 from __future__ import annotations
@@ -28,20 +30,27 @@ from wire.errors import ConfigurationError
 
 _MARKER = "complete"
 _SPOILT = "not-finite"
-"""Name of the file that marks a checkpoint, or the folder of a run, that went on with zeros after a value that was not
-finite."""
+"""The name of the file that marks a checkpoint, or the folder of all checkpoints, of a run that continued with zeros
+after a value that was not finite."""
 
 
 def fingerprint(
     rows: list[dict[str, list[int]]], peft_config: dict[str, Any], settings: Any, digests: list[str]
 ) -> str:
-    """Returns SHA-256 of everything that makes two runs the same run."""
+    """Returns the fingerprint of a run, SHA-256 in hex; only runs with the same fingerprint share checkpoints.
+
+    Args:
+        rows: the token rows of the data set.
+        peft_config: PEFT's settings of the adapter.
+        settings: the run's `FinetuneSettings`.
+        digests: the digests of the base weights, by layer group.
+    """
     parts = (rows, _plain(peft_config), asdict(settings), digests)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """Turns sets into sorted lists: their order differs from one process to the next."""
+    """Returns a value with sets replaced by sorted lists, since the order of a set differs between processes."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset | list | tuple):
@@ -51,25 +60,25 @@ def _plain(value: Any) -> Any:
 
 
 class Checkpoints:
-    """The folder of one run's checkpoints."""
+    """Opens, marks and removes the checkpoints of one run, which are in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: is made when it is needed, and removed by `discard`."""
+        """Uses the checkpoints in `folder`, which `open` makes and `discard` removes."""
         self.folder = folder
 
     def open(self, run: str, resume: bool | None) -> Path | None:
-        """Prepares the folder for a run.
+        """Makes the folder if needed, and finds the checkpoint to resume from.
 
         Args:
             run: the run's fingerprint.
-            resume: None takes a checkpoint of the same run if there is one; True requires one; False starts anew.
+            resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all.
 
         Returns:
-            The checkpoint to go on from, or None.
+            The folder of the checkpoint to resume from, or None for a run that starts at the beginning.
 
         Raises:
-            ConfigurationError: a checkpoint is required and there is none, it belongs to another run, or a value of the
-                run was not finite.
+            ConfigurationError: there is no checkpoint and one is required, the checkpoints belong to another run, a
+                value of the run was not finite, or the folder cannot be written.
         """
         if resume is False:
             self.discard()
@@ -104,18 +113,18 @@ class Checkpoints:
         return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
     def discard(self) -> None:
-        """Removes the folder."""
+        """Removes the folder with all checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def spoil(self) -> None:
-        """Marks all checkpoints as spoilt: the run ended without an adapter, because a value was not finite."""
+        """Marks all checkpoints as spoilt, because a value of the run was not finite."""
         (self.folder / _SPOILT).touch(FILE_MODE)
 
     def callback(self, is_sound: Callable[[], bool] = lambda: True) -> TrainerCallback:
-        """Marks each checkpoint after Trainer has written it.
+        """Returns a callback that marks each checkpoint as complete or spoilt after Trainer has written it.
 
         Args:
-            is_sound: whether what was written is worth resuming from; if not, it is marked as spoilt.
+            is_sound: a function that returns False if a value of the run was not finite; the mark is then "spoilt".
         """
         return _Mark(self.folder, is_sound)
 
@@ -134,10 +143,10 @@ class _Mark(TrainerCallback):  # type: ignore[misc]
 
 
 def check_replaceable(output_dir: Path) -> None:
-    """Refuses, before any work, an output folder that holds anything but an adapter: it would be replaced as a whole.
+    """Refuses an output folder that holds anything but an adapter, since `save_adapter` replaces the whole folder.
 
     Raises:
-        ConfigurationError: the path is a file, or a folder with other things in it.
+        ConfigurationError: the path is a file, or a folder that holds something other than an adapter.
     """
     if output_dir.is_dir():
         names = {path.name for path in output_dir.iterdir()}
@@ -149,14 +158,14 @@ def check_replaceable(output_dir: Path) -> None:
 
 
 def save_adapter(model: Any, output_dir: Path) -> None:
-    """Writes PEFT's files beside the target, then moves them to it; an older adapter there is replaced.
+    """Writes an adapter into a scratch folder beside `output_dir`, then renames the scratch folder to `output_dir`.
 
-    A new folder takes over the mode of the folder that it replaces, and each file the mode of the older file of its
-    name.
+    An older adapter in `output_dir` is replaced. The new folder gets the mode of the old folder, and each new file gets
+    the mode of the old file with the same name.
 
     Args:
         model: a PeftModel.
-        output_dir: the folder that becomes the adapter's.
+        output_dir: the adapter's folder.
 
     Raises:
         OSError: the disk is full or permission is missing.
@@ -165,7 +174,7 @@ def save_adapter(model: Any, output_dir: Path) -> None:
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
         fresh, old = Path(scratch) / "new", Path(scratch) / "old"
         model.save_pretrained(fresh, save_embedding_layers=False)
-        make_private(fresh)  # until here the scratch folder, of mode 0700, kept other users out
+        make_private(fresh)  # before this, the mode 0700 of the scratch folder keeps other users out
         replaced = output_dir.exists()
         if replaced:
             take_over_rights(output_dir, fresh)

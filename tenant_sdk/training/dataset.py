@@ -1,8 +1,8 @@
-"""A user's data set: rows read and checked.
+"""Reads and checks the rows of a user's data set.
 
 Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, or `text`. An error is one
-line that names the file and the line, and never shows what the row says: only the keys, the types and the lengths that
-came. Tokens and labels are made in tenant_sdk/training/labelled_tokens.py.
+line, which names the file and the line of the row. It never shows a row's contents, only keys, types and numbers. The
+module tenant_sdk/training/labelled_tokens.py turns rows into tokens and labels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FORM_KEYS = ("messages", "prompt", "completion", "text")
-# TRL renders these into the prompt; to ignore them would train on another text than the user means.
+# TRL renders these keys into the prompt. A run that ignored them would train on another text than the user means.
 _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
 _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
@@ -32,19 +32,19 @@ _MAX_SHOWN_KEYS = 8
 
 
 class UnusableRowWarning(UserWarning):
-    """A row that could not be used is left out, and nothing that is sent shows it."""
+    """A row could not be used and is left out of training; the calls to the provider do not show this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A row of plain text: every token is a label."""
+    """Holds a row of plain text, in which every token is a label."""
 
     text: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A plain prompt and the text that should follow it, joined without change."""
+    """Holds a plain prompt and the text that follows the prompt; the two are joined unchanged."""
 
     prompt: str = field(repr=False)
     completion: str = field(repr=False)
@@ -52,7 +52,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template; the assistant's turns from `num_prompt_messages` on are labels."""
+    """Holds messages for a chat template.
+
+    The first `num_prompt_messages` messages are the prompt. Of the others, the assistant's messages are labels.
+    """
 
     messages: list[dict[str, str]] = field(repr=False)
     num_prompt_messages: int = 0
@@ -60,11 +63,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row; its repr shows where it came from but not what it says.
+    """Holds one checked row; the repr of a row shows its source and line, but not its contents.
 
     Attributes:
-        source: the file as the user named it, or None for rows that came from memory.
-        line: the line in the file or the number of the row, from 1.
+        source: the file's path as the user gave it; None for rows from memory.
+        line: the number of the line in the file, or of the row in memory, from 1.
         form: the row's contents, in one of the three forms.
     """
 
@@ -74,20 +77,21 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Returns the start of every message about this row."""
+        """Returns the words with which every error about this row begins: the file and the line."""
         return _where(self.source, self.line)
 
 
 def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> list[Row]:
-    """Read and check a data set.
+    """Reads and checks a data set.
 
     Args:
         data: the path of a JSONL file (UTF-8, one object per line, blank lines skipped), a `datasets.Dataset`, or any
-            iterable of dicts. A key whose value is null counts as absent, since `datasets` fills absent columns so.
-            Other keys of a row are ignored, except `tools` and `chat_template_kwargs`, which are refused.
+            iterable of dicts. A key with the value null counts as absent, because `datasets` fills absent columns with
+            null. Keys other than those of the forms are ignored, except `tools` and `chat_template_kwargs`, which are
+            refused.
 
     Returns:
-        At least one row, in order.
+        The rows in order, at least one.
 
     Raises:
         DatasetError: a file cannot be read or is not UTF-8, the data set is empty, or a row has none of the forms.
@@ -111,7 +115,7 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
-    """Yields line number and JSON value of each line that is not blank."""
+    """Yields (line number, JSON value) of each line that is not blank."""
     try:
         # The file is read as bytes, so that only \n ends a line (a JSON string may hold U+2028) and a bad byte has a
         # line number.
@@ -126,7 +130,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
 
 
 def _decode(path: str, line: int, raw: bytes) -> str:
-    """Returns the line's text; a byte order mark is dropped, as some editors begin a file with one."""
+    """Returns the line's text, without the byte order mark with which some editors begin a file."""
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as exc:  # `from None`: the original error shows the byte
@@ -232,7 +236,7 @@ def _where(source: str | None, line: int) -> str:
 
 
 def _one_line(path: str) -> str:
-    """Returns the path as given, or quoted where it would break the line or the terminal."""
+    """Returns the path, escaped as ASCII if it has characters that would break the line or the terminal."""
     return path if path.isprintable() else ascii(path)
 
 
@@ -241,7 +245,8 @@ def _type(value: object) -> str:
 
 
 def _keys(value: Mapping[Any, object]) -> str:
-    """Returns the keys of a row with their types, as far as they look like field names."""
+    """Returns the keys of a row with the types of their values; a key that does not look like a field name is not
+    shown."""
     shown = [key if isinstance(key, str) and _SHOWN_KEY.fullmatch(key) else "(another key)" for key in value]
     listed = [f"{key} ({_type(part)})" for key, part in zip(shown, value.values(), strict=True)]
     more = [f"{len(listed) - _MAX_SHOWN_KEYS} more"] if len(listed) > _MAX_SHOWN_KEYS else []

@@ -1,8 +1,9 @@
-"""Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
+"""Fine-tunes an adapter with transformers' Trainer; the adapter, the data and the optimizer stay with the tenant.
 
-Guarantees: completion-only loss (tenant_sdk/training/labelled_tokens.py); a run that broke goes on from its last
-complete checkpoint when the same call is made again; the adapter folder appears whole or not at all and loads in stock
-PEFT; the calls of a run do not depend on whether a value was finite (tenant_sdk/model/planned_calls.py).
+Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/labelled_tokens.py). If a run fails, the
+same call again resumes it from its last complete checkpoint. The adapter folder is written completely or not at all,
+and loads in stock PEFT. The calls of a run do not depend on whether a value was finite
+(tenant_sdk/model/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ def finetune(
     resume: bool | None = None,
     progress: bool = True,
 ) -> FinetuneResult:
-    """Trains an adapter over the provider's base model; `TenantClient.finetune` says what arguments and errors mean.
+    """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
 
     Args:
-        session: connected or not.
-        data, peft_config, output_dir, max_length, resume, progress: as of `TenantClient.finetune`.
-        settings: what the run is, beside its data and its adapter.
+        session: the tenant's session, which is connected here if it is not yet.
+        data, peft_config, output_dir, max_length, resume, progress: the arguments of `TenantClient.finetune`.
+        settings: the settings that identify the run, together with its data and its adapter.
 
     Returns:
-        Adapter folder, losses, tokens, bytes, seconds.
+        The adapter's folder, and the losses, tokens, bytes and seconds of the run.
     """
     settings.check()
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
     manifest = session.connect()
-    # a copy: PEFT writes into the config, and the same call must have the same fingerprint again
+    # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
@@ -113,8 +114,11 @@ def finetune(
 
 
 def _train(trainer: Trainer, start: Path | None) -> None:
-    """Runs training to its end; a value that is not finite ends a verified run at once, and the error says what may
-    help."""
+    """Trains from the checkpoint `start`, or from the beginning.
+
+    Raises:
+        NotFinite: a value of a verified run was not finite; the text says what may help.
+    """
     try:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
     except NotFinite as exc:  # `from None`: the original's frames hold activations or gradients
@@ -122,7 +126,7 @@ def _train(trainer: Trainer, start: Path | None) -> None:
 
 
 def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
-    """Raises NotFinite at the end of a run that met such a value, also in the adapter's own weights."""
+    """Marks the checkpoints as spoilt and raises NotFinite, if a value of the run or of the adapter is not finite."""
     try:
         course.check(trainable(model))
         course.finish()
@@ -132,7 +136,7 @@ def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
 
 
 def _room(context: int, num_virtual: int) -> int:
-    """Returns the tokens that a row may have."""
+    """Returns the largest number of tokens in a row: the model's context minus the adapter's virtual tokens."""
     if num_virtual >= context:
         raise ConfigurationError(
             f"num_virtual_tokens must leave room for rows in the model's context of {context}, got {num_virtual}"
@@ -141,9 +145,10 @@ def _room(context: int, num_virtual: int) -> int:
 
 
 def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
-    """A fresh model with the adapter on it.
+    """Returns a new model with the adapter on it.
 
-    A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
+    An adapter that would train a base layer as a whole is refused: the layer has no weight here that could be trained,
+    and stock PEFT could not load the adapter.
     """
     with _adapter_errors():
         base = session.load_model()
@@ -160,10 +165,10 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
 
 
 def _checkpoint_activations(model: Any) -> None:
-    """Does what Trainer's own switch does, except that the embeddings do not come to require a gradient.
+    """Turns on activation checkpointing like Trainer's own switch, but without a gradient of the embeddings.
 
-    If they did, they would cause backward calls below the adapters; checkpointing that is not re-entrant does not need
-    it.
+    With such a gradient, the layers below the lowest adapter would make backward calls too. Checkpointing that is not
+    re-entrant works without such a gradient.
     """
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -175,14 +180,16 @@ def _checkpoint_activations(model: Any) -> None:
 def completion_loss(
     model: Any, inputs: Any, count: Any = None, every_position: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Returns mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
+    """Returns (mean cross-entropy over labelled tokens, the model's outputs).
+
+    By default logits are computed only at positions at which some row has a label.
 
     Args:
         model: a model whose forward takes `logits_to_keep`.
-        inputs: a batch of a `Collator`; `labels` are taken out.
-        count: the number by which the sum is divided; None for the number of labels.
-        every_position: whether logits are computed everywhere, so that the number of labels does not show at a remote
-            head.
+        inputs: a batch of a `Collator`; `labels` are removed from the dict.
+        count: the number by which the sum of the losses is divided; None for the number of labels.
+        every_position: whether logits are computed at every position, so that a provider that serves the head does not
+            see the number of labels.
     """
     labels = inputs.pop("labels")
     targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
@@ -197,18 +204,19 @@ def completion_loss(
 
 
 class CompletionTrainer(Trainer):  # type: ignore[misc]
-    """Trainer that computes logits only where some row has a label, and counts tokens."""
+    """Trains with `completion_loss`, which computes logits only at labelled positions, and counts tokens."""
 
     num_tokens = 0
     same_rows_for_any_text = False
-    """Whether the number of labels must be hidden: a remote head that computes only where labels are would show it."""
+    """Whether logits are computed at every position, so that calls of a remote head do not show the number of
+    labels."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Returns mean cross-entropy over labelled tokens; the same number as the model's own loss.
+        """Returns mean cross-entropy over labelled tokens, which equals the model's own loss.
 
-        The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
+        Logits are computed at as few positions as possible, because the head is by far the widest layer.
         """
         self.num_tokens += int(inputs["attention_mask"].sum())
         if not self._keeps_logits(model):
@@ -217,22 +225,22 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Saves the adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was
+        """Saves the adapter without embeddings; otherwise PEFT would ask a hub whether the base vocabulary was
         changed."""
         folder = Path(output_dir or self.args.output_dir)
-        make_private_folder(folder)  # before Trainer, whose files there reveal the data
+        make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
 
     def _keeps_logits(self, model: Any) -> bool:
         base = self.accelerator.unwrap_model(model)
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        # a prompt-learning method adds positions in front, so the indices would be others
+        # a prompt-learning method adds tokens in front, which would shift the indices
         return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
             "logits_to_keep" in inspect.signature(base.forward).parameters
         )
 
 
-@quiet_transformers()  # Trainer reads the log level and sets it again
+@quiet_transformers()  # Trainer reads the log level and sets it
 def _make_trainer(
     model: Any,
     rows: list[dict[str, list[int]]],
@@ -253,7 +261,7 @@ def _make_trainer(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
-        data_seed=settings.seed,  # else the order comes from whichever seed a thread of the process has set last
+        data_seed=settings.seed,  # else the order would follow the last seed that any thread has set
         use_cpu=model.device.type == "cpu",
         logging_steps=1,
         logging_first_step=True,
@@ -288,7 +296,7 @@ def _progress_bar(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        bar.stop()  # Trainer says nothing to its callbacks when a run breaks
+        bar.stop()  # Trainer does not tell its callbacks that a run failed
 
 
 @contextmanager
@@ -331,7 +339,10 @@ def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _full_disk(exc: BaseException) -> str | None:
-    """Returns why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
+    """Returns the reason why a file could not be written, or None for another failure.
+
+    The error's text is searched too, because safetensors and torch do not pass on the OSError.
+    """
     if isinstance(exc, OSError):
         return exc.strerror or "write error"
     text = str(exc)
@@ -340,7 +351,7 @@ def _full_disk(exc: BaseException) -> str | None:
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
-    """Returns the mean loss per labelled token of tokenised rows, without training; for before-and-after figures."""
+    """Returns the mean loss per labelled token of tokenised rows, without training, to compare models."""
     collate, total, count = Collator(pad_token_id), 0.0, 0
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):

@@ -1,9 +1,10 @@
-"""Checked rows as token ids with completion-only labels, and batches of them.
+"""Turns checked rows into token ids with labels on the wanted completion only, and makes batches.
 
-Guarantees: a label is the token at its own position or -100; every row has at least one label that a causal model is
-trained on; no row is cut short here (`pad_rows` may cut: tenant_sdk/text/rows.py). An error never shows what a row
-says. It does not render a chat template outside transformers' own sandbox; does not shuffle, pack or truncate; and does
-not hide special tokens that the user's own text spells out (they become special tokens, as in TRL).
+Guarantees: a label is the token at the same position, or -100 for no loss. Every row has at least one label that a
+causal model is trained on, unless an unverified provider's tokenizer made the row unusable. An error never shows a
+row's contents. Chat templates are rendered only in transformers' own sandbox. Rows are not shuffled, packed or
+truncated here; `pad_rows` may cut them (tenant_sdk/text/rows.py). Not guaranteed: that a special token in the user's
+text is treated as text; it becomes a special token, as in TRL.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 # The value is the default of torch.nn.CrossEntropyLoss's ignore_index; transformers' ForCausalLMLoss relies on it.
 IGNORE_INDEX = -100
 
-# Errors that a template raises where it does not fit a conversation, jinja2's own included.
+# Errors that a template may raise if it does not fit a conversation, jinja2's own errors included.
 RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-# An error names so many roles of a conversation that does not fit the template.
+# The most roles that an error lists about a conversation that does not fit the template.
 _MAX_SHOWN_ROLES = 8
 
 
@@ -42,35 +43,37 @@ def tokenize(
     *,
     never_refuse: bool = False,
 ) -> list[dict[str, list[int]]]:
-    """Turn rows into token ids with completion-only labels.
+    """Turns rows into token ids with labels on the wanted completion only.
 
-    A conversation is rendered once by the tokenizer's chat template; an assistant's turn runs from the token prefix
-    that the messages before it give with `add_generation_prompt=True` to the token prefix that ends with it, so its
-    labels include the template's end marker. A prompt and a completion are joined as strings and tokenized together;
-    the labels start where these tokens leave the tokens of the prompt alone. `text` is all labels.
+    A conversation is rendered as a whole by the tokenizer's chat template. The labels of an assistant's message start
+    after the tokens of the messages before it, rendered with `add_generation_prompt=True`. They end with the tokens of
+    the messages up to and including it, so that they contain the template's end marker. A prompt and a completion are
+    joined as strings and tokenized together; the labels start at the first token that differs from the tokens of the
+    prompt alone. In a `text` every token is a label.
 
     Args:
-        rows: from `load_rows`.
-        tokenizer: any transformers tokenizer; conversations need its chat template.
+        rows: the result of `load_rows`.
+        tokenizer: any transformers tokenizer; conversations need a chat template.
         max_length: the most tokens that a row may have, usually the model's context.
-        add_eos: end `text` and plain completions with the end-of-sequence token, unless they have it. Conversations
-            never get one: their template has its own end marker.
-        num_virtual_tokens: the positions that a prompt-learning adapter adds to every row; they are already taken off
-            `max_length`, and are named in the error about a row that is too long.
-        never_refuse: accepts a row whose tokens cannot be used or are too many, for a tokenizer that may have been made
-            to refuse some texts: a refusal would be visible. A row whose tokens cannot be used has no labels; a row
-            that is too long is left as it is.
+        add_eos: whether the end-of-sequence token is added to a `text` or a plain completion that does not end with it.
+            Conversations never get this token, because their template has its own end marker.
+        num_virtual_tokens: the tokens that a prompt-learning adapter adds to every row. They are already subtracted
+            from `max_length`, and are named in the error about a row that is too long.
+        never_refuse: whether rows that are too long or cannot be used are accepted. It is for a tokenizer that an
+            unverified provider may have made to fail on some texts, since the provider would see a refusal. A row that
+            cannot be used gets no labels; a row that is too long is not changed.
 
     Returns:
-        One dict per row: `input_ids`, `labels` (IGNORE_INDEX where no loss is wanted) and `attention_mask` (ones), all
-        of the row's length.
+        One dict per row: `input_ids`, `labels` (IGNORE_INDEX at positions without a loss) and `attention_mask` (ones),
+        each of the row's length.
 
     Raises:
-        DatasetError: the template refuses or rewrites a row, or a row has no label token, or is too long.
+        DatasetError: the template refuses or rewrites a row, or a row has no label or is too long.
         ConfigurationError: the tokenizer lacks the chat template or the end-of-sequence token that a row needs.
 
-    Source: TRL 1.16, SFTTrainer._prepare_dataset (tokenize_fn, add_eos); unlike there, a row is never truncated, only
-        assistant turns of a conversational completion are labels, and a template that rewrites history is an error.
+    Source: TRL 1.16, SFTTrainer._prepare_dataset (tokenize_fn, add_eos). Unlike TRL, this function never truncates a
+        row, labels only the assistant's messages of a conversational completion, and refuses a template that renders
+        earlier messages differently within the whole conversation.
     """
     if not never_refuse:
         return [_tokenize_row(row, tokenizer, max_length, add_eos, num_virtual_tokens) for row in rows]
@@ -78,10 +81,10 @@ def tokenize(
 
 
 class Collator:
-    """Pads rows on the right to the longest of their batch.
+    """Makes batches: pads rows on the right to the longest row of the batch.
 
-    The attention mask follows the rows' lengths, not the pad token: many tokenizers pad with their end marker, and the
-    real one must stay visible.
+    The attention mask follows the rows' lengths, not the padding token: many tokenizers pad with their end marker, and
+    a row's own end marker must not be masked out.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -91,7 +94,7 @@ class Collator:
         """Makes one batch.
 
         Args:
-            features: dicts from `tokenize`.
+            features: dicts of `tokenize`.
 
         Returns:
             `input_ids`, `labels` and `attention_mask`, each int64 on the CPU, shape (batch, longest row).
@@ -127,7 +130,7 @@ def _tokenize_row(
 
 
 def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_eos: bool) -> dict[str, list[int]]:
-    """Tokenizes a row; in place of a row that cannot be used it returns one token without a label."""
+    """Tokenizes a row of any length; returns one token without a label if the row cannot be used."""
     try:
         return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
     except (DatasetError, TokenizerFailed, TemplateDoesNotFit) as exc:
@@ -138,14 +141,14 @@ def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_e
 def _tokenize_plain(
     form: Text | Completion, tokenizer: PreTrainedTokenizerBase, add_eos: bool
 ) -> tuple[list[int], list[int]]:
-    """Returns token ids and labels of a row without a template."""
+    """Returns token ids and labels of a row that needs no chat template."""
     start = 0
     if isinstance(form, Text):
         input_ids = list(tokenizer(form.text)["input_ids"])
     else:
         input_ids = list(tokenizer(form.prompt + form.completion)["input_ids"])
-        # Where the two strings merge into one token, that token is a label: the labels always cover the whole
-        # completion.
+        # If a token spans the end of the prompt and the start of the completion, this token is a label, so that the
+        # labels cover the whole completion.
         start = _common_prefix(list(tokenizer(form.prompt)["input_ids"]), input_ids)
     if add_eos:
         if tokenizer.eos_token_id is None:
@@ -169,7 +172,7 @@ def _tokenize_conversation(
 
 
 class _Rendered:
-    """A whole conversation as tokens, and where each of the assistant's turns lies in them."""
+    """Holds the tokens of a whole conversation, and finds the span of each of the assistant's messages in them."""
 
     def __init__(self, where: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> None:
         self._where = where
@@ -179,19 +182,19 @@ class _Rendered:
         self.token_ids = self._ids(len(messages))
 
     def span(self, turn: int) -> slice:
-        """Returns the tokens of message `turn`, from after the generation prompt to its end.
+        """Returns the token positions of message `turn`, from after the generation prompt to the message's end.
 
-        A prompt that is not exactly a token prefix is accepted only where nothing but its end differs, because a token
-        merges across the boundary or the generation prompt opens more than the answer keeps (a thinking block), and
-        where the span still holds the whole answer. Otherwise the template rewrites history: the labels would hold the
-        user's words or miss the assistant's.
+        The tokens of the messages before `turn` are usually a prefix of the whole conversation. A difference at the end
+        of this prefix is accepted if the span still contains the whole answer. Such a difference arises if a token
+        merges across the boundary, or if the generation prompt opens a thinking block that the answer does not keep.
+        Any other difference is refused, because the template renders earlier messages differently: the labels would
+        then contain the user's words or miss the assistant's.
         """
         opened = self._ids(turn, add_generation_prompt=True)
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            # Either prefix will do: some templates end everything that is no generation prompt with an end token
-            # (Phi-3).
+            # Either prefix is enough: some templates (Phi-3) end every text without generation prompt by an end token.
             before = (self._text(turn), self._text(turn, add_generation_prompt=True))
             if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)
@@ -221,9 +224,9 @@ class _Rendered:
         return str(self._render(num_messages, add_generation_prompt, tokenize=False))
 
     def _render(self, num_messages: int, add_generation_prompt: bool, **options: bool) -> Any:
-        """Calls `apply_chat_template`, which is transformers' sandbox: a provider's template is never run elsewhere.
+        """Renders messages by `apply_chat_template`, so that a provider's template runs only in transformers' sandbox.
 
-        Errors are raised `from None`: a template can raise any text, the messages included.
+        Errors are raised `from None`, because a template can raise an error with any text, such as the messages.
         """
         messages = self._messages[:num_messages]
         try:

@@ -1,11 +1,11 @@
-"""State that several fine-tuning runs in threads of one process would share; each run is given its own.
+"""Gives each fine-tuning run its own copy of state that runs in threads of one process would otherwise share.
 
-accelerate keeps one state for the process: device and precision, which every new Trainer discards and makes again, and
-whether the optimizer acts on this step, which differs from run to run. torch has one random generator.
+accelerate keeps one state for the process: device and precision, which every new Trainer resets, and whether the
+optimizer acts on this step, which differs between runs. torch has one random generator for the process.
 
-Guarantees: a run sees its own state of accelerate and no other thread sees it; an adapter's initial values are drawn
-from the run's seed alone. It does not guarantee equal dropout, nor equal sampling in `generate`: both draw from torch's
-own generator, and their operations accept no other. For these a run needs a process of its own.
+Guarantees: a run has its own state of accelerate, which no other thread sees. An adapter's initial values depend only
+on the run's seed. Not guaranteed: reproducible dropout, and reproducible sampling in `generate`. Both use torch's
+global generator, since their operations take no generator as an argument. For these a run needs a process of its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _DRAWS = frozenset({
     torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_, torch.Tensor.cauchy_,
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
     torch.normal, torch.bernoulli, torch.multinomial,
-    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # torch passes a mode the whole call of these
+    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # a mode sees a call of these as one call
 })  # fmt: skip
-"""Random operations that take a generator; other operations (dropout) cannot draw from a run's own."""
+"""The random operations that take a generator as an argument; others, such as dropout, always use torch's own
+generator."""
 
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Gives this thread a fresh state of accelerate inside the block; outside and in other threads the state is
-    unchanged."""
+    """Gives this thread a new state of accelerate inside the context; the state of other threads does not change."""
     _install()
     before = _own.set({})
     try:
@@ -47,7 +47,8 @@ def own_accelerate_state() -> Iterator[None]:
 
 
 class _StateOfRun:
-    """`_shared_state` of one of accelerate's classes: inside a run the run's own, elsewhere that of the process."""
+    """Replaces `_shared_state` of a class of accelerate: gives the run's own state, outside runs the process's
+    state."""
 
     def __init__(self, kind: type, everybodys: _State) -> None:
         self._kind, self._everybodys = kind, everybodys
@@ -61,16 +62,18 @@ class _StateOfRun:
 def _install() -> None:
     for kind in (PartialState, AcceleratorState, GradientState):
         everybodys = vars(kind)["_shared_state"]
-        if isinstance(everybodys, dict):  # on a TPU accelerate itself has one state for each thread
+        if isinstance(everybodys, dict):  # on a TPU accelerate already has one state for each thread
             kind._shared_state = _StateOfRun(kind, everybodys)
 
 
 class DrawnFrom(TorchFunctionMode):
-    """A context in which a thread draws the numbers that it would draw alone after `torch.manual_seed(seed)`, whatever
-    other threads draw."""
+    """Makes a thread's random numbers depend on a seed alone, not on what other threads draw.
+
+    Inside this context the thread draws the same numbers as a process with one thread after `torch.manual_seed(seed)`.
+    """
 
     def __init__(self, seed: int) -> None:
-        """Args: seed: a number from 0 to 2^32 - 1."""
+        """Takes a seed, a number from 0 to 2^32 - 1."""
         super().__init__()
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}

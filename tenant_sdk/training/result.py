@@ -1,4 +1,4 @@
-"""What a fine-tuning run gives back."""
+"""This module defines the result of a fine-tuning run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a fine-tuning run gave.
+    """Holds the result of a fine-tuning run.
 
     Attributes:
-        adapter_dir: PEFT's own files; `PeftModel.from_pretrained(base, adapter_dir)` loads them.
-        losses: mean loss per labelled token of each optimizer step, in order; after a resume, of all steps.
-        tokens: tokens trained on in this call, padding not counted.
-        bytes_up, bytes_down: what crossed the wire in this call.
-        seconds: wall clock of this call's training.
-        resumed_from_step: 0 for a run that started afresh.
+        adapter_dir: the folder with PEFT's files, which `PeftModel.from_pretrained(base, adapter_dir)` loads.
+        losses: mean loss per labelled token of each optimizer step, in order; a resumed run has the losses of all
+            steps.
+        tokens: number of tokens trained on in this call, without padding.
+        bytes_up, bytes_down: bytes sent to and received from the providers in this call.
+        seconds: wall-clock time of this call's training.
+        resumed_from_step: the optimizer step of the checkpoint that the run was resumed from; 0 if there was none.
     """
 
     adapter_dir: Path

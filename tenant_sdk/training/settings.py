@@ -1,4 +1,4 @@
-"""The settings that make a fine-tuning run what it is: a run with the same ones, data and adapter can be resumed."""
+"""This module defines and checks the settings of a fine-tuning run; a resumed run must have the same settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
-"""transformers' schedules that need no further argument."""
+"""The learning-rate schedules of transformers that need no further argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
-    """Settings of one run, as `TenantClient.finetune` describes them; all are part of the run's fingerprint."""
+    """Holds the settings of one run, all part of its fingerprint; `TenantClient.finetune` describes each."""
 
     max_steps: int | None
     num_epochs: float
@@ -29,7 +29,7 @@ class FinetuneSettings:
     gradient_checkpointing: bool
 
     def check(self) -> None:
-        """Raises ConfigurationError for a value with which no run is possible, before anything is sent or written."""
+        """Raises ConfigurationError for an impossible value; callers must call it before they send or write."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
         for name in positive:

@@ -1,7 +1,7 @@
-"""Training rows as tokens: each of its own length, or all padded to one length (the bucket).
+"""Turns a data set into token rows: each row keeps its own length, or all are padded to one length, the bucket.
 
-Guarantees: with a bucket every row has exactly the bucket's length, and no row is refused that a provider's tokenizer
-may have made too long or unusable: a refusal would be visible.
+Guarantees: with a bucket every row has exactly the bucket's length. If the tokenizer is an unverified provider's,
+rows that are too long or cannot be used are not refused, because the provider would see the refusal.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 def training_rows(
     parsed: list[Row], text: TenantText, max_length: int, bucket: int | None, num_virtual: int
 ) -> list[dict[str, list[int]]]:
-    """Tokenizes a data set.
+    """Returns the tokens of a data set.
 
     Args:
         parsed: the result of `load_rows`.
-        text: the session's tokenizer and the party that chose it.
+        text: the session's tokenizer and its source.
         max_length: the most tokens that a row may have.
-        bucket: the length of every row, or None for each row's own.
-        num_virtual: positions that a prompt-learning adapter adds; they are already taken off `max_length`.
+        bucket: the number of tokens of every row; None if each row keeps its own length.
+        num_virtual: the tokens that a prompt-learning adapter adds; they are already subtracted from `max_length`.
 
     Returns:
-        See `tenant_sdk.training.labelled_tokens.tokenize`.
+        One dict per row, as `tenant_sdk.training.labelled_tokens.tokenize` describes.
 
     Raises:
-        DatasetError: a row is too long or cannot be used, unless the provider may have made it so.
+        DatasetError: a row is too long or cannot be used. With a bucket and an unverified provider's tokenizer, a row
+            that is too long is cut instead, and a row that cannot be used gets no labels.
         ConfigurationError: the bucket is longer than `max_length`.
     """
     if bucket is None:
@@ -39,7 +40,7 @@ def training_rows(
     check_fits(bucket, max_length, "")
     may_be_spoilt = text.origin == "provider"
     if may_be_spoilt and text.tokenizer.chat_template:
-        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # a template that fits nothing is an error at once
+        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # raises if the template fits no conversation
     rows = tokenize(parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=may_be_spoilt)
     num_too_long = sum(len(row["input_ids"]) > bucket for row in rows)
     if num_too_long:

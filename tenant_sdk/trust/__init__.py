@@ -1,1 +1,1 @@
-"""What a tenant accepts from a provider: bundle, comparison with a trusted checkpoint, pins, rules for a config."""
+"""This package checks what a provider offers: the bundle, its agreement with a trusted checkpoint, pins, the config."""

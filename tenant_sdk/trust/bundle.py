@@ -1,10 +1,12 @@
-"""The client bundle: config, tokenizer and every tensor that is not a base layer, cached by digest.
+"""Downloads a provider's bundle and caches it by digest.
 
-Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only files with known names
-are accepted; no pickle and no code: config keys that would make transformers fetch or run something are removed. A
-bundle that is found in the cache is checked again, except for the few files from which such keys were removed, and
-downloaded again where it was damaged. It does not guarantee that the bundle is the right model: that is what
-verification is for.
+The bundle holds the config, the tokenizer and every tensor that is not a base layer's weight.
+
+Guarantees: every byte is checked against the manifest's digests before a file is parsed. Only files with known names
+are accepted, and none of them is a pickle or code. Config keys that would make transformers fetch or run something are
+removed. A cached bundle is checked again and, if it is damaged, downloaded again; in the JSON files from which keys
+were removed only the absence of such keys is checked. Not guaranteed: that the bundle belongs to the right model, which
+only a comparison with a trusted checkpoint shows.
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ from wire.transport.connection import Connection
 
 _UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
 _UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
-"""Config keys that make transformers import a file, fetch a hub kernel or load another weight format."""
+"""Words in config keys. A key with such a word, or a key of `_UNSAFE_KEYS`, makes transformers import a file, fetch a
+kernel from a hub or load another weight format."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""Files from which such keys are removed."""
+"""The files from which unsafe keys are removed."""
 
 
 def default_cache() -> Path:
-    """Returns $VEILBASE_CACHE, or ~/.cache/veilbase where it is not set."""
+    """Returns $VEILBASE_CACHE, or ~/.cache/veilbase if the variable is not set."""
     return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
 
 
 def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
-    """Returns the bundle's folder; the bundle is downloaded at most once.
+    """Returns the folder of the bundle, which is downloaded only if the cache has no whole copy.
 
     Args:
         connection: a connection to the provider that gave the manifest.
-        manifest: gives the files' names, sizes and digests.
-        cache: the parent folder; `default_cache()` by default.
+        manifest: the manifest, which lists the files' names, sizes and digests.
+        cache: the cache folder, of which the bundle is a subfolder; `default_cache()` by default.
 
     Returns:
         A folder that `from_pretrained` can read.
@@ -66,7 +69,7 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process or thread at a time add to a folder or repair what is in it."""
+    """Holds a lock, so that only one process or thread at a time adds to a folder or repairs its contents."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
@@ -95,15 +98,16 @@ def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
             _download(connection, file, filling / file.name)
         _remove_unsafe_settings(filling)
         if folder.exists():
-            folder.rename(Path(scratch) / "damaged")  # a process that has its files open keeps them
+            folder.rename(Path(scratch) / "damaged")  # a process that has files of it open can go on reading them
         filling.rename(folder)
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether a cached bundle is there and still whole: a disk may lose bytes, and a crash the end of a file.
+    """Returns whether there is a cached bundle and all its files are undamaged; a disk error or a crash may damage a
+    file.
 
     Raises:
-        OSError: the bundle is there and cannot be read.
+        OSError: there is a cached bundle, but it cannot be read.
     """
     try:
         names = {path.name for path in folder.iterdir()}
@@ -125,7 +129,7 @@ def _fits(folder: Path, file: BundleFile) -> bool:
 
 
 def bundle_digest(files: tuple[BundleFile, ...]) -> str:
-    """Returns SHA-256 over the sorted lines `name size sha256`."""
+    """Returns the digest of a bundle: SHA-256, in hex, over the sorted lines `name size sha256` of its files."""
     lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -157,7 +161,7 @@ def _remove_unsafe_settings(folder: Path) -> None:
 
 
 def without_unsafe(value: Any) -> Any:
-    """Returns the same JSON value without the keys that could load code, at any depth."""
+    """Returns a JSON value without unsafe keys, which could load code, at any depth."""
     if isinstance(value, dict):
         return {
             key: without_unsafe(item)

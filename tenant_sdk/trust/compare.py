@@ -1,9 +1,9 @@
-"""Compares what a provider offers, part by part, with what the trusted checkpoint gives.
+"""Compares a provider's manifest and bundle, part by part, with the trusted checkpoint.
 
-Guarantees: equality is of bits (tensors), bytes (tokenizer, template) or typed JSON values (configs), except for the
-number of the transformers release that wrote a config; an error names the part by the trusted side's own names, and
-never shows a value. Both sides write their files with transformers' own writers, so they need releases that write
-alike.
+Guarantees: tensors are compared bit by bit, tokenizer files and chat template byte by byte, and configs as typed JSON
+values; only the number of the transformers release that wrote a config may differ. An error names the part that
+differs, with a name from the trusted checkpoint, and never shows a value. Tenant and provider both write these files
+with transformers, so their releases of transformers must write the same files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wire.ring.quantise import digest, max_norms, quantise
 
 _TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors"})
 _JSON_FILES = frozenset({"config.json", "generation_config.json", "tokenizer_config.json"})
-"""Files that tenant_sdk/trust/bundle.py rewrites without unsafe keys, so they are compared as values."""
+"""The files that are compared as JSON values, because tenant_sdk/trust/bundle.py rewrites them without unsafe keys."""
 _PARTS = {
     "config.json": "the model's config",
     "generation_config.json": "the generation settings",
@@ -38,8 +38,8 @@ _PRIVATE_KEYS = frozenset(
         *("is_local", "local_files_only", "auto_map"),
     }
 )
-"""Keys that provider/model/bundle.py leaves out; a bundle that has one of them does not come from an honest
-provider."""
+"""The config keys that an honest provider removes (provider/model/bundle.py). They are removed from the trusted config
+too, so that a bundle with such a key differs."""
 _HARMLESS_KEYS = frozenset({"transformers_version"})
 
 ReadTensor = Callable[[str], torch.Tensor]
@@ -47,19 +47,21 @@ ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
 
 
 def differs(part: str) -> VerificationFailed:
-    """Returns the error for one part; `part` holds names only."""
+    """Returns the error for a part that differs; `part` may contain names of the trusted side, but no values."""
     return VerificationFailed(f"the provider does not serve the trusted checkpoint: {part} differs")
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit, NaN and the sign of zero included."""
+    """Returns whether two tensors have the same dtype, shape and bits; NaN and the sign of zero are compared as bits
+    too."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
-    """Writes config, generation settings and tokenizer as an honest provider does; see provider/model/bundle.py."""
+    """Writes the trusted model's config, generation settings and tokenizer files, in the form that
+    provider/model/bundle.py gives them."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     for name in ("quantization_config", "auto_map"):
@@ -89,10 +91,10 @@ def check_files(expected: Path, bundle: Path, manifest: Manifest) -> None:
         manifest: the manifest of the same provider.
 
     Raises:
-        VerificationFailed: a file differs, is missing, or is one too many.
+        VerificationFailed: a file differs, is missing, or is not in the trusted checkpoint.
     """
     names = {path.name for folder in (expected, bundle) for path in folder.iterdir()} - _TENSOR_FILES
-    for name in sorted(names):  # config.json comes before the files that depend on it
+    for name in sorted(names):  # sorted, so that config.json is compared before the files that depend on it
         part = _PARTS.get(name, "the tokenizer")
         if not ((expected / name).is_file() and (bundle / name).is_file()):
             raise differs(part)
@@ -106,15 +108,15 @@ def check_files(expected: Path, bundle: Path, manifest: Manifest) -> None:
 
 
 def check_manifest_config(bundle: Path, manifest: Manifest) -> None:
-    """Compares the manifest's copy of the config with the bundle's, whose digest the manifest announces.
+    """Compares the manifest's copy of the config with the bundle's config.json.
 
     Raises:
-        MalformedFrame: they differ in more than the release that wrote them.
+        MalformedFrame: the configs differ in more than the transformers release that wrote them.
     """
     try:
         ours = _read_json(bundle / "config.json", "config")
         _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), "config")
-    except (VerificationFailed, OSError) as exc:  # the first may name a key of the provider's config
+    except (VerificationFailed, OSError) as exc:  # VerificationFailed may name a key of the provider's config
         raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from os_cause(exc)
 
 
@@ -122,7 +124,7 @@ def _read_json(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise differs(part) from None  # the original holds the file's text, which may be the provider's
+        raise differs(part) from None  # the cause quotes the file, which may be the provider's
     if not isinstance(content, dict):
         raise differs(part)
     return content
@@ -135,17 +137,19 @@ def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) ->
     for key in sorted(ours):
         if ours[key] != theirs.get(key):
             raise differs(f"{part} ({key})")
-    if theirs.keys() != ours.keys():  # the name of a key that only the provider has is the provider's own text
+    if theirs.keys() != ours.keys():  # a key that only the provider has is not named: the name is the provider's text
         raise differs(f"{part} (a key that the checkpoint does not have)")
 
 
 def _canonical(content: dict[str, Any]) -> dict[str, str]:
-    """Returns the text of each value: unlike ==, it tells 1 from 1.0 and True, and NaN equals itself."""
+    """Returns the JSON text of each value. Unlike values under ==, texts tell 1 from 1.0 and True, and NaN equals
+    NaN."""
     return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
 
 
 def _without_infinities(value: Any) -> Any:
-    """Turns NaN and the infinities into null, as the manifest does, which is strict JSON."""
+    """Returns a JSON value with null in place of NaN and infinities, which the manifest's strict JSON cannot
+    contain."""
     if isinstance(value, dict):
         return {key: _without_infinities(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -159,11 +163,11 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
     Args:
         bundle: the bundle's folder.
         model: the trusted model, with or without storage.
-        read: reads the trusted model's tensors by state-dict name.
-        manifest: names the layers whose weights are not in the bundle.
+        read: a function that returns the trusted model's tensor with a state-dict name.
+        manifest: the manifest, which lists the served layers, whose weights are not in the bundle.
 
     Raises:
-        VerificationFailed: a tensor differs, is missing, or is one too many.
+        VerificationFailed: a tensor differs, is missing, or is not in the trusted model.
     """
     expected = _client_tensors(model, {layer.name for group in manifest.groups for layer in group.layers})
     try:
@@ -179,7 +183,8 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
 
 
 def _client_tensors(model: Any, served: set[str]) -> list[str]:
-    """Returns the names that an honest bundle holds: of tied tensors the one that provider/model/bundle.py keeps."""
+    """Returns the names of the tensors in an honest bundle: for a tied tensor, the name that provider/model/bundle.py
+    keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     weights = {f"{name}.weight" for name in served}
     state = model.state_dict(keep_vars=True)
@@ -193,7 +198,11 @@ def _client_tensors(model: Any, served: set[str]) -> list[str]:
 
 
 def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Returns α by layer name, for exactly the layers of the manifest; `check_group` checks the values."""
+    """Returns the bundle's α, the scales of the int8 weights, by layer name; `check_group` checks the values.
+
+    Raises:
+        VerificationFailed: the scales cannot be read, or are not those of exactly the manifest's layers.
+    """
     try:
         scales: dict[str, torch.Tensor] = load_file(bundle / "scales.safetensors")
     except (SafetensorError, OSError) as exc:
@@ -204,19 +213,19 @@ def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tenso
 
 
 def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Quantises the trusted weights of one group and compares everything that the provider states about them.
+    """Quantises the trusted weights of one group, and compares the result with the manifest and the bundle.
 
     Args:
         group: the group as the manifest describes it.
-        layer: reads the trusted weight of a layer by its name and kind.
-        model: the trusted model, for the layers' biases.
-        scales: the bundle's scales by layer name.
+        layer: a function that returns a layer's trusted weight for the layer's name and kind.
+        model: the trusted model, which shows which layers have a bias.
+        scales: the bundle's scales of the int8 weights, by layer name.
 
     Returns:
-        W̃, int8, shape (in_features, out_features), members side by side.
+        W̃, the int8 weight of the group, shape (in_features, out_features); the layers' columns are concatenated.
 
     Raises:
-        VerificationFailed: digest, scales, norms, shape or bias of a layer or of the group differ.
+        VerificationFailed: the digest, scales, norms, shape or bias of a layer or of the group differs.
     """
     parts, alphas = [], []
     for info in group.layers:

@@ -1,10 +1,10 @@
-"""A provider's config.json, reduced to what its architecture's class declares.
+"""Reduces an unverified provider's config.json to the keys that its architecture's class declares, and checks them.
 
-Guarantees: the model is built from keys that transformers' config class for the named architecture declares, or has by
-default, and from nothing else; every number is finite and within a range that such a key can have; keys that change how
-often or how a model is called keep transformers' defaults. Not guaranteed: that the config describes the model that the
-provider names; that no row count depends on routing, where experts of a mixture are layers at the provider
-(`check_rows_are_padded`).
+Guarantees: the model is built only from keys that transformers' config class for the named architecture declares or has
+by default. Every number is within a range that its key can have, and finite except for two keys of Mamba. Keys that
+change how often or how a model is called keep transformers' defaults. Not guaranteed: that the config describes the
+model that the provider names, or that no row count depends on routing if the experts of a mixture are layers at the
+provider (`check_rows_are_padded`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LEFT_AT_DEFAULT = frozenset(
         *("transformers_version", "architectures"),
     }
 )
-"""Keys of every config class that change how a model is called or what it returns, but no linear layer; defaults
-apply."""
+"""The keys, common to all config classes, for which transformers' defaults are used: they change how a model is called
+or what it returns, but no linear layer."""
 _ROWS_BY_CONTENT = ("blt",)
-"""Architectures in which products of the provider decide how many rows later layers get: a provider that forges those
-products would choose what row counts tell. BLT patches its input by the entropy that one of the provider's models gives
-it."""
+"""The architectures in which results of the provider's layers decide how many rows later layers get. A provider that
+forges these results would choose what the row counts reveal. BLT cuts its input into patches by the entropy that a
+smaller model, whose layers the provider serves, computes."""
 _MAX_WHOLE = 1 << 31
 _MAX_LIST = 1 << 16
 _MAX_DEPTH = 6
@@ -43,20 +43,21 @@ _KEY = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _PROBABILITY = re.compile(r"dropout|pdrop|drop_rate|_drop$|jitter")
 _ACTIVATION = re.compile(r"(^|_)(hidden_act|activation_function|hidden_activation|ffn_act_fn)$")
 _MAY_BE_INFINITE = ("time_step_limit", "time_step_max")
-"""Keys that may be infinite: Mamba's published configs have an infinite upper limit."""
+"""The keys whose value may be infinite: Mamba's published configs have an infinite upper limit."""
 
 
 def read_config(folder: Path) -> Any:
-    """Builds transformers' config from the bundle's config.json, which was not verified.
+    """Returns transformers' config for the bundle's config.json, which was not verified.
 
     Args:
         folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: the installed transformers does not know the architecture.
+        ConfigurationError: the installed transformers does not know the architecture, or its row counts depend on
+            the input's contents.
         MalformedFrame: a value is outside the range that its key can have.
     """
-    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # its reader accepts infinities
+    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # this reader accepts infinities
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
@@ -71,15 +72,15 @@ def read_config(folder: Path) -> Any:
 
 
 def check_rows_are_padded(layer_names: Iterable[str], kind: object) -> None:
-    """Refuses padding where it would promise too much, whether the provider is verified or not.
+    """Refuses `pad_rows` for a model whose row counts depend on the text in spite of padding.
 
     Args:
         layer_names: the names of the manifest's layers.
         kind: the config's model type.
 
     Raises:
-        ConfigurationError: a layer belongs to an expert, which gets the rows that a router sends it, or the
-            architecture makes its number of rows out of contents.
+        ConfigurationError: a layer belongs to an expert, whose rows a router chooses, or the architecture is one of
+            `_ROWS_BY_CONTENT`.
     """
     if kind in _ROWS_BY_CONTENT:
         raise ConfigurationError(f"pad_rows cannot hide how a {kind} model cuts its input, which depends on the text")
@@ -91,10 +92,10 @@ def check_rows_are_padded(layer_names: Iterable[str], kind: object) -> None:
 
 
 def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Returns the entries that the class declares, checked; all others are dropped.
+    """Returns the entries of a config whose keys the class declares, and drops all others.
 
     Raises:
-        MalformedFrame: a value is outside its range.
+        MalformedFrame: a value is outside the range that its key can have.
     """
     names = declared(config_class) - _LEFT_AT_DEFAULT
     inner = getattr(config_class, "sub_configs", None) or {}
@@ -111,7 +112,8 @@ def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 
 def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Checks a config within a config; where any class is allowed, its own `model_type` names the class."""
+    """Returns the allowed entries of a config inside a config. If `config_class` allows any class, the entry
+    `model_type` names the class."""
     kind = content.get("model_type")
     if config_class is AutoConfig:
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -122,11 +124,11 @@ def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def declared(config_class: Any) -> frozenset[str]:
-    """Returns the names of the class's fields, of its default attributes and of their other spellings."""
+    """Returns the keys that a config class declares: its fields, its default attributes and the aliases of both."""
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
     names = {field.name for field in fields}
     names |= set(getattr(config_class, "attribute_map", None) or {})
-    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # older releases write these
+    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # from older releases
     try:
         names |= set(config_class().to_dict())
     except Exception:  # noqa: BLE001 - a few classes have no default instance
@@ -135,7 +137,7 @@ def declared(config_class: Any) -> frozenset[str]:
 
 
 def _check(key: str, value: Any, depth: int) -> None:
-    """Raises MalformedFrame where a value is not possible for this key; `key` is one of transformers' own names."""
+    """Raises MalformedFrame if a value is impossible for `key`, which is one of transformers' own names."""
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, dict | list):

@@ -1,11 +1,12 @@
-"""Pins: digests of a provider's tokenizer, chat template and config, as they were at first use.
+"""Pins a provider's model name, tokenizer, chat template and config: keeps their digests at first use.
 
-A provider that is not verified may change them from one session to the next, and so ask one question after the other.
-They are pinned when a tenant first uses a model, and a change is refused until the tenant accepts it by name.
+A provider that is not verified could change these parts before each session, and learn more about the tenant's
+texts from the row counts of each session. So they are pinned when a tenant first uses a model. A changed part is
+refused until the tenant accepts the change by the part's name.
 
-Guarantees: digests are of canonical values, without the number of the transformers release that wrote them; the file is
-replaced as a whole, with mode 0600; a file that is damaged or cannot be written is an error and never counts as an
-empty set of pins.
+Guarantees: digests are of canonical values, without the number of the transformers release that wrote a config. The
+file of pins is replaced as a whole, with mode 0600. A file that is damaged or cannot be written raises an error, and
+never counts as an empty set of pins.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PARTS = {
     "template": "chat template",
     "config": "config",
 }
-"""For each part: the name by which a change is accepted, and what the part is called in a sentence."""
+"""The words for each part in error texts, by the part's name in `accept_changes`."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -38,16 +39,15 @@ _TOKENIZER_FILES = (
 _CONFIGS = ("config.json", "tokenizer_config.json")
 _VOLATILE = frozenset({"transformers_version"})
 _TEMPLATE_KEY = "chat_template"
-"""Key in tokenizer_config.json under which older releases keep the template."""
+"""The key in tokenizer_config.json under which older releases of transformers store the chat template."""
 
 
 def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns SHA-256 of the canonical value of each part of a bundle.
+    """Returns the SHA-256 digest, in hex, of the canonical value of each part, by the names of `PARTS`.
 
     Args:
         folder: the bundle's folder.
-        manifest: the same provider's manifest; the model's name, and its copy of the config together with the bundle's,
-            come from it.
+        manifest: the same provider's manifest, which gives the model's name and a second copy of the config.
     """
     tokenizer = {name: _value(folder / name) for name in _TOKENIZER_FILES}
     template = folder / "chat_template.jinja"
@@ -63,7 +63,8 @@ def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _value(path: Path) -> Any:
-    """Returns a file's JSON value, or its text where it is no JSON; a config's without the release that wrote it."""
+    """Returns a file's JSON value, or its text if the file is not JSON, or None if there is no file. In configs the
+    number of the transformers release is left out."""
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -75,7 +76,7 @@ def _value(path: Path) -> Any:
 
 
 def _stable(value: Any) -> Any:
-    """Returns the same JSON value without what changes with each release of transformers."""
+    """Returns a JSON value without the keys of `_VOLATILE`, which change with each release of transformers."""
     if isinstance(value, dict):
         return {key: _stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [_stable(item) for item in value] if isinstance(value, list) else value
@@ -86,26 +87,26 @@ def _digest(value: Any) -> str:
 
 
 class Pins:
-    """The pins in one folder; several processes may use them at once."""
+    """Reads and writes the pins in one folder, under a lock, so that several processes may do so at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: holds `pins.json`; the identity's folder, or the cache where there is no identity."""
+        """Uses `pins.json` in `folder`, the folder of the identity, or the cache if there is no identity."""
         self._folder = folder
         self._path = folder / "pins.json"
 
     def check(self, provider: str, current: Mapping[str, str], accepted: Sequence[str] = ()) -> list[str]:
-        """Compares a provider's parts with their pins, and pins what is new or accepted.
+        """Compares a provider's parts with their pins, and pins parts that are new or whose change is accepted.
 
         Args:
-            provider: a key that names the certificate authority, the tenant and the model.
+            provider: the key of the pins: certificate authority and tenant, with the URL or the model's name.
             current: the digests of the parts that this session uses, by part.
-            accepted: parts whose change the tenant accepts.
+            accepted: the parts whose change the tenant accepts.
 
         Returns:
             The parts whose change was accepted.
 
         Raises:
-            ProviderChanged: a part differs from its pin.
+            ProviderChanged: a part differs from its pin, and the tenant does not accept the change.
             ConfigurationError: the pins are damaged or cannot be written.
         """
         with self._errors(), self._locked():
@@ -172,7 +173,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def spoken(parts: Sequence[str]) -> str:
-    """Joins the names of parts into a list for a sentence."""
+    """Returns the names of parts as a list in a sentence, such as "tokenizer, chat template and config"."""
     names = [PARTS[part] for part in parts]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
