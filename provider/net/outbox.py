@@ -57,11 +57,16 @@ class Outbox:
         self.notify()
 
     def put_reply(self, request: Request, reply: torch.Tensor) -> None:
-        """Adds the reply to a request in flight.
+        """Adds the reply to a request in flight; drops the reply if the request was forgotten meanwhile.
 
         The reply is stored in the request, so that its memory is freed if the request is forgotten.
         """
         request.reply = reply
+        # The table is asked after the reply was stored: a thread that forgets the request takes it out of the table
+        # first and then drops its reply, so that one of the two threads drops the reply in every order.
+        if not self._table.has(request):
+            request.reply = None
+            return
         self._waiting.append(request)
         self.notify()
 

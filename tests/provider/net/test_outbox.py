@@ -129,6 +129,17 @@ def test_what_is_forgotten_before_its_turn_is_not_sent(stream: Stream, rows: int
     assert stream.usage.total().requests["decode"] == 1
 
 
+def test_the_reply_to_what_is_forgotten_already_is_dropped(stream: Stream) -> None:
+    """A worker thread may look up a request just before another thread forgets it; the reply's bytes are no longer in
+    the quota then, and a tenant that does not read would keep them in memory."""
+    request = stream.request(1, 1)
+    stream.table.forget(1)
+    stream.outbox.put_reply(request, torch.zeros(1, REPLY_COLS, dtype=torch.int32))
+    assert request.reply is None
+    assert (stream.outbox.num_waiting, stream.num_notices) == (0, 0)
+    assert stream.usage.total().requests["decode"] == 0
+
+
 def test_what_is_forgotten_half_sent_stops_there(stream: Stream) -> None:
     stream.answer(1, 3 * CHUNK_ROWS)
     assert stream.take()[0].offset == 0

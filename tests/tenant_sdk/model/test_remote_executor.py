@@ -1,0 +1,86 @@
+"""What the executor sends when no mask can be had, and the width to which it expands the seed of a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from noise.hints.store import HintStore
+from noise.lattice import Lattice
+from noise.ledger.ledger import Ledger
+from noise.off import Off
+from noise.verify import Verifier
+from tenant_sdk.model.remote_group import RemoteExecutor
+from tests.support.answered import Answered
+from tests.support.lattice import FORWARD, group_of, rows_of, weight_of
+from tests.support.mask_parameters import DEFAULT
+from wire.errors import Unavailable, VerificationFailed
+from wire.frame import Arithmetic, Call, Purpose
+from wire.limits import Limits
+from wire.manifest import Manifest
+from wire.payload import Payload, SeedPayload
+from wire.ring import coding
+from wire.ring.seeded_rows import SeededRows
+from wire.transport.connection import Traffic
+
+WEIGHT = weight_of(40, 24)
+HINT = Call(0, FORWARD, Arithmetic.RING, Purpose.HINT)
+
+
+class Link:
+    """Stands for a connection: it notes what is sent, and refuses hints if it is told to."""
+
+    def __init__(self) -> None:
+        self.traffic, self.sent = Traffic(), list[Purpose]()
+        self.refuses_hints = self.is_closed = False
+
+    def manifest(self) -> Manifest:
+        raise NotImplementedError
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Answered:
+        if self.refuses_hints and call.purpose is Purpose.HINT:
+            raise Unavailable("no hints now")
+        self.sent.append(call.purpose)
+        rows = payload.rows(call)
+        return Answered(coding.product(rows.expand(payload.cols) if isinstance(rows, SeededRows) else rows, WEIGHT))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_without_a_mask_are_not_sent(tmp_path: Path, num_rows: int) -> None:
+    """A single row is written into its message before the mask is taken, so the message holds it unmasked then."""
+    link, group, rows = Link(), group_of(0, WEIGHT), rows_of(num_rows, 40)
+    scheme = Lattice(DEFAULT, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None, 8), background=False)
+    executor = RemoteExecutor([link], scheme, Limits())
+    link.refuses_hints = True
+    with pytest.raises(Unavailable):
+        executor.run(group, FORWARD, rows)
+    assert link.sent == []
+    link.refuses_hints = False
+    product = executor.run(group, FORWARD, rows)
+    assert link.sent[-1] is Purpose.PRODUCT
+    assert torch.allclose(product, rows @ (WEIGHT * group.alpha), rtol=1e-3, atol=1e-3)
+    executor.close()
+
+
+@pytest.mark.parametrize("cols", [1, 24, 39, 41])
+def test_a_hint_of_another_width_than_the_trusted_weight_fails_its_check(cols: int) -> None:
+    """The payload says to how many columns a seed is expanded, and the payload comes from the provider's manifest."""
+    link, verifier = Link(), Verifier()
+    verifier.add_group(0, WEIGHT)
+    executor = RemoteExecutor([link], Off(Arithmetic.RING), Limits(), verifier)
+    seeded = SeededRows(bytes(32), 0, 3)
+    reply = coding.product(seeded.expand(40), WEIGHT)
+    executor.check(HINT, SeedPayload(seeded, 40), reply)
+    assert not link.is_closed
+    with pytest.raises(VerificationFailed):
+        executor.check(HINT, SeedPayload(seeded, cols), reply)
+    assert link.is_closed
