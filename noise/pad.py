@@ -103,6 +103,6 @@ class Pad:
         }
 
     def close(self) -> None:
-        """Drops every pad."""
+        """Drops all mask rows that are kept in memory."""
         self.pool.close()
         self._on_close()

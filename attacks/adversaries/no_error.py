@@ -70,7 +70,7 @@ class Equations:
 
 
 class _System(Equations):
-    """Finds one secret."""
+    """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
         """Tries every window of a stream, and unmasks the blocks whose secret it finds."""

@@ -131,7 +131,7 @@ class SpareDescriptor:
             self._fd = None
 
     def close(self) -> None:
-        """Closes the descriptor for good."""
+        """Closes the spare descriptor, so that it is free for other files."""
         with self._lock:
             self._let_go()
 

@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Usage(BaseModel):
-    """Holds one tenant's totals.
+    """Holds the totals of one tenant's usage.
 
     Attributes:
         requests, rows: the requests that got a reply, and the rows of these requests, by class of work.
@@ -77,7 +77,7 @@ class TenantUsage:
     """Counts one tenant's usage since the provider's start. It is safe under threads."""
 
     def __init__(self) -> None:
-        """Starts at zero."""
+        """Sets all usage counters to zero."""
         self._lock = threading.Lock()
         self._requests, self._rows = [0] * len(RequestClass), [0] * len(RequestClass)
         self._bytes_up = self._bytes_down = 0

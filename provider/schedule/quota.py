@@ -118,7 +118,7 @@ class Quota:
     threads."""
 
     def __init__(self, limits: TenantLimits, now_s: float, room: SharedRoom | None = None) -> None:
-        """Starts with nothing in flight.
+        """Makes the quota of a tenant that has no request in flight.
 
         Args:
             limits: the operator's limits for this tenant.
