@@ -46,7 +46,8 @@ removing a mask leaves 1e-7."""
 _COLUMNS = 64
 """The number of columns that are solved together."""
 _MAX_S = 60.0
-"""Seconds for gate and up of all blocks; columns that never converge would take hours on a real model."""
+"""The seconds that the fits of gate and up may take, over all blocks. Columns that never converge would take hours on a
+real model."""
 
 
 @dataclass(frozen=True)
