@@ -88,7 +88,7 @@ class Verifier:
     nothing. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Makes a verifier without secrets.
+        """Makes a verifier that has not drawn any secrets yet.
 
         Args:
             kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.

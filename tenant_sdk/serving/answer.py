@@ -21,7 +21,7 @@ class Answer:
     """Holds the answer to one request. The engine's thread writes the answer; all other threads read it."""
 
     def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
-        """Makes an empty answer.
+        """Makes an answer that has no text yet.
 
         Args:
             num_prompt_tokens: the number of tokens of the prompt, without padding.
@@ -104,7 +104,7 @@ class Answer:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise copy.copy(self._error) from None  # several threads may raise it, each with a traceback of its own
+            raise copy.copy(self._error) from None  # Each thread that raises the error has its own traceback.
 
     def put(self, text: str) -> None:
         """Adds a piece of text. Only the engine calls this method."""

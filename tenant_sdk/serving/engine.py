@@ -122,7 +122,7 @@ class Engine:
         self._check_holds_a_request(kv_bytes)
         self._scheduler = Scheduler(budget)
         self._lock = threading.Lock()
-        self._woken = threading.Event()  # set without a lock: a store may wake the engine while it holds its own
+        self._woken = threading.Event()  # Set without `_lock`, since a store may hold its own lock when it sets this.
         self._requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self._fresh: list[tuple[Request, str]] = []
@@ -130,7 +130,7 @@ class Engine:
         self._is_closed = False
         self._failure: VeilbaseError | None = None
         self._tokenizer = client.tokenizer
-        self._own_tokenizer = copy.deepcopy(client.tokenizer)  # one thread encodes while the engine's decodes
+        self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
         self._runner = StepRunner(ragged, self._layout, self._slots)
@@ -312,7 +312,7 @@ class Engine:
     def _next_step(self) -> Step | None:
         """Waits until there is something to compute; returns None when the engine is closed."""
         while True:
-            self._woken.clear()  # before the state is read, so that no change is missed
+            self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
             with self._lock:
                 if self._is_closed:
                     return None

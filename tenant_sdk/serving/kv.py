@@ -89,7 +89,7 @@ class _LayerKv:
         self._first = 0
         # The operating system gives no memory to pages that are never written.
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
-        self._halves = self._kept.unbind(0)  # keys and values, apart
+        self._halves = self._kept.unbind(0)  # The keys, and the values.
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
     def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -287,7 +287,7 @@ def attend(
     """
     num_heads, num_rows, head_dim = query.shape
     num_shared = num_heads // keys.shape[0]
-    packed = query.reshape(keys.shape[0], num_shared * num_rows, head_dim)  # heads that share keys, one below the other
+    packed = query.reshape(keys.shape[0], num_shared * num_rows, head_dim)  # Heads that share keys are joined.
     if mask is not None and num_shared > 1:
         mask = mask.repeat(num_shared, 1)
     if softcap is None:

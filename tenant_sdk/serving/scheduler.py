@@ -268,7 +268,7 @@ class Scheduler:
                 of_caller.setdefault(entry.caller, deque()).append(entry)
         running = Counter(entry.caller for entry in self._running.values())
         while of_caller:
-            caller = min(of_caller, key=running.__getitem__)  # of equals, the one whose request came first
+            caller = min(of_caller, key=running.__getitem__)  # Among equals, the first to come.
             entry = of_caller[caller].popleft()
             if not of_caller[caller]:
                 del of_caller[caller]

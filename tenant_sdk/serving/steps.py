@@ -34,7 +34,7 @@ class StepRunner:
     """Computes steps with one model, its adapters and its KV."""
 
     def __init__(self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots) -> None:
-        """Prepares to compute steps.
+        """Keeps the model, the layout and the store with which steps are computed.
 
         Args:
             model: the model that computes the rows.
@@ -83,7 +83,7 @@ def _results(step: Step, logits: torch.Tensor, is_finite: torch.Tensor) -> list[
         logits: one row for each segment that samples, shape (num_samples, vocab_size).
         is_finite: one flag for each row of the step, shape (num_rows,).
     """
-    largest_finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # a NaN in a row becomes its maximum
+    largest_finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # The maximum of a row with NaN is NaN.
     finite_rows = is_finite.tolist()
     results, begin, index = [], 0, 0
     for segment in step.segments:

@@ -30,7 +30,8 @@ class TextStream:
         """
         self._decoding, self._stops = decoding, tuple(stops)
         self._token_ids: list[int] = []
-        self._begin = self._read = 0  # tokens before `_read` are in the text; those from `_begin` on are their context
+        # The tokens before `_read` are in the text. New tokens are decoded together with the tokens from `_begin` on.
+        self._begin = self._read = 0
         self._held = ""
         self.is_stopped = False
         self.text = ""

@@ -122,7 +122,7 @@ class HostTier:
     """Keeps packed adapters by digest, within a budget of bytes."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Makes an empty tier.
+        """Makes a host tier without adapters.
 
         Args:
             budget_bytes: the most bytes that all adapters may take together.
