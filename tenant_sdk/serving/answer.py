@@ -67,7 +67,7 @@ class Answer:
 
     def _pieces_after(self, num_given: int) -> list[str]:
         """Waits for text after the first `num_given` pieces and returns the new pieces; returns an empty list if the
-        answer has ended."""
+        answer has ended without more text."""
         with self._changed:
             self._changed.wait_for(lambda: num_given < len(self._pieces) or self._is_done)
             return self._pieces[num_given:]

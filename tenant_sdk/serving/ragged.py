@@ -188,8 +188,8 @@ def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = 
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Returns whether the mask function is causal with this window. It is checked near the diagonal and near the
-    window's edge."""
+    """Returns whether the mask function is causal with this window. Positions near the diagonal and near the window's
+    edge are compared."""
     edge = window or 8
     places = torch.tensor(sorted({0, 1, 2, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1}))
     rows, columns = places[:, None], places[None, :]

@@ -88,7 +88,7 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Returns the number of the adapter's slot; a request that was lost has the slot without an adapter."""
+        """Returns the number of the adapter's slot; 0, which means no adapter, if the request was lost."""
         return NO_ADAPTER if self.is_lost else self.ticket.slot
 
     @property

@@ -144,7 +144,7 @@ class _Entry:
 
 
 class Scheduler:
-    """Schedules the waiting and the running requests of one engine."""
+    """Admits the requests of one engine, and plans the engine's steps."""
 
     def __init__(self, budget: Budget) -> None:
         """Makes a scheduler without requests.
