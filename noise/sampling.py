@@ -82,7 +82,7 @@ class Csprng:
     """
 
     def __init__(self) -> None:
-        """Prepares; the first key is drawn when the first byte is asked for."""
+        """Makes a generator without a key. The first key is drawn when the first byte is requested."""
         self._forget()
         _GENERATORS.add(self)
 

@@ -166,8 +166,8 @@ class Stream:
         return self.rows.shape[1]
 
     def restart(self) -> None:
-        """Prepares for another N or seed: a wrong N may have unmasked a part of a block, which is right but not the
-        whole block."""
+        """Lets all rows be tried again with another N or seed. A wrong N may have unmasked a part of a block, which is
+        right but not the whole block."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:

@@ -19,7 +19,7 @@ class Histogram:
     """Counts observations in buckets with upper bounds. It is not safe under threads."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Starts at zero; `bounds` are the upper bounds of the buckets, in rising order."""
+        """Makes empty buckets. `bounds` are their upper bounds, in rising order."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0

@@ -119,7 +119,7 @@ class UsageBook:
     """Holds the counts of all tenants since the provider's start, and adds them to a file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Starts at zero, and checks that the file can be read.
+        """Sets all tenants' counts to zero, and checks that the file can be read.
 
         Args:
             path: the file; None saves nothing.
