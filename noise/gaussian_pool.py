@@ -117,7 +117,7 @@ class GaussianPool:
         }
 
     def close(self) -> None:
-        """Drops the pools."""
+        """Drops all noise vectors that are kept in memory."""
         with self._lock:
             self._pools.clear()
 

@@ -94,7 +94,7 @@ class Lattice:
         limits: Limits | None = None,
         features: int = 0,
     ) -> None:
-        """Prepares; a hint is fetched when it is first needed.
+        """Makes a mask without any rows yet. Each hint is fetched when it is first needed.
 
         Args:
             parameters: a set from `noise.params.choose`.

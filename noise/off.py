@@ -18,7 +18,7 @@ class Off:
     name = "off"
 
     def __init__(self, arithmetic: Arithmetic) -> None:
-        """Args: arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""
+        """Chooses the arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""
         self.arithmetic = arithmetic
         self._row_encoder = RowEncoder()
 

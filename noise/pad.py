@@ -46,7 +46,7 @@ class Pad:
         on_close: Callable[[], None] = lambda: None,
         features: int = 0,
     ) -> None:
-        """Prepares; no pad is made yet.
+        """Makes a mask whose pool holds no pads yet.
 
         Args:
             weight_of: returns the tenant's own quantised weight of a group.
@@ -103,6 +103,6 @@ class Pad:
         }
 
     def close(self) -> None:
-        """Drops every pad."""
+        """Drops all mask rows that are kept in memory."""
         self.pool.close()
         self._on_close()

@@ -82,7 +82,7 @@ class Csprng:
     """
 
     def __init__(self) -> None:
-        """Prepares; the first key is drawn when the first byte is asked for."""
+        """Makes a generator without a key. The first key is drawn when the first byte is requested."""
         self._forget()
         _GENERATORS.add(self)
 
@@ -125,8 +125,8 @@ class Csprng:
         return "<Csprng>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses, since a copied generator would repeat its stream, and two masks from one stream are a two-time
-        pad."""
+        """Refuses to be copied or pickled: the copy would give the same random stream again, and two masks from one
+        stream would be a two-time pad."""
         raise TypeError("a Csprng cannot be copied or pickled: its stream would be used twice")
 
 
@@ -263,7 +263,7 @@ class _GaussianTable:
         self._tail = tail
 
     def sample(self, rng: Csprng, out: npt.NDArray[np.int16]) -> None:
-        """Fills `out` with samples."""
+        """Fills `out` with random samples of the distribution."""
         cell = rng.array(2 * out.size).view(np.uint16)
         np.take(self._value, cell, out=out, mode="clip")  # No cell is out of range; clip lets numpy write in place.
         where = np.flatnonzero(out == _UNDECIDED)

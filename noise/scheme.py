@@ -122,7 +122,8 @@ class MaskScheme(Protocol):
         ...
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Gives the mask the provider's bias-free path. Callers must call this once, before the first `mask`."""
+        """Tells the mask which function computes a product with the provider's weight without the bias. Callers must
+        call this once, before the first call of `mask`."""
         ...
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -144,7 +145,7 @@ class MaskScheme(Protocol):
         ...
 
     def close(self) -> None:
-        """Drops everything secret."""
+        """Drops all masks and secrets that are kept in memory."""
         ...
 
 
@@ -157,7 +158,7 @@ class EncodedRow(NamedTuple):
     scale: Any
 
     def __repr__(self) -> str:
-        """Returns a text without numbers."""
+        """Returns a text that does not show the row's numbers."""
         return "EncodedRow()"
 
 
@@ -166,7 +167,12 @@ class RowEncoder:
     must be fast."""
 
     def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
-        """Args: error_bound: a bound on each number of a mask's error; slack: see `wire.ring.coding.encode`."""
+        """Keeps the settings of the encoding.
+
+        Args:
+            error_bound: a bound on each number of a mask's error.
+            slack: see `wire.ring.coding.encode`.
+        """
         self._error_bound, self._slack = error_bound, slack
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 

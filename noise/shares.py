@@ -27,7 +27,7 @@ class Shares:
     arithmetic = Arithmetic.RING
 
     def __init__(self, fresh_seed: Callable[[], bytes], on_close: Callable[[], None] = lambda: None) -> None:
-        """Prepares; no seed is drawn yet.
+        """Makes a mask that has not drawn any seed yet.
 
         Args:
             fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.

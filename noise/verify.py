@@ -88,7 +88,10 @@ class Verifier:
     nothing. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Args: kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
+        """Makes a verifier that has not drawn any secrets yet.
+
+        Args:
+            kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
 
         Raises:
             ConfigurationError: kappa is any other number.
@@ -153,7 +156,7 @@ class Verifier:
         self._check_usable()  # Another thread may have found a forgery meanwhile.
 
     def close(self) -> None:
-        """Drops the secrets."""
+        """Drops the secrets of the checks. The verifier cannot be used after that."""
         self._closed = True
         self._drop()
 

@@ -154,7 +154,7 @@ def _last_endpoint(state: Path) -> str | None:
 
 
 def main() -> None:
-    """Runs the command.
+    """Runs the command line.
 
     A VeilbaseError is printed as one line on stderr, with exit code 1. For an error in the usage, typer prints the
     usage and exits with code 2.

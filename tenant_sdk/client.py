@@ -416,5 +416,5 @@ class TenantClient:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the client."""
+        """Closes the client; see `close`."""
         self.close()

@@ -33,7 +33,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
             self._bar.update(self._task, completed=state.global_step, loss=f"{float(logs['loss']):.4f}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ends the bar."""
+        """Moves the progress bar to its last step and ends it."""
         self._bar.update(self._task, completed=state.global_step)
         self.stop()
 

@@ -34,7 +34,7 @@ class TextSession(ModelSource, Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the tokenizer of `text`."""
+        """Returns the transformers tokenizer of `text`."""
 
     @property
     def bucket(self) -> int | None:

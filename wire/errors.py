@@ -84,7 +84,8 @@ class QuotaExceeded(AccessError):
     """The tenant has too much in flight, sends too much in a second, or opens too many calls at once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: seconds after which the same request may pass; 0 if this is not known."""
+        """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if this
+        is not known."""
         super().__init__(text)
         self.retry_s = retry_s
 
@@ -101,7 +102,8 @@ class Unavailable(TransportError):
     """The provider cannot be reached, went away, or has lost what one of its layers needs."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: seconds after which the same request may pass; 0 if it will not pass on this stream."""
+        """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if it
+        will not pass on this stream."""
         super().__init__(text)
         self.retry_s = retry_s
 
@@ -111,7 +113,7 @@ class ForkedConnection(TransportError):
 
 
 class ProtocolError(VeilbaseError):
-    """The peer broke wire/SPEC.md."""
+    """The peer did not follow the protocol in wire/SPEC.md."""
 
 
 class VersionMismatch(ProtocolError):

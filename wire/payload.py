@@ -61,7 +61,7 @@ class RowsPayload:
     __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """Args: rows: shape (num_rows, cols), in the dtype of the call's arithmetic, on any device."""
+        """Keeps `rows`, shape (num_rows, cols), in the dtype of the call's arithmetic, on any device."""
         if rows.dim() != 2:
             raise InvalidTensor(f"expected a matrix, got a tensor with {rows.dim()} dimensions")
         self._rows = rows.to("cpu").contiguous()
@@ -73,7 +73,7 @@ class RowsPayload:
         frame.check_rows(call, self._rows)
 
     def rows(self, call: Call) -> torch.Tensor:
-        """Returns the rows; see `Payload.rows`."""
+        """Returns the rows that this payload holds; see `Payload.rows`."""
         return self._rows
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
@@ -89,8 +89,12 @@ class SeedPayload:
     num_bytes = PACKED_BYTES
 
     def __init__(self, seeded: SeededRows, cols: int) -> None:
-        """Args: seeded: the seed and its range of rows; cols: the number of columns to expand, which a seed does not
-        say."""
+        """Keeps a seed in place of rows.
+
+        Args:
+            seeded: the seed and the range of rows to expand from it.
+            cols: the number of columns to expand, which a seed does not state.
+        """
         self._seeded, self.cols = seeded, cols
 
     @property
@@ -144,7 +148,7 @@ class MessagePayload:
             raise InvalidTensor("expected a seed with a call for a hint")
 
     def rows(self, call: Call) -> torch.Tensor:
-        """Returns the row; see `Payload.rows`."""
+        """Returns the row that this payload holds; see `Payload.rows`."""
         return torch.frombuffer(self.numbers, dtype=frame.DTYPES[call.arithmetic]).view(1, self.cols)
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:

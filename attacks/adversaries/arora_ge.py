@@ -51,7 +51,11 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries windows of a stream within a budget; returns the units of work that were used."""
+    """Tries to find the secret of each run of rows in a stream, within a budget of work in the units of `BUDGET`.
+
+    Returns:
+        The units of work that were used.
+    """
     num_unknowns = public.dimension * (public.dimension + 3) // 2
     num_rows = -(-(num_unknowns + SURPLUS) // stream.num_features)
     if num_rows > min(public.degree, len(stream.rows)):

@@ -148,7 +148,14 @@ def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
 def _ratios(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[_Ratios]:
-    """Returns the ratios of every head; for each token, keys are compared with the key of the largest probability."""
+    """Computes, for every head, ratios of two attention probabilities of the same token.
+
+    Each probability of a token is divided by the token's largest probability. The logarithm of this ratio is the
+    difference of two attention scores. The arguments are those of `solve`.
+
+    Returns:
+        For each head, the differences over all prompts and tokens.
+    """
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(model.num_heads)]
     starts = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
     for last in range(1, min(max(map(len, given)), model.head_dim + 1)):

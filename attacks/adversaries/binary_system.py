@@ -13,14 +13,14 @@ Bits = npt.NDArray[np.uint8]
 
 
 class BinarySystem:
-    """Solves M·x = b over GF(2) for a fixed M, which is reduced once.
+    """Solves M·x = b mod 2 for a fixed matrix M, which is reduced once.
 
     Attributes:
         rank: the rank of M; a solution x is unique if this equals the number of unknowns.
     """
 
     def __init__(self, matrix: Bits) -> None:
-        """Reduces the matrix.
+        """Reduces the matrix M by Gaussian elimination, so that each right side is then solved quickly.
 
         Args:
             matrix: 0 and 1, shape (num_equations, num_unknowns).
@@ -29,7 +29,8 @@ class BinarySystem:
         rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
         self.rank = _eliminate(rows, self._num_unknowns)
         wide = np.unpackbits(rows.view(np.uint8), axis=1, count=self._num_unknowns + num_equations)
-        # how elimination changed the right side, shape (num_equations, num_equations); float32 sums stay below 2^24
+        # The matrix by which elimination changes a right side, shape (num_equations, num_equations). It is float32,
+        # which is exact for sums below 2^24.
         self._transform = wide[:, self._num_unknowns :].astype(np.float32)
 
     @property

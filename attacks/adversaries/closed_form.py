@@ -45,7 +45,7 @@ more."""
 
 
 class _Stop(Exception):
-    """Is raised to end the recursion over blocks when it cannot go on."""
+    """Signals that the recursion over blocks cannot go on, and ends it."""
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:

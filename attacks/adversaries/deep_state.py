@@ -3,7 +3,7 @@
 Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
 first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
 little, so the right token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
-rows, too. `_BUDGET` and `_MAX_PROMPTS` bound what is tried, and claims end there. The judge shows the rate over tried
+rows, too. `_BUDGET` and `_MAX_PROMPTS` bound the tokens that are tried and claimed. The judge shows the rate over tried
 tokens beside the share of tokens that were tried.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 """
@@ -31,8 +31,8 @@ _DTYPE = torch.float32
 _MAX_HOPELESS = 3
 """After this many prompts that fail at their first token, all others are given up."""
 _CHANCE = 1.3
-"""A factor over chance. A first token's best candidate must have a cosine this many times as large as that of the
-nearest of as many random directions. Otherwise it says nothing, and its prompt is given up."""
+"""A factor over chance. The cosine of a first token's best candidate must be this many times as large as the cosine of
+the nearest of as many random directions. Otherwise the candidate is no evidence, and the prompt is given up."""
 _WIDE = 256
 """The hidden size from which on prompts are given up in this way. In fewer dimensions chance comes
 near to the right token's cosine, and trying is cheap."""

@@ -54,7 +54,7 @@ Score = Callable[[Known, Seen], float]
 
 
 def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -> Known:
-    """Prepares the facts that all runs share.
+    """Computes the facts that the adversary knows and that all runs share.
 
     Args:
         candidates: int32, shape (num_rows, features) each.

@@ -46,7 +46,8 @@ removing a mask leaves 1e-7."""
 _COLUMNS = 64
 """The number of columns that are solved together."""
 _MAX_S = 60.0
-"""Seconds for gate and up of all blocks; columns that never converge would take hours on a real model."""
+"""The seconds that the fits of gate and up may take, over all blocks. Columns that never converge would take hours on a
+real model."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,19 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 def last_down(
     view: View, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> StolenDelta | None:
-    """Returns ΔW of the last down_proj, from a step of an adapter that is known in all other layers; None if there is
-    no such step.
+    """Recovers ΔW of the last block's down_proj, if the adapter's ΔW of the other layers is already known.
+
+    ΔW is computed from a training step of the same adapter. A step counts as one of this adapter if the known ΔW
+    explain the step's activations and gradients in all MLPs.
 
     Args:
-        stolen: ΔW by layer, found from other traffic; a step is used if they explain its MLPs in both directions.
+        view: the view of one tenant.
+        model: the public model.
+        opened: unmasked rows by message, to use in place of the recorded ones; None uses the recorded ones.
+        stolen: the known ΔW by layer name, found from other traffic.
+
+    Returns:
+        The claim about the layer; None if ΔW of this layer is already known, or no training step gives it.
     """
     *lower, last = model.blocks
     if last.down.name in stolen or any(layer.name not in stolen for layer in last.up):

@@ -46,7 +46,7 @@ OPS_A_SECOND_LOG2 = 31.0
 
 @dataclass(frozen=True)
 class Growth:
-    """Holds one measurement.
+    """Holds one measurement of the time that lattice reduction takes to find a secret.
 
     Attributes:
         dimension: n, the number of unknowns.

@@ -99,7 +99,11 @@ class _Target:
         return cls(seed, degree, num_features, num_samples)
 
     def open(self, stream: Stream, budget: int) -> int:
-        """Tries windows of a stream; returns the units of work that were used."""
+        """Tries to find the secret of each run of rows in a stream, within a budget of work in the units of `BUDGET`.
+
+        Returns:
+            The units of work that were used.
+        """
         stream.restart()
         spent, cost = 0, self._seed.num_rows**3
         for start in stream.windows(self._num_rows):

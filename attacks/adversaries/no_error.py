@@ -28,8 +28,8 @@ SURPLUS = 32
 MOST_DIMENSION = 2048
 """The largest dimension that is tried; elimination takes 1 s at this dimension."""
 BUDGET = 1 << 32
-"""The work that all eliminations together may take. One takes equations³ units: this is enough for two at dimension
-1536."""
+"""The work that all eliminations together may take. One elimination takes equations³ units, so this is enough for two
+at dimension 1536."""
 MOST_WINDOWS = 1 << 15
 MOST_WINDOW_ROWS = 64
 
@@ -70,10 +70,11 @@ class Equations:
 
 
 class _System(Equations):
-    """Finds one secret."""
+    """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every window of a stream, and unmasks the blocks whose secret it finds."""
+        """Tries every run of rows in a stream as zero or known plaintext, and unmasks the blocks whose secret is
+        found."""
         if not self._binary.has_full_rank:
             return
         stream.restart()

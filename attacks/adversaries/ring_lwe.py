@@ -166,8 +166,8 @@ class Stream:
         return self.rows.shape[1]
 
     def restart(self) -> None:
-        """Prepares for another N or seed: a wrong N may have unmasked a part of a block, which is right but not the
-        whole block."""
+        """Lets all rows be tried again with another N or seed. A wrong N may have unmasked a part of a block, which is
+        right but not the whole block."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
@@ -192,18 +192,20 @@ class Stream:
         return centred(torch.cat(parts)[:most])
 
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
-        """Unmasks the rows around row `at` in both directions, as far as the results are small.
+        """Unmasks row `at` and the rows after and before it, until a result is not small or N rows are unmasked.
+
+        A small result (below `SMALL`) shows that the secret is right. The result is kept only if more rows are small
+        than the secret was computed from. This finds a wrong ring degree N: the equations of a single row are the same
+        for every N, up to the order and the signs of the secret, so that a wrong N shows only in the next row.
 
         Args:
             public: the matrix A.
-            secret: the secret as seen from row `at`.
-            at: the first row of the window that gave the secret.
-            num_tried: the number of rows of that window. Nothing is unmasked unless more rows turn out small: the
-                equations of one row are the same for every N, up to the order and the signs of the secret, so that a
-                wrong N shows only on the next row.
+            secret: the secret, in the form in which it gives the mask of row `at`.
+            at: the first of the rows from which the secret was computed.
+            num_tried: the number of these rows.
 
         Returns:
-            Whether rows were unmasked.
+            Whether the rows were unmasked and kept.
         """
         rows: dict[int, torch.Tensor] = {}
         for step in (1, -1):

@@ -34,9 +34,11 @@ _FULL_SEARCHES = 4
 """The number of messages for which all seeds are tried; one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
-"""How many numbers a message may have: fewer give chance hits, and more take long to draw 4,396 times."""
+"""How many numbers a message may have. Fewer numbers give hits by chance, and more take long to draw for each of the
+4,396 candidate seeds."""
 _SIGNIFICANT = 5.0
-"""Standard deviations above chance that count as a hit: 4,396 candidates reach it once in a thousand searches."""
+"""The standard deviations above chance that count as a hit. By chance, one of 4,396 candidate seeds reaches this in one
+of a thousand searches."""
 _NORM_TOLERANCE = 1e-2
 """Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8

@@ -127,8 +127,13 @@ class _System(Equations):
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the first row of each window whose difference is A·u, with u. Rows that are done, or in `known`
-        meanwhile, are skipped."""
+        """Finds the pairs of windows whose difference is A·u for a small u.
+
+        A pair is skipped if its first row is done or in `known`. Callers may add rows to both between two yields.
+
+        Yields:
+            The first row of the first window, and u.
+        """
         differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
         for row, plain in stream.known.items() if starts else ():
             for place, sign in ((row, -1), (row - distance, 1)):

@@ -1,16 +1,19 @@
-"""Implements `slot-reuse`: finds two requests under the same mask rows, which differ by their activations alone.
+"""Implements `slot-reuse`: finds two requests that used the same mask rows, and takes the difference of their inputs.
 
-It takes the difference mod 2^32 of every pair of rows of one group and direction. Fresh masks leave it uniform, and one
-mask used twice leaves x̃ − x̃′, which is below 2^21 or so. A pair of fresh rows looks reused with probability
-(2^25/2^32)^d = 2^-7d at d features. The adversary claims nothing unless this probability, times the number of pairs, is
-below 2^-40; at d = 64 and 10,000 rows the product is 2^-423. Requests sent again byte by byte tell nothing, and are
-skipped.
+A masked row is x̃ + m mod 2^32, with x̃ the encoded activations and m a row of the mask. The adversary subtracts rows of
+one group and direction from each other. If the mask rows differ, the difference is uniform mod 2^32. If one mask row
+was used twice, it cancels and leaves x̃ − x̃′. Since encoded activations are below 2^20 or so, this difference is below
+2^21.
 
-All layers share the public matrix and read its first columns. So a secret that is used in two layers, or in both
-directions of one, shows in the same way: the rows of two messages agree in as many columns as both have, up to
-activations and errors. There are too many rows to compare each with each. Rows are therefore sorted by the high bits of
-some columns, which puts most pairs that share a secret next to each other. Such a pair is reported and not used
-further: the difference of two layers' inputs is of no more use here than that of the same layer's.
+The test leaves some room: a difference counts as small if its magnitude is below 2^24 (`SMALL`), which is a range of
+2^25 numbers. So two rows with different mask rows look reused with probability (2^25/2^32)^d = 2^-7d at d features. The
+adversary claims nothing unless this probability, times the number of pairs, is below 2^-40; at d = 64 and 10,000 rows
+the product is 2^-423. Requests that were sent again byte by byte have a difference of zero, and are skipped.
+
+All layers share the public matrix A and use its first columns. So a secret s that is used in two layers, or in both
+directions of one, shows in the same way: the masks A·s of two messages agree in all columns that both messages have, up
+to the masks' errors. There are too many rows to compare all pairs. Rows are therefore sorted by the high bits of some
+columns, which puts most pairs that share a secret next to each other. The adversary reports such a pair as a fact.
 
 Source: the two-time pad; docs/threat-model.md, "What would break it, and what stops that", first row.
 """
@@ -30,16 +33,16 @@ from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
-"""The number of rows that are compared with each row, nearest first in the first feature; by chance, 2^-7 of all rows
-are near."""
+"""The most rows with which each row is compared, in the order of their distance in the first feature. By chance, the
+share 2^-7 of all rows is near."""
 MOST_PAIRS = 1 << 14
 """The most near pairs that are used; in traffic without a mask all pairs are near."""
 MOST_CLAIMS = 256
 SHARED_ROWS = "messages that share mask rows in other places"
 SHARED_SECRET = "messages of different layers or directions that share a secret"  # noqa: S105 - a fact's name
 _HIGH_BITS, _KEY_COLUMNS = 7, 8
-"""Rows are sorted by the high bits of the first columns: `_HIGH_BITS` bits each of `_KEY_COLUMNS` columns. Numbers that
-differ by 2^20 have the same high bits 31 times of 32."""
+"""Rows are sorted by the highest `_HIGH_BITS` bits of each of the first `_KEY_COLUMNS` columns. Two numbers that differ
+by 2^20 have the same high bits in 31 of 32 cases."""
 _MOST_COLUMNS, _NOTHING = 64, 1 << 40
 """Up to `_MOST_COLUMNS` columns are compared between layers; `_NOTHING` stands for a column that a narrower layer
 lacks."""
@@ -52,7 +55,8 @@ def false_positive_log2(num_rows: int, num_features: int) -> float:
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims differences of messages whose masks were the same, and a fact for messages that share other mask rows."""
+    """Claims the differences of messages that used the same mask rows in the same order, and a fact for messages that
+    share mask rows at other positions."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
         if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):
@@ -64,7 +68,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def shared_secrets(view: View) -> list[Claim]:
-    """Claims a fact for each pair of groups, or of directions of one, that was found to use one secret."""
+    """Claims a fact for each two groups, or two directions of one group, whose messages share a secret."""
     places: dict[tuple[str, int], int] = {}
     heads, owners, messages = [], [], []
     for message in view.with_tensors().products():
@@ -92,7 +96,7 @@ def shared_secrets(view: View) -> list[Claim]:
 
 
 def _alike(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields pairs of rows whose first columns have the same high bits; three such rows give two pairs."""
+    """Yields pairs of rows whose first columns have the same high bits. Three such rows give only two pairs."""
     high = rows[:, :_KEY_COLUMNS].remainder(MODULUS) >> (32 - _HIGH_BITS)
     key = (high << (_HIGH_BITS * torch.arange(_KEY_COLUMNS))).sum(1)
     ordered, order = key.sort()
@@ -109,10 +113,10 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
 
 
 def is_plain(rows: torch.Tensor) -> bool:
-    """Returns whether more than half of the numbers are below 2^28, so that nothing was masked; masks leave an eighth.
+    """Returns whether the rows were sent without a mask: then more than half of their numbers are below 2^28.
 
-    Such rows are all near each other. Comparing them took minutes on a real model, and says nothing about slots (slot:
-    one row of a mask).
+    Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. Comparing them took minutes on a
+    real model, and tells nothing about reused mask rows.
     """
     return bool((centred(rows).abs() < 1 << 28).double().mean() > 0.5)
 
@@ -132,7 +136,7 @@ def _claim(stream: Stream, one: int, other: int) -> Claim | None:
     count = min(stop - first, other_stop - other_first)
     difference = centred(stream.rows[first : first + count] - stream.rows[other_first : other_first + count])
     if not bool(difference.any()):
-        return None  # the same bytes
+        return None  # The request was sent again byte by byte.
     if int(difference.abs().max()) < SMALL:
         return StolenDifference(seq, other_seq, difference.to(torch.float64))
     return StolenFact(SHARED_ROWS, f"{seq}, {other_seq}")

@@ -1,4 +1,5 @@
-"""Implements `sparse-secret`: recovers lattice secrets that have few non-zero trits, by a meet in the middle.
+"""Implements `sparse-secret`: recovers lattice secrets that have few non-zero trits (numbers −1, 0 or 1), by a meet in
+the middle.
 
 At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w (w non-zero
 trits) is a signed sum of w columns of its row's equations: z = x̃ + e + Σ ±a_i, and x̃ + e is small. For each public
@@ -97,7 +98,11 @@ class Table:
         return np.asarray(self._singles[terms[:, 0]] + self._singles[terms[:, 1]])
 
     def open(self, stream: Stream, row: int, up_to_four: bool) -> bool:
-        """Looks a row up, and unmasks the block around it if a secret is found; returns whether one was."""
+        """Looks for a secret that fits a row. If one is found, unmasks the block around the row.
+
+        Returns:
+            Whether a secret was found.
+        """
         public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
         equations = public.equations(0)
         return any(

@@ -219,9 +219,15 @@ class _Substitute:
         return batches
 
     def _start(self, slopes: Sequence[torch.Tensor]) -> None:
-        """Starts with ΔW = S·A·B = 0. A is the direction of steepest descent, and S whitens the layer's inputs.
+        """Sets the first factors of every layer's change ΔW = S·A·B.
 
-        Source: the start of LoRA-GA (NeurIPS 2024); the seed has nothing to hide.
+        S whitens the layer's inputs, and A holds the directions of steepest descent. B is zero, so that ΔW is zero at
+        the start. The seed of the random numbers is fixed, since nothing secret depends on them.
+
+        Args:
+            slopes: for each layer, the derivative of the loss by the layer's weight, of the weight's shape.
+
+        Source: the initialisation of LoRA-GA (NeurIPS 2024).
         """
         generator = torch.Generator().manual_seed(0)
         for layer, slope, square in zip(self._layers, slopes, self._squares(), strict=True):

@@ -26,7 +26,7 @@ class ControlResult:
 
     @property
     def wins(self) -> bool:
-        """Returns whether the control won; False for NaN, too."""
+        """Returns whether the control won. A value that is NaN counts as a loss."""
         return self.value <= self.needed if self.smaller_wins else self.value >= self.needed
 
 

@@ -127,7 +127,7 @@ class Traffic:
             self.send(part, mask_part)
 
     def view(self, folder: Path) -> View:
-        """Returns what the provider recorded."""
+        """Writes the traffic as a provider's recording into `folder`, and returns the view of it."""
         return write_recording(folder, manifest(*[self.num_features] * self.num_groups), self.exchanges)
 
     def attacked(self, attack: Callable[..., list[Claim]]) -> list[Claim]:

@@ -160,7 +160,7 @@ class Site:
     """Serves a tiny model once for each adapter."""
 
     def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
-        """Makes the model.
+        """Makes a small public model and a provider that serves it.
 
         Args:
             folder: holds the model and all other files.

@@ -1,4 +1,4 @@
-"""Runs `slot-reuse` on one slot (row of a mask) used twice among honest blocks: it gives the activations' difference.
+"""Runs `slot-reuse` on traffic in which one row of a mask is used twice: it finds the difference of the activations.
 
 A second run uses one secret in two layers, with a separate error in each; the adversary must name these messages.
 """

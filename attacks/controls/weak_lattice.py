@@ -27,7 +27,7 @@ _Draw = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Weakness:
-    """Describes one weakness.
+    """Describes one way in which the mask `lattice` is weakened on purpose.
 
     Attributes:
         inject: makes the weakness, as a context manager.

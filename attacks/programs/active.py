@@ -61,7 +61,8 @@ class Fault:
     """Changes one number of each reply of a kind, always in the output head's column of the end-of-answer token.
 
     Attributes:
-        purpose, direction: the kind of replies. Of a product the last row is changed, of a hint the first row.
+        purpose, direction: the kind of replies. In a reply to a product the last row is changed, and in a reply to a
+            request for a hint the first row.
         delta: the number that is added mod 2^32; None sends the previous reply again.
         first: how many replies of the kind stay honest.
     """

@@ -74,7 +74,7 @@ class Tenant:
     """Holds a mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
 
     def __init__(self, mask: str, secret: str, folder: Path) -> None:
-        """Makes a tenant.
+        """Makes the tenant's mask, and connects the mask to a provider in the same process.
 
         Args:
             mask: one of MASKS.

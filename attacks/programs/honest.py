@@ -20,7 +20,7 @@ class HonestOffer:
     served_model: ServedModel
 
     def manifest(self) -> Manifest:
-        """Returns the honest manifest."""
+        """Returns the manifest that the honest provider offers."""
         return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:

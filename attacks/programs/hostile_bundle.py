@@ -23,7 +23,7 @@ class HostileBundle:
     """
 
     def __init__(self, honest: Handler) -> None:
-        """Copies the honest bundle.
+        """Copies the files of the honest provider's bundle, which callers may then change.
 
         Args:
             honest: the honest provider.

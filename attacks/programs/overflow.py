@@ -213,7 +213,7 @@ def measure_all(folder: Path) -> list[Outcome]:
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Returns a Markdown table."""
+    """Returns the lines of a Markdown table that has one row for each outcome."""
     table = ["| job | fault | tenant | failed | calls | bits told |", "|---|---|---|---|---|---|"]
     for one in outcomes:
         tenant = "stops at once (control)" if one.stops_at_once else "as shipped"

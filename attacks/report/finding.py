@@ -14,8 +14,8 @@ evidence that nothing leaked."""
 SHARE_TRIED = "share tried"
 """A metric: the share of all tokens that an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"
-"""A metric: of the layers of a kind that the victim changed, the share about which anything was claimed, right or
-wrong."""
+"""A metric: the share of the layers of a kind for which a change was claimed, right or wrong. Only layers that the
+victim changed count."""
 KL, OVERLAP = "KL to the victim", "subspace overlap"
 """Metrics that other metrics of the same claim express better. They are shown, but the verdict ignores them."""
 _DRAWS = 400

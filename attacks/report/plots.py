@@ -63,5 +63,5 @@ def _bars(file: Path, results: Sequence[Result], title: str, log: bool) -> Path:
 
 
 def _bar(one: Result) -> str:
-    """Returns a bar's label; the bar of the tokens that were tried stands beside that of the right ones among them."""
+    """Returns a bar's label. The share of tokens that were tried has its own bar, beside the share that was right."""
     return f"{one.finding.module}: {SHARE_TRIED}" if one.finding.metric == SHARE_TRIED else one.finding.module

@@ -112,7 +112,7 @@ def _between(interval: tuple[float, float] | None) -> str:
 
 
 def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
-    """Returns the report as Markdown."""
+    """Returns the lines of the report in Markdown: results, controls and notes."""
     table = [
         *_summary(results),
         "",

@@ -97,7 +97,8 @@ Opened = Mapping[int, torch.Tensor]
 
 
 def places(view: View) -> dict[int, tuple[int, int]]:
-    """Returns the place of each message of inference: seq to (number in `prompts`, first position there)."""
+    """Maps the seq of each message of inference to two numbers: the prompt's number in `prompts`, and the position of
+    the message's first row in that prompt."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
     for one in forward_passes(view):

@@ -135,7 +135,7 @@ class View:
         return replace(self, messages=tuple(whole), unanswered=kept)
 
     def of_tenant(self, tenant: str) -> View:
-        """Returns one tenant's messages."""
+        """Returns a view that holds only the messages of one tenant."""
         theirs = [tuple(one for one in part if one.tenant == tenant) for part in (self.messages, self.unanswered)]
         return replace(self, messages=theirs[0], unanswered=theirs[1])
 
@@ -161,7 +161,7 @@ class View:
 
 
 def open_view(folder: Path) -> View:
-    """Reads a recording.
+    """Reads a provider's recording and returns the view of all its messages.
 
     Raises:
         ConfigurationError: the folder holds no recording, or one that is empty or damaged.

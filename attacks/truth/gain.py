@@ -136,7 +136,7 @@ class PrivateTask:
     """Holds private questions with the results of base model and victim, computed once for all stolen adapters."""
 
     def __init__(self, base: Any, victim: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Encodes the questions.
+        """Encodes the questions and their answers as token ids.
 
         Args:
             base, victim: models of attacks/truth/secrets.py.

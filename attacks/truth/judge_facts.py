@@ -95,7 +95,7 @@ def in_words(claim: StolenFact) -> str:
 
 
 def first_step(view: View) -> ForwardPass | None:
-    """Returns the first training pass."""
+    """Returns the first forward pass of training in the view; None if there is none."""
     return next((one for one in forward_passes(view) if one.is_training), None)
 
 

@@ -53,10 +53,10 @@ def read_batches(file: Path) -> list[Batch]:
 
 
 class Truth:
-    """Holds one victim's secrets."""
+    """Holds the secrets of one victim, by which claims about the victim are judged."""
 
     def __init__(self, model: Any, public: PublicModel, manifest: Manifest, adapter: Path) -> None:
-        """Reads a victim's adapter.
+        """Reads a victim's adapter and puts it into a copy of the model.
 
         Args:
             model: the checkpoint, transformers' causal language model; it is changed in place.

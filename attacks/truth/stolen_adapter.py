@@ -21,12 +21,15 @@ _NOISE = 1e-6
 
 
 def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> Path | None:
-    """Writes the adapter; returns None if nothing usable was claimed.
+    """Writes the claimed adapter as a PEFT folder.
 
     Args:
         claims: claims about any layers; a later claim about a layer replaces an earlier one.
         public: the public model, which gives the columns of a fused layer's members.
-        folder: the folder to make.
+        folder: the folder to write to; it is made if it is missing.
+
+    Returns:
+        `folder`; None, without writing anything, if no claim is usable.
     """
     from peft import LoraConfig
 

@@ -40,7 +40,7 @@ def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
-    """Reads what `to_json` wrote."""
+    """Returns the checks that `to_json` turned into JSON values."""
     return [Check(**(one | {"log10_chance": -math.inf if one["log10_chance"] is None else one["log10_chance"]}))
             for one in said]  # fmt: skip
 

@@ -84,7 +84,7 @@ class Watch:
     """
 
     def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:
-        """Makes a watch.
+        """Makes a watch that has not seen any mask yet.
 
         Args:
             parameters: the parameters of the masks.

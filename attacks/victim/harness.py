@@ -63,8 +63,8 @@ def record(
 
 @contextlib.contextmanager
 def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts a victim, which does what it can without a provider. The victim is killed when the block ends, even
-    by an exception."""
+    """Starts a victim, which trains its adapter before it needs the provider. The victim is killed when the block ends,
+    even by an exception."""
     command = [sys.executable, "-W", "ignore", "-m", "attacks.victim.tenant", str(job)]
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -82,7 +82,7 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
     """Trains an adapter if none is given, and sends the traffic of every run.
 
     Args:
-        job: what to do.
+        job: the work to do.
         find_site: is called once, when the adapter exists; returns the provider to attack.
     """
     from tenant_sdk import TenantClient

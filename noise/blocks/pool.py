@@ -99,7 +99,7 @@ class MaskPool:
         features: int = 0,
         on_drop: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepares; nothing is made before rows are asked for.
+        """Makes an empty pool. The first masks are made when the first rows are requested.
 
         Args:
             make: makes blocks. It is called from any thread, but for one group and direction only by one thread at a

@@ -57,8 +57,8 @@ class Slots:
     __slots__ = ("_lock", "_next", "_num_rows", "_origin")
 
     def __init__(self, num_rows: int) -> None:
-        """Args: num_rows: the rows of the block. `Reservation.open_block` makes slots of a block that the ledger
-        counts."""
+        """Makes the slots of a block of `num_rows` rows, all unused. `Reservation.open_block` makes the slots of a
+        block that the ledger counts."""
         if num_rows < 0:
             raise MaskError(f"a block has at least 0 rows, got {num_rows}")
         self._num_rows, self._next = num_rows, 0

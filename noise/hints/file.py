@@ -177,8 +177,13 @@ class Hint(ABC):
     """
 
     def __init__(self, layout: Layout, verified: bool, num_bytes: int) -> None:
-        """Args: verified: whether every range passed a check; num_bytes: the bytes that count against the store's RAM
-        budget."""
+        """Sets the hint's shape and properties.
+
+        Args:
+            layout: the hint's shape and rounding.
+            verified: whether every fetched range of rows passed the session's check.
+            num_bytes: the bytes that count against the store's RAM budget.
+        """
         self.rows = layout.rows
         self.features = layout.features
         self.dropped_bits = layout.dropped_bits
@@ -208,7 +213,7 @@ class MappedHint(Hint):
     used."""
 
     def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:
-        """Stores what `open` has found."""
+        """Wraps a mapped file whose size and header `open` has checked."""
         super().__init__(layout, verified, layout.file_bytes)
         self._path = path
         self._layout = layout

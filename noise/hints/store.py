@@ -2,10 +2,11 @@
 every layer group and direction. Each hint is fetched once from the provider and kept on disk.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
-every tile that is read from disk first passes its checksum. The caller's `verify` checks ranges at 32 bits, before they
-are rounded. A session that checks does not use a hint that was fetched without a check, but fetches it again. An
-interrupted fetch continues where it stopped. A file appears under its name whole or not at all. If several processes
-want one hint, it is fetched once.
+every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
+caller's `verify` checks each fetched range of a hint's rows at the full 32 bits, before the range is rounded. Such a
+session does not use a hint that was fetched without this check, but fetches the hint again. An interrupted fetch
+continues with the missing rows. A file appears under its name whole or not at all. If several processes want one hint,
+it is fetched once.
 
 Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
 mix-ups, not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md, "lattice").
@@ -334,7 +335,7 @@ class HintStore:
             folder.rmdir()
 
     def close(self) -> None:
-        """Drops every hint in memory."""
+        """Drops every hint that is kept in memory."""
         with self._lock:
             self._kept.clear()
 
@@ -375,7 +376,7 @@ class _StreamedHint(Hint):
         self._numbers = torch.empty(layout.rows, layout.features, dtype=torch.int32, device="cpu")
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
-        """Stores rows of the hint."""
+        """Copies `rows` into the hint, starting at row `first_row`."""
         self._numbers[first_row : first_row + rows.shape[0]] = rows
 
     def _load(self, start: int, stop: int) -> torch.Tensor:

@@ -117,7 +117,9 @@ class Combiner:
     scratch memory."""
 
     def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
-        """Args:
+        """Checks the arguments and allocates scratch memory for products with these secrets.
+
+        Args:
             secrets_hat: the result of `secret_transform`.
             out: int32, shape (B, N, features), the numbers of a row contiguous; the products are written to it.
             error: int8, int16 or int32, shape (B, N, features), CPU, the numbers of a row contiguous, which is added to

@@ -95,7 +95,7 @@ class TensorColumns:
     """Gives a tensor the interface of `Columns`."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
-        """Args: matrix: int32, shape (k·N, features), CPU, any strides."""
+        """Keeps `matrix`: int32, shape (k·N, features), CPU, any strides."""
         self._matrix = matrix
 
     @property
@@ -285,8 +285,12 @@ class _Inverse:
         self._sums = self._rounded = torch.empty(0, dtype=torch.complex128, device="cpu")
 
     def __call__(self, matrix_hat: torch.Tensor, secrets_hat: torch.Tensor, out: torch.Tensor) -> None:
-        """Args: matrix_hat (k, c, N/2), secrets_hat (B, k, N/2), and out (B, N, c), to which the product is written;
-        any strides."""
+        """Computes the product of some columns of the matrix and all secrets, and writes it to `out`.
+
+        Args:
+            matrix_hat, secrets_hat: the transforms, shapes (k, c, N/2) and (B, k, N/2), any strides.
+            out: shape (B, N, c), any strides; written.
+        """
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):

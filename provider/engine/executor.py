@@ -60,7 +60,7 @@ class Executor:
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
-        """Starts the worker threads.
+        """Starts the worker threads, which compute the scheduler's batches.
 
         Args:
             replicas: replicas with the same weights; each takes the next batch when its last one is done. If the list

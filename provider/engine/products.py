@@ -62,7 +62,7 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
 
 
 def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
-    """Computes one product.
+    """Computes the product of a request's rows and a group's weight.
 
     Args:
         served: the model.

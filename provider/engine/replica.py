@@ -106,7 +106,7 @@ class Here:
         can_share: bool = True,
         row_product: Callable[[Call], RowProduct | None] = lambda call: None,
     ) -> None:
-        """Keeps the functions that compute.
+        """Keeps the functions that compute this replica's products.
 
         Args:
             product: computes one product in the calling thread.

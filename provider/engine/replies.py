@@ -29,7 +29,7 @@ class Replies:
     of one request."""
 
     def __init__(self, completed: Completed | None, unqueue: Callable[[Ticket], None]) -> None:
-        """Keeps the callbacks.
+        """Keeps the callbacks for requests that have ended.
 
         Args:
             completed: called for every request that gets a reply, fails or is cancelled; None for no callback.

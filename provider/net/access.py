@@ -47,7 +47,7 @@ class AccessCheck:
         self._revocations = revocations
 
     def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:
-        """Admits a caller.
+        """Checks a caller's certificate and admits the caller.
 
         Args:
             cert_pem: the caller's certificate in PEM, which TLS has verified; empty without TLS.

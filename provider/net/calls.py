@@ -21,7 +21,7 @@ class Calls:
     """Counts the open calls of each caller."""
 
     def __init__(self, most_threads: int) -> None:
-        """Starts at zero; `most_threads` is the number of threads that all callers share."""
+        """Sets all counts to zero. `most_threads` is the number of threads that all callers share."""
         self._most_threads = most_threads
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()

@@ -95,7 +95,7 @@ class SpareDescriptor:
     """
 
     def __init__(self) -> None:
-        """Takes a descriptor, if one is free."""
+        """Opens the spare descriptor, if the process may open another file."""
         self._lock = threading.Lock()
         self._fd: int | None = None
         self.take_back()
@@ -115,7 +115,7 @@ class SpareDescriptor:
                 self._take()
 
     def take_back(self) -> None:
-        """Takes a descriptor if none is held and one is free."""
+        """Opens the spare descriptor again, if it is not open and the process may open another file."""
         if self._fd is None:
             with self._lock:
                 self._take()
@@ -131,7 +131,7 @@ class SpareDescriptor:
             self._fd = None
 
     def close(self) -> None:
-        """Closes the descriptor for good."""
+        """Closes the spare descriptor, so that it is free for other files."""
         with self._lock:
             self._let_go()
 

@@ -27,7 +27,7 @@ class Outbox:
     """Holds the frames and replies of one stream that wait to be sent."""
 
     def __init__(self, table: RequestTable, usage: TenantUsage, most_waiting: int = MAX_REQUESTS) -> None:
-        """Starts empty.
+        """Makes an outbox in which nothing waits to be sent.
 
         Args:
             table: the stream's requests in flight; a request is forgotten there when its reply is sent.

@@ -36,7 +36,7 @@ class Request:
     def __init__(
         self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
     ) -> None:
-        """Prepares to receive the chunks.
+        """Makes a request of which no chunk has been received yet.
 
         Args:
             header: the header of the request's first frame.
@@ -64,7 +64,7 @@ class RequestTable:
         cancel: Callable[[Job], None],
         most_requests: int = MAX_REQUESTS,
     ) -> None:
-        """Starts empty.
+        """Makes an empty table of requests.
 
         Args:
             max_in_flight_bytes: most bytes of the stream's requests and their replies together.
@@ -126,10 +126,10 @@ class RequestTable:
         self._held_bytes += request.held_bytes
 
     def keep_row(self, request: Request) -> bool:
-        """Puts a row into the table that was admitted outside it and could not be computed at once.
+        """Adds to the table a row that was admitted without a place in it and could not be computed at once.
 
         Returns:
-            False if the stream has ended meanwhile.
+            False if the stream has ended in the meantime.
         """
         with self._lock:
             if self.is_closed:

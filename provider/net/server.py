@@ -192,7 +192,7 @@ class _Certificates:
     """Holds the server's certificate, and replaces it before it expires and after `renew`."""
 
     def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
-        """Issues the first certificate."""
+        """Issues the server's first certificate."""
         self._state, self._host, self._names = state, host, names
         self._lock = threading.Lock()
         self._is_stale = self._has_failed = False

@@ -126,7 +126,7 @@ class ProviderService:
             return list(self._sessions)
 
     def status(self) -> ServiceStatus:
-        """Returns counts over all streams."""
+        """Returns the numbers of streams, requests, rows and bytes, summed over all streams."""
         sessions = self.sessions
         each, tenants = [session.status() for session in sessions], {session.tenant for session in sessions}
         return ServiceStatus(

@@ -110,7 +110,7 @@ class Session:
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepares for the first message.
+        """Makes a session that has not received any message yet.
 
         Args:
             tenant: the tenant's name, for the log and the recorder.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """Describes one stream.
+    """Describes the present state of one stream.
 
     Attributes:
         num_requests: number of requests in flight, without rows that the receiving thread computes at once.

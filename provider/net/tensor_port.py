@@ -61,7 +61,7 @@ class TensorPort:
     """Holds the bound tensor port; `start` begins to accept connections."""
 
     def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
-        """Binds the port.
+        """Binds the TCP port, on which connections can then queue until `start`.
 
         Args:
             host: an address or a name of this machine.
@@ -95,7 +95,7 @@ class TensorPort:
             return TensorPortStatus(len({*self._open.values()}), len(self._guests))
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
-        """Begins to accept connections.
+        """Starts a thread that accepts connections to the port.
 
         Args:
             context: returns the newest TLS context; called at each handshake.

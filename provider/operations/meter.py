@@ -19,13 +19,13 @@ class Histogram:
     """Counts observations in buckets with upper bounds. It is not safe under threads."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Starts at zero; `bounds` are the upper bounds of the buckets, in rising order."""
+        """Makes empty buckets. `bounds` are their upper bounds, in rising order."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Adds one observation."""
+        """Adds one observed value to its bucket and to the sum."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -39,7 +39,7 @@ class Histogram:
         return rising
 
     def copy(self) -> Histogram:
-        """Returns an independent copy."""
+        """Returns a copy that later observations do not change."""
         other = Histogram(self.bounds)
         other.counts, other.sum = list(self.counts), self.sum
         return other
@@ -57,7 +57,7 @@ class Meter:
     """Counts products and the waits of requests. It is safe under threads."""
 
     def __init__(self) -> None:
-        """Starts at zero."""
+        """Sets all counters and histograms to zero."""
         self._lock = threading.Lock()
         self._inline = 0
         self._waits: dict[int, list[float]] = {}

@@ -58,7 +58,7 @@ class ProviderCollector(Collector):
         self._named: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics."""
+        """Yields the present values of all metrics, for Prometheus."""
         yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
         yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
         yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())

@@ -35,7 +35,7 @@ class Monitor:
     """Runs the servers for the operator; each of them is optional."""
 
     def __init__(self, metrics: CollectorRegistry) -> None:
-        """Starts no server yet; `metrics` is the registry that GET /metrics shows."""
+        """Keeps `metrics`, the registry that GET /metrics shows. No server is started yet."""
         self._metrics = metrics
         self._servers: list[socketserver.BaseServer] = []
         self._health: grpc.Server | None = None

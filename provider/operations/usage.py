@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Usage(BaseModel):
-    """Holds one tenant's totals.
+    """Holds the totals of one tenant's usage.
 
     Attributes:
         requests, rows: the requests that got a reply, and the rows of these requests, by class of work.
@@ -77,7 +77,7 @@ class TenantUsage:
     """Counts one tenant's usage since the provider's start. It is safe under threads."""
 
     def __init__(self) -> None:
-        """Starts at zero."""
+        """Sets all usage counters to zero."""
         self._lock = threading.Lock()
         self._requests, self._rows = [0] * len(RequestClass), [0] * len(RequestClass)
         self._bytes_up = self._bytes_down = 0
@@ -119,7 +119,7 @@ class UsageBook:
     """Holds the counts of all tenants since the provider's start, and adds them to a file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Starts at zero, and checks that the file can be read.
+        """Sets all tenants' counts to zero, and checks that the file can be read.
 
         Args:
             path: the file; None saves nothing.

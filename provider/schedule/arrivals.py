@@ -30,7 +30,7 @@ class Arrivals:
     """Keeps the mean gap of each tenant and call, and the tenants from which a request is expected."""
 
     def __init__(self) -> None:
-        """Starts without any tenant."""
+        """Makes a record of arrivals that knows no tenant yet."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
         """By tenant and call: the mean gap and the mean deviation of the gaps, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()

@@ -23,7 +23,7 @@ class Decoders:
     """Keeps track of the decoding tenants of one scheduler."""
 
     def __init__(self, has_classes: bool) -> None:
-        """Starts without any tenant.
+        """Makes a record of decoding tenants that knows no tenant yet.
 
         Args:
             has_classes: whether decode requests go before other work. If not, arrivals are not predicted and floods are

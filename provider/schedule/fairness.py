@@ -24,7 +24,7 @@ class TenantRing:
     """
 
     def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
-        """Starts empty.
+        """Makes the ring without any tickets.
 
         Args:
             quantum_of: returns the credit of one turn for a tenant of weight 1, in rows or seconds like all costs here.

@@ -61,7 +61,7 @@ class LatencyModel:
     """Predicts the time of products for each lane. It is not safe under threads."""
 
     def __init__(self, products_per_row: Callable[[Call], int]) -> None:
-        """Starts without measurements; `products_per_row` returns in_features · out_features of a lane."""
+        """Makes a model without measurements. `products_per_row` returns in_features · out_features of a lane."""
         self._products_per_row = products_per_row
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}

@@ -61,7 +61,7 @@ class TokenBucket:
     larger amount passes when the bucket is full, and leaves the level below zero."""
 
     def __init__(self, rate: float | None, now_s: float) -> None:
-        """Starts with a full bucket; `rate` is in units per second, and None is no limit."""
+        """Makes a full bucket. `rate` is in units per second; None sets no limit."""
         self._rate = math.inf if rate is None else rate
         self._level, self._filled_s = self._rate, now_s
 
@@ -89,8 +89,8 @@ class SharedRoom:
     """
 
     def __init__(self, size: float) -> None:
-        """Starts empty; `size` is the most that all hold together, but a larger amount may pass while nothing else is
-        held."""
+        """Makes a room of which nothing is held. `size` is the most that all tenants may hold together, but a larger
+        amount may pass while nothing else is held."""
         self._lock = threading.Lock()
         self._size, self._used = size, 0
 
@@ -118,7 +118,7 @@ class Quota:
     threads."""
 
     def __init__(self, limits: TenantLimits, now_s: float, room: SharedRoom | None = None) -> None:
-        """Starts with nothing in flight.
+        """Makes the quota of a tenant that has no request in flight.
 
         Args:
             limits: the operator's limits for this tenant.

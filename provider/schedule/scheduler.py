@@ -52,7 +52,7 @@ class Scheduler:
         weight_of: Callable[[str], float] = lambda tenant: 1.0,
         width_of: Callable[[Call], int] = lambda call: 1,
     ) -> None:
-        """Starts empty.
+        """Makes a scheduler in which no request waits.
 
         Args:
             policy: how requests are combined.

@@ -38,7 +38,7 @@ class JoinedShard:
     can_share = can_return = False
 
     def __init__(self, name: str, groups: dict[int, GroupInfo], is_refused: Callable[[], bool]) -> None:
-        """Starts with nothing to send.
+        """Makes the router's end of a connection to a shard, with no message to send.
 
         Args:
             name: the shard's name for the log.

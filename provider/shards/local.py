@@ -20,7 +20,7 @@ class LocalShards:
     """Holds the shards' processes and their weights; use `start` to make one."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
+        """Makes a set without any processes; `start` makes one with processes."""
         self._ending = ExitStack()
         self.plan: tuple[tuple[int, ...], ...] = ()
         """The ids of each shard's groups, in the order of shards."""

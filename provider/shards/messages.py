@@ -53,12 +53,12 @@ _AnyMessage = TypeVar("_AnyMessage", Join, Assignment, Ready)
 
 
 def pack(message: Join | Assignment | Ready) -> bytes:
-    """Returns a message as JSON."""
+    """Encodes a message as JSON in UTF-8."""
     return message.model_dump_json().encode()
 
 
 def unpack(kind: type[_AnyMessage], data: bytes) -> _AnyMessage:
-    """Reads a message.
+    """Decodes and checks a message from a peer.
 
     Args:
         kind: the expected type of message.

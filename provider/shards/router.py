@@ -84,7 +84,7 @@ class ShardedExecutor:
         return [executor.num_replicas for executor in self.executors]
 
     def close(self) -> None:
-        """Closes all executors."""
+        """Closes the executors of all shards."""
         for executor in self.executors:
             executor.begin_close()
         for executor in self.executors:

@@ -21,7 +21,7 @@ class SharedRows:
     only the process that received the last message may use the rows."""
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
-        """Takes over the memory's descriptor.
+        """Takes over the file descriptor of shared memory, and maps the memory at the owner's end.
 
         Args:
             descriptor: the memory's file descriptor, which `close` closes.
@@ -72,6 +72,6 @@ class SharedRows:
         return torch.frombuffer(self._map, dtype=dtype, count=num_rows * cols).view(num_rows, cols)
 
     def close(self) -> None:
-        """Unmaps and closes the memory."""
+        """Unmaps the memory and closes its file descriptor."""
         self._map = None
         os.close(self.descriptor)

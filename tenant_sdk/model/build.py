@@ -46,7 +46,7 @@ class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.layers = layers or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns only the quantizer's name."""
+        """Returns a dict with the quantizer's name only, without the layers."""
         return {"quant_method": _METHOD}
 
 

@@ -107,7 +107,7 @@ class PlannedCalls:
     """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Makes the model's shared course.
+        """Makes the course that threads without their own course share.
 
         Args:
             may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not

@@ -289,7 +289,7 @@ class RemoteGroup:
     def __init__(
         self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
     ) -> None:
-        """Makes a group.
+        """Makes a group that has not computed any outputs yet.
 
         Args:
             executor: the executor that gets the group's products from the provider.

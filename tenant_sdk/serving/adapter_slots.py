@@ -1,4 +1,4 @@
-"""What the engine asks of a store of adapters, and the store that has none.
+"""This module defines what the engine needs from a store of adapters, and a store that has no adapters.
 
 The engine reserves an adapter when a request comes in and holds the ticket until the request ends. Each adapter that is
 ready has a slot on the device, which is a number above 0; slot 0 stands for the base model alone. The rows of a step
@@ -19,61 +19,62 @@ NO_ADAPTER = 0
 
 
 class Ticket(Protocol):
-    """One request's hold on one adapter."""
+    """Stands for one request's hold on one adapter. A held adapter keeps its slot."""
 
     def is_ready(self) -> bool:
-        """Whether the adapter is on the device, so that `slot` is valid."""
+        """Returns whether the adapter is on the device, so that `slot` is valid."""
 
     @property
     def failure(self) -> VeilbaseError | None:
-        """The reason why the adapter will never be ready; None while it may be."""
+        """Returns the reason why the adapter will never be ready; None while the adapter may become ready."""
 
     @property
     def slot(self) -> int:
-        """The adapter's place on the device; valid from the time that the adapter is ready until `release`."""
+        """Returns the number of the adapter's slot; valid from the time that the adapter is ready until `release`."""
 
     @property
     def digest(self) -> str:
-        """The digest of the adapter's contents: KV of another digest is never used for a request with this one."""
+        """Returns the digest of the adapter's contents. KV that was computed with an adapter of another digest is never
+        used for a request with this adapter."""
 
     def release(self) -> None:
-        """Gives the hold back; a second call does nothing."""
+        """Ends the hold on the adapter; a second call does nothing."""
 
 
 class AdapterSlots(Protocol):
-    """Adapters on the device, as the engine uses them; the engine's thread alone calls `in_step`.
+    """Defines what the engine needs from a store of adapters. Only the engine's thread calls `in_step`.
 
-    Whoever makes one gives its constructor a function that wakes the engine: the store calls it, from any thread,
+    A store's constructor takes a function that wakes the engine. The store calls this function, from any thread,
     whenever a ticket becomes ready or fails.
     """
 
     def reserve(self, name: str) -> Ticket:
-        """Holds an adapter for one request and begins to load it where it is not on the device.
+        """Holds an adapter for one request, and begins to load the adapter if it is not on the device.
 
         Raises:
-            ConfigurationError: there is no adapter of this name, or it cannot be used with this model.
+            ConfigurationError: there is no adapter of this name, or the adapter cannot be used with this model.
         """
 
     def in_step(self, slot_of_row: list[int]) -> AbstractContextManager[None]:
-        """Inside the context, remote layers add to each row what the row's own adapter adds.
+        """Returns a context in which remote layers add the effect of each row's own adapter to that row's output.
 
         Args:
             slot_of_row: the slot of each row of the step, in ascending order.
         """
 
     def close(self) -> None:
-        """Lets the model and the memory go; the engine calls it when it is closed."""
+        """Detaches the store from the model. The engine calls this method when the engine is closed."""
 
 
 class BaseModelTicket:
-    """The ticket of a request without an adapter: always ready, in slot 0."""
+    """Implements the ticket of a request without an adapter: it is always ready, in slot 0."""
 
     failure: VeilbaseError | None = None
     slot: int = NO_ADAPTER
     digest: str = ""
 
     def is_ready(self) -> bool:
-        """Returns True."""
+        """Returns True, since the base model is always on the device."""
         return True
 
     def release(self) -> None:
@@ -81,16 +82,16 @@ class BaseModelTicket:
 
 
 class NoAdapters:
-    """A store without adapters."""
+    """Implements a store that has no adapters, for an engine that serves only the base model."""
 
     def reserve(self, name: str) -> Ticket:
-        """Refuses every name."""
+        """Raises ConfigurationError for every name."""
         raise ConfigurationError(f"there is no adapter {ascii(name)[:80]}: this engine serves the base model alone")
 
     @contextlib.contextmanager
     def in_step(self, slot_of_row: list[int]) -> Iterator[None]:
-        """Changes nothing."""
+        """Returns a context that changes nothing in the model's layers."""
         yield
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing, since the store holds nothing."""

@@ -1,4 +1,7 @@
-"""The handle of one request: its text as it comes, its end, and the way to cancel it; for use from any thread."""
+"""This module holds the handle of one request, which gives its text piece by piece, waits for its end and cancels it.
+
+Any thread may use the handle.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,18 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Answer:
-    """What comes of one request. The engine's thread writes it; all others read it."""
+    """Holds the answer to one request. The engine's thread writes the answer; all other threads read it."""
 
     def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
-        """Args: num_prompt_tokens: of the prompt, without padding; cancel: asks the engine to end the request."""
+        """Makes an answer that has no text yet.
+
+        Args:
+            num_prompt_tokens: the number of tokens of the prompt, without padding.
+            cancel: asks the engine to end the request.
+        """
         self.num_prompt_tokens = num_prompt_tokens
         self.token_ids: list[int] = []
-        """The tokens of the answer so far; it grows until the answer is done."""
+        """The tokens of the answer so far. The list grows until the answer is done."""
         self.finish_reason: FinishReason | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
@@ -32,24 +40,24 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Returns whether the answer has ended, so that no more text will come."""
         return self._is_done
 
     @property
     def error(self) -> VeilbaseError | None:
-        """The reason why the request failed, if it did."""
+        """Returns the reason why the request failed; None if the request did not fail."""
         return self._error
 
     def cancel(self) -> None:
-        """Ends the request after the step that is being computed; does nothing when it is done."""
+        """Ends the request after the step that is being computed; does nothing if the answer is done."""
         if not self._is_done:
             self._cancel()
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the pieces of text from the first on, each as soon as it is there.
+        """Yields the pieces of text, starting with the first. Each piece is yielded as soon as it is complete.
 
         Raises:
-            VeilbaseError: the request failed; what came before was yielded.
+            VeilbaseError: the request failed; the text before the failure was yielded.
         """
         num_given = 0
         while fresh := self._pieces_after(num_given):
@@ -58,19 +66,21 @@ class Answer:
         self._raise_error()
 
     def _pieces_after(self, num_given: int) -> list[str]:
-        """Waits for a piece that was not given yet; returns none at the end."""
+        """Waits for text after the first `num_given` pieces and returns the new pieces; returns an empty list if the
+        answer has ended without more text."""
         with self._changed:
             self._changed.wait_for(lambda: num_given < len(self._pieces) or self._is_done)
             return self._pieces[num_given:]
 
     def result(self, timeout_s: float | None = None) -> str:
-        """Waits for the end and returns the whole text; of a cancelled request, what there was.
+        """Waits for the end of the answer and returns its whole text. A cancelled request has the text up to its
+        cancellation.
 
         Args:
-            timeout_s: seconds to wait; None for as long as it takes.
+            timeout_s: seconds to wait; None waits without a limit.
 
         Raises:
-            DeadlineExceeded: the answer is not complete in this time; it goes on.
+            DeadlineExceeded: the answer was not complete in this time; the engine goes on with it.
             VeilbaseError: the request failed.
         """
         with self._changed:
@@ -80,9 +90,11 @@ class Answer:
         return "".join(self._pieces)
 
     def add_done_callback(self, callback: Callable[[Answer], None]) -> None:
-        """Has a function called when the answer is done, at once if it is: in the engine's thread, so briefly.
+        """Registers a function that is called when the answer is done.
 
-        What it raises there is logged by its kind, and changes nothing.
+        The engine's thread calls the function, so it must return quickly. An exception that the function raises there
+        is logged by its type only, and changes nothing. If the answer is already done, the function is called at once
+        in the calling thread.
         """
         with self._changed:
             if not self._is_done:
@@ -92,17 +104,18 @@ class Answer:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise copy.copy(self._error) from None  # several threads may raise it, each with a traceback of its own
+            raise copy.copy(self._error) from None  # Each thread that raises the error has its own traceback.
 
     def put(self, text: str) -> None:
-        """Adds a piece; for the engine."""
+        """Adds a piece of text. Only the engine calls this method."""
         if text:
             with self._changed:
                 self._pieces.append(text)
                 self._changed.notify_all()
 
     def finish(self, reason: FinishReason | None, error: VeilbaseError | None = None) -> None:
-        """Ends the answer, with an error if it failed; for the engine. Only the first end counts."""
+        """Ends the answer, with an error if the request failed. Only the engine calls this method, and only the first
+        call counts."""
         with self._changed:
             if self._is_done:
                 return

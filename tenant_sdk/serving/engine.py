@@ -1,23 +1,25 @@
-"""The engine: many requests, each with its own adapter and settings, over one remote base model.
+"""This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
+base model.
 
-One thread of its own plans a step, lets its rows go through the model, chooses each request's next token, and begins
+The engine has one thread, which plans a step, computes it with the model, chooses each request's next token, and begins
 again. All other threads submit requests, read answers and cancel.
 
 Guarantees:
-- a request's tokens are those of `TenantClient.generate` alone, as far as rounding allows: what is answered beside it,
-  and when it joined, changes nothing;
-- what fails is the request that it concerns, in one line, and the others go on: an adapter that cannot be loaded, a
-  logits hook or `on_text` that raises, a tokenizer that fails, a value that is not finite (lost_rows.py). When the
-  provider fails in a step, the requests of that step fail, since their rows were in it; those that wait go on. After a
-  reply that failed its check the session is over, and so is everything;
-- nothing is sent again by itself.
+- a request gets the same tokens as from `TenantClient.generate`, up to rounding. Other requests, and the time at which
+  the request joined, do not change them;
+- a failure that concerns one request ends only that request, with an error of one line. Such failures are an adapter
+  that cannot be loaded, a logits hook or `on_text` that raises, a tokenizer that fails, and a value that is not finite
+  (lost_rows.py). If the provider fails in a step, the requests of that step fail, and waiting requests go on. If a
+  reply fails its check, the session is over and all requests fail;
+- the engine retries nothing by itself.
 
-What the provider sees: the number of rows of every step, and so the sum over all requests: it sees prompts join, as
-far as their lengths and number show in the sums, and answers end. It does not see which row is whose, nor which
-adapter: those are applied here. Without `verify`, a provider that lies may learn from what its lies visibly change,
-and that is here, as in `generate`, the end of an answer. A request with `fixed_length` has no such end: its rows go
-on to its length limit, whatever its tokens, its stop strings and its values are, and only its submission and limit
-show. When a request is admitted depends on lengths, limits and the ends of others, never on texts.
+The provider sees the number of rows of every step, which is a sum over all requests. So the provider sees prompts join
+and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
+belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
+learn from what its wrong replies visibly change. In the engine, as in `generate`, this is the end of an answer. A
+request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens, stop strings and
+values are, so that only its submission and limit show. The time at which a request is admitted depends on lengths,
+limits and the ends of other requests, never on texts.
 """
 
 from __future__ import annotations
@@ -51,19 +53,19 @@ from tenant_sdk.text.rows import pad_token
 from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
 
 MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
-"""Makes the store of adapters: is given the model and a function that wakes the engine, and returns the store."""
+"""A function that makes the store of adapters. It takes the model and a function that wakes the engine."""
 
 _CLOSED = "this engine was closed before the answer was complete"
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What an engine is doing.
+    """Holds the numbers of an engine's running and waiting requests.
 
     Attributes:
-        num_running: requests that are being read or answered.
-        num_waiting: requests that are not admitted yet.
-        reserved_bytes: the KV of those that run.
+        num_running: the requests that are admitted, so that their prompts or answers are being computed.
+        num_waiting: the requests that are not admitted yet.
+        reserved_bytes: the bytes of keys and values (KV) that the running requests reserve.
     """
 
     num_running: int
@@ -72,7 +74,7 @@ class EngineStatus:
 
 
 class Engine:
-    """Answers requests until it is closed; a context manager.
+    """Answers requests until the engine is closed. An engine is a context manager.
 
     Example:
         with TenantClient("grpcs://host:8443", identity="acme/") as client, Engine(client) as engine:
@@ -97,15 +99,16 @@ class Engine:
         """Loads a model and begins to serve.
 
         Args:
-            client: a connected `TenantClient`; it has to stay open while the engine works.
-            make_slots: makes the store of adapters; None to serve the base model alone.
-            kv_dtype: fp32, bf16 or fp8: how keys and values are kept.
-            kv_bytes: most bytes of keys and values of all running requests; more requests than fit wait.
-            max_running: most requests that are answered at a time.
-            step_tokens: most rows of a step: long prompts are read in pieces, so that answers do not wait for them.
-            max_waiting: most requests that wait.
-            overtaking_s: seconds for which small requests may overtake one that is too large for what is free.
-            clock: tells the seconds, for tests.
+            client: a connected `TenantClient`, which must stay open while the engine works.
+            make_slots: makes the store of adapters; None serves only the base model.
+            kv_dtype: the type in which keys and values are kept: fp32, bf16 or fp8.
+            kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait.
+            max_running: the most requests that are answered at a time.
+            step_tokens: the most rows of a step. Long prompts are computed in pieces, so that answers do not wait for
+                them.
+            max_waiting: the most requests that wait.
+            overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
+            clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
             ConfigurationError: the model cannot be served in this way, or a setting is impossible.
@@ -119,7 +122,7 @@ class Engine:
         self._check_holds_a_request(kv_bytes)
         self._scheduler = Scheduler(budget)
         self._lock = threading.Lock()
-        self._woken = threading.Event()  # set without a lock: a store may wake the engine while it holds its own
+        self._woken = threading.Event()  # Set without `_lock`, since a store may hold its own lock when it sets this.
         self._requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self._fresh: list[tuple[Request, str]] = []
@@ -127,7 +130,7 @@ class Engine:
         self._is_closed = False
         self._failure: VeilbaseError | None = None
         self._tokenizer = client.tokenizer
-        self._own_tokenizer = copy.deepcopy(client.tokenizer)  # one thread encodes while the engine's decodes
+        self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
         self._runner = StepRunner(ragged, self._layout, self._slots)
@@ -165,33 +168,33 @@ class Engine:
         on_text: Callable[[str], None] | None = None,
         caller: str = "",
     ) -> Answer:
-        """Takes a request in, and returns at once.
+        """Queues a request and returns at once.
 
         Args:
             prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
-            adapter: its name in the store; None for the base model.
-            max_new_tokens: length limit of the answer; None for 128, or fewer where the context leaves fewer.
-            do_sample: whether tokens are drawn; otherwise the likeliest is taken.
-            temperature: as in transformers, above 0; None for what the checkpoint's generation settings say, as for
-                the three that follow.
-            top_k: tokens among which one is drawn; 0 for all.
-            top_p: the share of likelihood among whose tokens one is drawn.
-            repetition_penalty: above 1 for fewer repetitions.
-            seed: of this answer's own random numbers.
-            stop: strings at which the text ends; they are not part of it.
-            eos_token_id: tokens at which the text ends; None for the model's own.
+            adapter: the adapter's name in the store; None means the base model.
+            max_new_tokens: the length limit of the answer; None means 128, or fewer if the context leaves fewer.
+            do_sample: whether tokens are drawn; otherwise the likeliest token is taken.
+            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings; the
+                same holds for the next three arguments.
+            top_k: the number of likeliest tokens among which one is drawn; 0 means all tokens.
+            top_p: the total probability of the likeliest tokens among which one is drawn.
+            repetition_penalty: a factor; above 1, it makes repetitions rarer.
+            seed: the seed of this answer's own random numbers.
+            stop: strings at which the text ends; the text does not include them.
+            eos_token_id: tokens at which the text ends; None means those of the model.
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
-            fixed_length: the rows go on to the length limit, wherever the text ends.
-            on_text: called in the engine's thread with each piece of text; it has to return quickly.
-            caller: the party that the request is for; callers share the running places.
+            fixed_length: whether the rows go on to the length limit after the text has ended.
+            on_text: called in the engine's thread with each piece of text; it must return quickly.
+            caller: the party that the request is for; the engine shares its running requests among callers.
 
         Returns:
             The handle of the answer.
 
         Raises:
-            ConfigurationError: a prompt, adapter, length or setting that cannot be.
+            ConfigurationError: a prompt, adapter, length or setting is invalid.
             QuotaExceeded: too many requests wait.
-            VeilbaseError: the engine is over, with the reason.
+            VeilbaseError: the engine has failed; the error states the reason.
         """
         settings = Sampling(
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
@@ -207,15 +210,15 @@ class Engine:
         return self._enter(encoded, ending, sampler, adapter, on_text, caller)
 
     def status(self) -> EngineStatus:
-        """Counts what runs and what waits."""
+        """Returns the numbers of running and waiting requests."""
         with self._lock:
             num_running = self._scheduler.num_running
             return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes)
 
     def explain(self) -> str:
-        """Prints, and returns, what the engine has room for and what the provider sees of it.
+        """Prints and returns a text that states how many requests fit and what the provider sees of them.
 
-        `TenantClient.explain` says what the mask hides; that holds here, too.
+        `TenantClient.explain` states what the mask hides, which also holds for the engine.
         """
         text = explain(self._layout, self._scheduler.budget, self._client.context_length)
         print(text)
@@ -278,17 +281,17 @@ class Engine:
             self._thread.join()
 
     def __enter__(self) -> Engine:
-        """Returns the engine, which works already."""
+        """Returns the engine, which already serves requests."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the engine."""
+        """Closes the engine; see `close`."""
         self.close()
 
     def _serve(self) -> None:
-        """The engine's thread."""
+        """Computes steps until the engine is closed or fails, then ends all requests. The engine's thread runs this."""
         failure: VeilbaseError = ConfigurationError(_CLOSED)
         try:
             with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
@@ -309,7 +312,7 @@ class Engine:
     def _next_step(self) -> Step | None:
         """Waits until there is something to compute; returns None when the engine is closed."""
         while True:
-            self._woken.clear()  # before the state is read, so that no change is missed
+            self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
             with self._lock:
                 if self._is_closed:
                     return None
@@ -326,7 +329,11 @@ class Engine:
                 self._woken.wait()
 
     def _take_in(self) -> list[tuple[Request, VeilbaseError | None]]:
-        """Gives new requests to the scheduler, and takes out those that are cancelled or whose adapter failed."""
+        """Gives new requests to the scheduler, and removes requests that are cancelled or whose adapter failed.
+
+        Returns:
+            The removed requests, each with the failure of its adapter, or None if it was cancelled.
+        """
         for request, caller in self._fresh:
             kv_bytes = self._layout.bytes_for(request.num_tokens)
             self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
@@ -345,7 +352,7 @@ class Engine:
         return self._requests.pop(number)
 
     def _compute(self, step: Step) -> None:
-        """Lets a step's rows go through the model, and each request take its next token."""
+        """Computes a step with the model, and chooses the next token of each of its requests."""
         requests = [self._requests[segment.request] for segment in step.segments]
         try:
             results = self._runner.run(step, requests)
@@ -395,7 +402,8 @@ class Engine:
 
 
 def _of_the_users(exc: Exception) -> VeilbaseError:
-    """Returns the error of a request whose own function raised; the function's text may show values."""
+    """Returns the error of a request whose hook or `on_text` raised. It leaves out the exception's text, which may show
+    values."""
     if isinstance(exc, VeilbaseError):
         return exc
     return VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
@@ -405,7 +413,7 @@ def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
     """Returns stop strings as a tuple.
 
     Raises:
-        ConfigurationError: one of them is empty or no string.
+        ConfigurationError: a stop string is empty or is not a string.
     """
     stops = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(stop, str) and stop for stop in stops):

@@ -1,4 +1,4 @@
-"""What an engine has room for and what the provider sees of it, in words: the text that `Engine.explain` prints."""
+"""This module writes the text that `Engine.explain` prints: how many requests fit, and what the provider sees."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ENDS = (
 
 
 def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
-    """Returns the text.
+    """Returns the text, one line for each topic.
 
     Args:
         layout: how keys and values are kept.
         budget: what the scheduler may spend.
-        context_length: most tokens of a request.
+        context_length: the most tokens of a request.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
     fitting = ", ".join(

@@ -1,11 +1,12 @@
-"""The keys and values of one request, kept in a slot of exactly the size that the request may come to need.
+"""This module keeps the keys and values (KV) of one request, in memory of the largest size that the request may need.
 
-Guarantees: a request's bytes are known before it is admitted (`KvLayout.bytes_for`) and are never exceeded; a layer
-with a sliding window keeps no more than the window and one step's rows; writing the same positions again, as after a
-step that failed, gives the same result as writing them once.
+Guarantees: the bytes of a request are known before the request is admitted (`KvLayout.bytes_for`) and are never
+exceeded. A layer with a sliding window keeps no more tokens than the window and the rows of one step. If the same
+positions are written again, for example after a failed step, the result is the same.
 
-fp32 and bf16 keep numbers as they are or rounded. fp8 keeps each head's key and value of a token as float8_e4m3fn
-beside one float32 scale, its largest magnitude over 448, so that no number overflows.
+fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
+float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so
+that no number overflows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from wire.errors import ConfigurationError
 KV_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-"""The names of the types in which keys and values may be kept."""
+"""Maps the names of the types in which keys and values may be kept to torch's types."""
 _LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max."""
 _SCALE_BYTES = 4
@@ -31,13 +32,13 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class KvLayout:
-    """What each layer of a model keeps.
+    """Describes the keys and values that each layer of a model keeps.
 
     Attributes:
-        windows: for each layer the number of tokens that it looks back at, its own included; None for all.
-        num_kv_heads, head_dim: of every layer.
+        windows: for each layer, the number of tokens that a token attends to, itself included; None means all.
+        num_kv_heads, head_dim: the number of heads of keys and values and their size, the same in every layer.
         dtype: the type of the numbers that are kept.
-        step_tokens: most rows of one step.
+        step_tokens: the most rows of one step.
     """
 
     windows: tuple[int | None, ...]
@@ -47,12 +48,12 @@ class KvLayout:
     step_tokens: int
 
     def capacity(self, layer: int, num_tokens: int) -> int:
-        """Returns the tokens for which a layer has room, for a request of `num_tokens` tokens."""
+        """Returns the number of tokens that a layer keeps at most for a request of `num_tokens` tokens."""
         window = self.windows[layer]
         return num_tokens if window is None else min(num_tokens, window - 1 + self.step_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns the bytes of a request of so many tokens, prompt and answer together."""
+        """Returns the bytes of KV of a request with `num_tokens` tokens, prompt and answer together."""
         capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
         scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
         return 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
@@ -62,7 +63,7 @@ def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
     """Returns the layout of a transformers model.
 
     Raises:
-        ConfigurationError: the type has no such name, or the model keeps something else than keys and values.
+        ConfigurationError: `kv_dtype` is no known name, or the model keeps something else than keys and values.
     """
     if kv_dtype not in KV_DTYPES:
         raise ConfigurationError(f"kv_dtype is one of {', '.join(KV_DTYPES)}, got {ascii(kv_dtype)[:40]}")
@@ -80,15 +81,15 @@ def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
 
 
 class _LayerKv:
-    """Keys and values of one layer: positions `first` onwards, `capacity` of them at most."""
+    """Keeps the keys and values of one layer, for at most `capacity` positions from `_first` on."""
 
     def __init__(self, layout: KvLayout, window: int | None, capacity: int, device: torch.device) -> None:
         shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
         self._window, self._capacity = window, capacity
         self._first = 0
-        # pages that are never written take no memory
+        # The operating system gives no memory to pages that are never written.
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
-        self._halves = self._kept.unbind(0)  # keys and values, apart
+        self._halves = self._kept.unbind(0)  # The keys, and the values.
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
     def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +103,8 @@ class _LayerKv:
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
-        """Moves what rows from `position` on can see to the front."""
+        """Makes room: moves the keys and values that rows from `position` on attend to to the front, and drops the
+        earlier ones."""
         begin = max(position - (self._window or 1) + 1, self._first)
         for tensor in (self._kept, self._scales):
             if tensor is not None:
@@ -129,15 +131,15 @@ class _LayerKv:
 
 
 class RequestKv:
-    """The KV of one request."""
+    """Keeps the keys and values of one request in all layers."""
 
     def __init__(self, layout: KvLayout, num_tokens: int, device: torch.device) -> None:
-        """Makes a slot.
+        """Allocates the memory of the request's keys and values.
 
         Args:
-            layout: that of the model.
-            num_tokens: most tokens of the request, prompt and answer together.
-            device: where it is kept.
+            layout: the layout of the model.
+            num_tokens: the most tokens of the request, prompt and answer together.
+            device: the device of the memory.
         """
         self._layout = layout
         self._layers = [
@@ -148,19 +150,20 @@ class RequestKv:
     def update(
         self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the keys and values of new tokens, and returns all that these tokens may look at.
+        """Keeps the keys and values of new tokens, and returns all keys and values that these tokens may attend to.
 
         Args:
             layer: the number of the layer.
-            position: that of the first new token; positions before it were written before.
+            position: the position of the first new token; all positions before it must have been written.
             keys, values: shape (num_kv_heads, num_new, head_dim).
 
         Returns:
-            Keys and values, each of shape (num_kv_heads, num_seen, head_dim) in the dtype given, whose last `num_new`
-            are the new ones. In a layer with a window they begin with the first token that the first new one sees.
+            Keys and values, each of shape (num_kv_heads, num_seen, head_dim) and of the dtype of the given tensors. The
+            last `num_new` tokens are the new ones. In a layer with a window, the first token is the earliest that the
+            first new token attends to.
 
         Raises:
-            ConfigurationError: the model's layers have other shapes than its config says.
+            ConfigurationError: the model's layers have other shapes than the model's config states.
         """
         if layer >= len(self._layers) or keys.shape[0] != self._layout.num_kv_heads or any(
             each.shape[-1] != self._layout.head_dim for each in (keys, values)
@@ -171,6 +174,6 @@ class RequestKv:
         return self._layers[layer].update(position, keys, values)
 
     def clear(self) -> None:
-        """Overwrites everything with zeros."""
+        """Overwrites all keys and values with zeros."""
         for layer in self._layers:
             layer.clear()

@@ -1,12 +1,12 @@
-"""Keeps a value that is not finite in the request that it belongs to, and keeps it out of what the provider sees.
+"""This module ends only the affected request if a value is not finite, and hides such a value from the provider.
 
-Rows of many requests share a call. In `generate` a value that is NaN or infinite ends the answer, or has the whole
-model send zeros (tenant_sdk/model/planned_calls.py); here that would end or spoil the answers of others, and where
-the step broke off would tell the provider which layer it was.
+Rows of many requests share a call. In `generate`, a value that is NaN or infinite ends the answer, or makes the whole
+model send zeros (tenant_sdk/model/planned_calls.py). In the engine, this would end or spoil the answers of other
+requests. A step that stopped early would also show the provider in which layer the value appeared.
 
 Guarantees: a step makes all its calls with all its rows, whether values are finite or not. A row that is not finite
-is sent as a row of zeros under a fresh mask, and the model is given NaN as its product, so that the row stays NaN up
-to the last hidden state, where the engine finds it and gives the request up.
+is sent as a row of zeros under a fresh mask, and the model gets NaN as the row's product. So the row stays NaN up to
+the last hidden state, in which the engine finds it and gives up the request.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tenant_sdk.model.planned_calls import Course
 
 
 class LosesRows(Course):
-    """The course of an engine: a row that is not finite is lost, the rows beside it are not."""
+    """Plans the calls of an engine's model. A row that is not finite is lost; the other rows of the call are not."""
 
     def __init__(self) -> None:
-        """Makes a course that never stops a call."""
+        """Makes a course that never stops the model's calls."""
         super().__init__(may_stop=False)
         self._is_repaired = False
 
     def finite_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows with zeros in place of those that are not finite."""
+        """Returns the rows, with zeros in place of each row that is not finite."""
         self._is_repaired = True
         return torch.where(torch.isfinite(rows).all(dim=-1, keepdim=True), rows, 0.0)
 

@@ -1,4 +1,5 @@
-"""Answers a list of prompts through an engine, with a progress bar: `TenantClient.generate_many`."""
+"""This module implements `TenantClient.generate_many`: it answers a list of prompts through an engine, with a progress
+bar."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from tenant_sdk.session_protocol import TextSession
 from wire.errors import ConfigurationError
 
 Adapters = str | Path | Sequence[str | Path | None] | None
-"""An adapter folder for all prompts, or one for each prompt; None stands for the base model."""
+"""An adapter folder for all prompts, or one for each prompt; None means the base model."""
 _OF_THE_ENGINE = ("kv_dtype", "kv_bytes", "max_running", "step_tokens")
-"""Options that are the engine's; all others are those of each request."""
+"""The options that go to the engine; all other options go to each request."""
 
 
 def generate_many(
@@ -30,11 +31,11 @@ def generate_many(
     progress: bool = True,
     **options: Any,
 ) -> list[str]:
-    """Answers all prompts, as `TenantClient.generate_many` describes it.
+    """Answers all prompts; see `TenantClient.generate_many`.
 
     Args:
-        client: connected or not.
-        prompts, adapters, max_new_tokens, progress, options: as of `TenantClient.generate_many`.
+        client: the session, connected or not.
+        prompts, adapters, max_new_tokens, progress, options: as in `TenantClient.generate_many`.
 
     Returns:
         The answers, in the order of the prompts.
@@ -58,7 +59,7 @@ def generate_many(
 
 
 class _Counter:
-    """Moves the progress bar whenever an answer is done, in whatever order they are."""
+    """Moves the progress bar whenever an answer is done, whatever the order of the answers."""
 
     def __init__(self, num_all: int, report: Any) -> None:
         self._num_done, self._num_all, self._report = 0, num_all, report
@@ -85,12 +86,12 @@ def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
 
 
 def _named(adapters: Sequence[str | Path | None]) -> tuple[list[str | None], MakeSlots | None]:
-    """Returns the adapters' names in a store over their common folder, and what makes that store.
+    """Returns the adapters' names in a store over their common folder, and a function that makes this store.
 
-    The store keeps the numbers of the files as they are, so that answers are those of `generate`.
+    The store keeps the files' numbers unrounded, so that answers are the same as those of `generate`.
 
     Raises:
-        ConfigurationError: the adapters do not lie in one folder.
+        ConfigurationError: the adapters are not in one folder.
     """
     paths = [None if each is None else Path(each).absolute() for each in adapters]
     roots = sorted({path.parent for path in paths if path is not None})

@@ -1,16 +1,17 @@
-"""One forward pass over rows of many requests, through transformers' own model code.
+"""This module runs one forward pass over rows of many requests, through transformers' own model code.
 
-All rows lie in one sequence of shape (1, num_rows). Everything but attention treats rows apart, so only attention has
-to know which row is whose. The model is told to use an attention function that is registered with transformers under
-the name "ragged": for each request it adds the new keys and values to the request's own and lets the request's rows see
-those alone.
+All rows form one sequence of shape (1, num_rows). Every part of the model except attention treats each row by itself,
+so only attention must know which request a row belongs to. The model uses an attention function that is registered with
+transformers under the name "ragged". For each request, this function adds the new keys and values to those of the
+request, and lets the request's rows attend only to them.
 
-The step that is being computed is in a context variable, so that engines in several threads do not meet.
+The step that is being computed is in a context variable, so that engines in several threads do not share it.
 
-Guarantees: a request's logits depend on its own tokens alone, up to the rounding of floating-point sums. A model whose
-attention does more than causal attention, with or without a sliding window and soft-capping, is refused in one line and
-not answered wrongly. In what is refused: other mask shapes, extra arguments such as attention sinks or position biases,
-rotary embeddings whose frequencies depend on the longest row of a batch, and models with a state of another kind.
+Guarantees: a request's logits depend only on its own tokens, up to the rounding of floating-point sums. The module
+supports causal attention, with or without a sliding window and soft-capping. Models with any other attention are
+refused with an error of one line, so that no answer is wrong. Refused are other mask shapes, extra arguments such as
+attention sinks or position biases, rotary embeddings whose frequencies depend on the longest row of a batch, and models
+that keep another state than keys and values.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ _NEEDLESS = frozenset({
     "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "output_hidden_states",
     "logits_to_keep", "return_dict", "cache_position", "position_embeddings", "num_items_in_batch",
 })  # fmt: skip
-"""Arguments of attention functions that change nothing here: the window comes with the mask that the model asks for."""
+"""The arguments of attention functions that are ignored. The window comes with the mask that the model asks for."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a batch."""
+"""The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
+batch."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one request in a step.
+    """Describes the rows of one request in a step.
 
     Attributes:
         kv: the request's keys and values.
-        position: of the first row that is seen; padding before a prompt has none.
-        num_rows: the number of rows.
-        num_unseen: rows at the beginning that are padding: nothing sees them, and their attention gives zeros.
+        position: the position of the first row that is not padding; padding before a prompt has no position.
+        num_rows: the number of rows, with padding.
+        num_unseen: the number of padding rows at the beginning. No row attends to them, and their attention gives
+            zeros.
     """
 
     kv: RequestKv = field(repr=False)
@@ -57,14 +60,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Window:
-    """What the mask function gives the model in place of a mask: the tokens that a row looks back at, None for all."""
+    """Holds what the mask function gives the model in place of a mask: the number of tokens that a row attends to, or
+    None for all."""
 
     tokens: int | None
 
 
 @dataclass(eq=False)
 class _Pass:
-    """The step that is being computed; attention masks are the same in all layers of a kind."""
+    """Holds the state of the step that is being computed. Layers with the same window share attention masks."""
 
     pieces: Sequence[Piece]
     num_seen: int
@@ -76,7 +80,8 @@ _PASS: contextvars.ContextVar[_Pass] = contextvars.ContextVar("veilbase_ragged_p
 
 
 class _PassThrough:
-    """Stands in for a cache where model code asks for one: keys and values are kept by the attention function."""
+    """Stands in for the cache that model code expects. It keeps nothing, since the attention function keeps keys and
+    values."""
 
     is_compileable = False
 
@@ -97,10 +102,10 @@ class _PassThrough:
 
 
 class RaggedModel:
-    """A transformers model that answers several requests in one pass."""
+    """Computes rows of several requests in one pass through a transformers model."""
 
     def __init__(self, model: Any) -> None:
-        """Makes the model use ragged attention, from now on and for nothing else.
+        """Switches the model to ragged attention. After this, the model can only be used through this object.
 
         Raises:
             ConfigurationError: the model cannot be used in this way.
@@ -119,12 +124,12 @@ class RaggedModel:
     def forward(
         self, pieces: Sequence[Piece], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lets rows go through the model.
+        """Computes the logits of some rows of a step.
 
         Args:
-            pieces: whose rows these are, in order.
+            pieces: the requests' shares of the rows, in order.
             token_ids, position_ids: int64, shape (num_rows,).
-            wanted: int64, the rows whose logits are asked for.
+            wanted: the indices of the rows whose logits are wanted, int64, shape (num_wanted,).
 
         Returns:
             Logits, float32, shape (num_wanted, vocab_size), and for each row whether its last hidden state is finite,
@@ -147,10 +152,10 @@ class RaggedModel:
 
 
 def check_servable(model: Any) -> None:
-    """Refuses models of which the config already says that rows of several requests cannot share a pass.
+    """Checks by a model's config that rows of several requests can share a pass.
 
     Raises:
-        ConfigurationError: names the reason.
+        ConfigurationError: the model cannot be served; the error names the reason.
     """
     config = model.config.get_text_config(decoder=True)
     kind = config.model_type
@@ -171,7 +176,8 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> _Window:
-    """Is called by model code to make a mask, and returns what the attention function needs to know instead.
+    """Returns what the attention function needs to know in place of a mask. Model code calls this function to make a
+    mask.
 
     Raises:
         ConfigurationError: the mask is neither causal nor causal with a window of `local_size`.
@@ -182,7 +188,8 @@ def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = 
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Compares the mask function with the expected one, near the diagonal and near the window's edge."""
+    """Returns whether the mask function is causal with this window. Positions near the diagonal and near the window's
+    edge are compared."""
     edge = window or 8
     places = torch.tensor(sorted({0, 1, 2, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1}))
     rows, columns = places[:, None], places[None, :]
@@ -200,19 +207,19 @@ def _ragged_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     scaling: float | None = None, softcap: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention of each request's rows over its own keys and values.
+    """Computes the attention of each request's rows over the request's own keys and values.
 
     Args:
         module: a model's attention layer.
         query: shape (1, num_heads, num_rows, head_dim).
         key, value: shape (1, num_kv_heads, num_rows, head_dim).
         attention_mask: what `_ragged_mask` returned.
-        scaling: of the products of queries and keys.
-        softcap: bounds the scaled products by softcap · tanh(product / softcap).
-        options: refused where they would change the result.
+        scaling: the factor for the products of queries and keys.
+        softcap: the bound c of the scaled products p, which become c · tanh(p / c).
+        options: other arguments, which are refused if they would change the result.
 
     Returns:
-        shape (1, num_rows, num_heads, head_dim), and no weights.
+        The attention's output, shape (1, num_rows, num_heads, head_dim), and None in place of the attention weights.
     """
     unknown = [name for name, given in options.items() if name not in _NEEDLESS and given is not None]
     if unknown or not isinstance(attention_mask, _Window):
@@ -236,14 +243,17 @@ def _ragged_attention(
 def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
     """Returns for each row whether its query, key and value are finite, bool, shape (num_rows,).
 
-    torch's attention gives zeros where a product is NaN: without this check the row would be finite again.
+    torch's attention gives zeros for a product that is NaN, so without this check a lost row would look finite again.
     """
     sums = [each.sum(dim=(0, 1, 3), dtype=torch.float32) for each in heads]
     return torch.isfinite(torch.stack(sums)).all(dim=0)
 
 
 def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Returns the mask of rows that are the last of what they see: True where a row may look; None for all."""
+    """Returns the mask of a request's last `num_rows` rows, bool, shape (num_rows, num_seen).
+
+    True means that the row attends to the token. None means that every row attends to every token.
+    """
     if num_rows == 1:
         return None
     kind = (num_rows, num_seen, window)
@@ -263,21 +273,21 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of one request.
+    """Computes the attention of one request's rows.
 
     Args:
         query: shape (num_heads, num_rows, head_dim).
         keys, values: shape (num_kv_heads, num_seen, head_dim).
-        mask: bool, shape (num_rows, num_seen); None where every row sees everything.
-        scaling: 1/√head_dim where none is given.
+        mask: bool, shape (num_rows, num_seen); None if every row attends to every token.
+        scaling: the factor for the products of queries and keys; None means 1/√head_dim.
         softcap: see `_ragged_attention`.
 
     Returns:
-        shape (num_heads, num_rows, head_dim).
+        The attention's output, shape (num_heads, num_rows, head_dim).
     """
     num_heads, num_rows, head_dim = query.shape
     num_shared = num_heads // keys.shape[0]
-    packed = query.reshape(keys.shape[0], num_shared * num_rows, head_dim)  # heads that share keys, one below the other
+    packed = query.reshape(keys.shape[0], num_shared * num_rows, head_dim)  # Heads that share keys are joined.
     if mask is not None and num_shared > 1:
         mask = mask.repeat(num_shared, 1)
     if softcap is None:

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its KV and its text, from the prompt to the end of the answer."""
+"""This module holds the state of one request inside the engine: its tokens, its keys and values (KV) and its text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ LOST = (
     "answers wrongly, which verify= (--verify) would tell"
 )
 _LARGEST_LOGIT = 1e18
-"""The magnitude to which logits of an answer of fixed length are cut, as in tenant_sdk/fixed_length.py."""
+"""The largest magnitude of the logits of an answer of fixed length; larger ones are clamped, as in
+tenant_sdk/fixed_length.py."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens: `num_padding` of `pad` come first, which nothing looks at."""
+    """Holds a prompt's tokens. `num_padding` tokens `pad` come before them, to which no token attends."""
 
     token_ids: list[int] = field(repr=False)
     num_padding: int
@@ -35,19 +36,19 @@ class Prompt:
 
     @property
     def num_rows(self) -> int:
-        """The rows that the provider sees of it."""
+        """Returns the number of the prompt's rows, padding included, which is what the provider sees."""
         return self.num_padding + len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends an answer.
+    """Describes when an answer ends.
 
     Attributes:
         max_new_tokens: the length limit.
         stop_ids: tokens at which the text ends.
         stops: strings at which the text ends.
-        fixed_length: whether the rows go on to the length limit, wherever the text ends.
+        fixed_length: whether the rows go on to the length limit after the text has ended.
     """
 
     max_new_tokens: int
@@ -58,7 +59,10 @@ class Ending:
 
 @dataclass(eq=False)
 class Request:
-    """The state of a request; only the engine's thread changes it. It is its own `scheduler.Adapter`."""
+    """Holds the state of a request, which only the engine's thread changes.
+
+    The scheduler also uses the request as its `scheduler.Adapter`.
+    """
 
     number: int
     prompt: Prompt
@@ -73,31 +77,31 @@ class Request:
     reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        """Begins with the prompt."""
+        """Sets the request's tokens to those of the prompt, and its text to nothing."""
         self._stream = TextStream(self.decoding, self.ending.stops)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
 
     def is_ready(self) -> bool:
-        """Whether the adapter is on the device."""
+        """Returns whether the request's adapter is on the device."""
         return self.ticket.is_ready()
 
     @property
     def slot(self) -> int:
-        """The adapter's place; a lost request has none any more."""
+        """Returns the number of the adapter's slot; 0, which means no adapter, if the request was lost."""
         return NO_ADAPTER if self.is_lost else self.ticket.slot
 
     @property
     def num_tokens(self) -> int:
-        """The rows of the prompt and of the longest answer, whose last token is not read."""
+        """Returns the number of rows of the prompt and of the longest answer. An answer's last token needs no row."""
         return self.prompt.num_rows + self.ending.max_new_tokens - 1
 
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
-        """Returns where a segment's rows belong; the KV is made for the first of them.
+        """Describes a segment's rows for the model; allocates the request's KV before its first segment.
 
         Args:
             segment: a segment of this request.
-            make_kv: makes KV for a number of tokens.
+            make_kv: allocates KV for a given number of tokens.
         """
         if self.kv is None:
             self.kv = make_kv(self.num_tokens)
@@ -113,10 +117,10 @@ class Request:
         return ids, [max(place, 0) for place in places]
 
     def take(self, logits: torch.Tensor) -> bool:
-        """Chooses the next token and hands out what text it makes.
+        """Chooses the next token, and hands out the text that the token completes.
 
         Args:
-            logits: float32, shape (vocab_size,), not read of a lost request.
+            logits: the next token's logits, float32, shape (vocab_size,); ignored if the request was lost.
 
         Returns:
             Whether the request is over, so that no more of its rows go through the model.
@@ -132,7 +136,7 @@ class Request:
         return is_full or (self.reason is not None and not self.ending.fixed_length)
 
     def _choose(self, logits: torch.Tensor) -> int:
-        if self.ending.fixed_length:  # a temperature below one must not make infinities, nor a sum of them NaN
+        if self.ending.fixed_length:  # Else a temperature below 1 could give infinite logits, and their sum NaN.
             logits = torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
         return self.sampler.next_token(self._token_ids, logits)
 
@@ -150,14 +154,15 @@ class Request:
                 self.on_text(text)
 
     def lose(self) -> None:
-        """Gives the request up after a value that was not finite: from now on its rows hold nothing of it."""
+        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its KV."""
         self.is_lost = True
         self._token_ids = [self.prompt.pad] * len(self._token_ids)
         if self.kv is not None:
             self.kv.clear()
 
     def finish(self) -> None:
-        """Ends the answer: with the rest of its text, or with the reason why there is none."""
+        """Ends the answer with the rest of its text, or with an error if the request was lost or its tokenizer
+        failed."""
         if self.is_lost:
             self.fail(NotFinite(LOST))
             return
@@ -174,7 +179,7 @@ class Request:
         self.answer.finish(None, error)
 
     def cancel(self) -> None:
-        """Ends the answer where it is."""
+        """Ends the answer after the text that it has so far."""
         self.reason = "cancelled"
         self._release()
         self.answer.finish("cancelled")

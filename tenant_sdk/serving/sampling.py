@@ -1,8 +1,8 @@
-"""Draws the next token of one request, with its own settings and its own random numbers.
+"""This module chooses the next token of one request, with the request's own settings and random numbers.
 
-Guarantees: the numbers are those of transformers' `generate` with the same settings: the same processors in the same
-order over the logits in float32, and for a seed the tokens that it draws after `torch.manual_seed(seed)`. Random
-numbers come from the request's own generator: what else is answered beside it changes nothing.
+Guarantees: the tokens are those of transformers' `generate` with the same settings. The same processors are applied to
+the float32 logits in the same order, and with a seed the tokens are those that `generate` draws after
+`torch.manual_seed(seed)`. Each request has its own random generator, so that other requests do not change its tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers import (
 from wire.errors import ConfigurationError
 
 LogitsHook = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A logits processor of transformers' kind: is given the token ids so far, shape (1, length), and the logits, shape
-(1, vocab_size), and returns the logits, minus infinity where a token is not allowed; a grammar is one."""
+"""A logits processor as in transformers, such as a grammar. It takes the token ids so far, shape (1, length), and the
+logits, shape (1, vocab_size), and returns logits. A token whose logit is minus infinity is not allowed."""
 
 _DEFAULT_TOP_K = 50
-"""The top_k of transformers 5.23 where neither the user nor the checkpoint names one (`GenerationConfig`)."""
+"""The top_k of transformers 5.23 if neither the user nor the checkpoint sets one (`GenerationConfig`)."""
 
 
 _NOT_APPLIED = (
@@ -37,22 +37,23 @@ _NOT_APPLIED = (
     "begin_suppress_tokens", "exponential_decay_length_penalty", "guidance_scale", "watermarking_config",
     "renormalize_logits", "remove_invalid_values",
 )  # fmt: skip
-"""Settings of transformers 5.23 (`_get_logits_processor`) that change which token is chosen and that are not here."""
+"""The settings of transformers 5.23 (`_get_logits_processor`) that change which token is chosen, and that the engine
+does not support."""
 _NEUTRAL = (None, False, 0, 1.0)
-"""Values of those settings that change nothing."""
+"""The values with which the settings of `_NOT_APPLIED` change nothing."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are chosen.
+    """Holds a request's settings for the choice of tokens.
 
     Attributes:
-        do_sample: whether tokens are drawn; otherwise the likeliest is taken and temperature, top_k, top_p and seed
-            change nothing.
-        temperature, top_k, top_p, repetition_penalty: as in transformers; None for what the checkpoint's generation
-            settings say, and transformers' defaults where they say nothing. top_k=0 and top_p=1 allow all tokens.
-        seed: of the request's own random numbers; None for one that nobody knows.
-        logits_processor: functions that see and may change the logits, before temperature, top_k and top_p.
+        do_sample: whether tokens are drawn; otherwise the likeliest token is taken, and temperature, top_k, top_p and
+            seed change nothing.
+        temperature, top_k, top_p, repetition_penalty: as in transformers. None takes the value of the checkpoint's
+            generation settings, or transformers' default if they have none. top_k=0 and top_p=1 allow all tokens.
+        seed: the seed of the request's own random numbers; None takes an unpredictable seed.
+        logits_processor: functions that may change the logits, called before temperature, top_k and top_p.
     """
 
     do_sample: bool = False
@@ -68,15 +69,15 @@ class Sampler:
     """Chooses the tokens of one answer."""
 
     def __init__(self, settings: Sampling, defaults: GenerationConfig, device: torch.device) -> None:
-        """Makes a sampler.
+        """Prepares the processors and the random generator of one request.
 
         Args:
-            settings: those of the request.
+            settings: the settings of the request.
             defaults: the model's generation settings.
-            device: where logits are.
+            device: the device of the logits.
 
         Raises:
-            ConfigurationError: a setting that cannot be.
+            ConfigurationError: a setting is invalid.
         """
         _check(settings)
         self._do_sample = settings.do_sample
@@ -97,11 +98,11 @@ class Sampler:
             ) from None
 
     def next_token(self, token_ids: Sequence[int], logits: torch.Tensor) -> int:
-        """Returns the next token.
+        """Returns the id of the answer's next token.
 
         Args:
-            token_ids: prompt and answer so far.
-            logits: float32, shape (vocab_size,); all finite, or minus infinity.
+            token_ids: the tokens of the prompt and of the answer so far.
+            logits: float32, shape (vocab_size,); each number is finite or minus infinity.
         """
         scores = logits[None]
         if self._processors:
@@ -112,10 +113,10 @@ class Sampler:
 
 
 def check_defaults(defaults: GenerationConfig) -> None:
-    """Refuses a checkpoint whose generation settings would make `generate` choose other tokens than a `Sampler` does.
+    """Checks that a checkpoint's generation settings do not make `generate` choose other tokens than a `Sampler` does.
 
     Raises:
-        ConfigurationError: names the setting.
+        ConfigurationError: they do; the error names the setting.
     """
     for name in _NOT_APPLIED:
         if getattr(defaults, name, None) not in _NEUTRAL:
@@ -148,7 +149,7 @@ def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:
 
 
 def _check(settings: Sampling) -> None:
-    """Refuses settings of a wrong kind, which transformers would only meet in the middle of an answer."""
+    """Refuses settings of a wrong type, which would otherwise fail in the middle of an answer."""
     if not isinstance(settings.do_sample, bool):
         raise ConfigurationError(f"do_sample is True or False, got {type(settings.do_sample).__name__}")
     seed = settings.seed

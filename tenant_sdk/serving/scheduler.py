@@ -1,16 +1,19 @@
-"""Decides which rows go through the model in the next step: pure, told the time, without tensors or threads.
+"""This module decides which rows are computed in the next step. It is pure code: the caller passes the time, and there
+are no tensors or threads.
 
-A step has one row for every request that is being answered, so that none of them ever waits for another's prompt, and
-fills what is left of its token budget with pieces of prompts. Requests join and leave at every step.
+A step has one row for every request that is being answered, so that no answer waits for another request's prompt.
+Pieces of prompts fill the rest of the step's token budget. Requests join and leave at every step.
 
 Guarantees:
-- a request that was admitted has its whole KV reserved, so it never waits for memory again and is never thrown out;
-- a request whose adapter is still loading waits, and keeps no other request from being admitted;
-- callers share the running places: the caller with the fewest running requests is admitted first, each caller's
-  requests in the order in which they came, as far as they are ready and fit;
-- a request that does not fit is overtaken by smaller ones for `overtaking_s` seconds; after that nobody is admitted
-  before it;
-- of the prompts that are read, the oldest gets half of the budget or more, so it ends; the shortest get the rest first.
+- an admitted request has all its keys and values (KV) reserved, so it never waits for memory again and is never
+  removed to make room;
+- a request whose adapter is still loading waits, and does not keep other requests from being admitted;
+- a request of the caller with the fewest running requests is admitted first. The requests of one caller are admitted in
+  the order in which they came, as far as they are ready and fit;
+- smaller requests may overtake a request that does not fit for `overtaking_s` seconds. After that time, no request is
+  admitted before it;
+- the oldest prompt that is being computed gets at least half of the budget for prompts, so that it is always completed.
+  The shortest prompts get the rest first.
 """
 
 from __future__ import annotations
@@ -24,25 +27,25 @@ from wire.errors import ConfigurationError
 
 
 class Adapter(Protocol):
-    """What the scheduler asks of a request's adapter."""
+    """Defines what the scheduler needs to know about a request's adapter."""
 
     def is_ready(self) -> bool:
-        """Whether `slot` is valid."""
+        """Returns whether the adapter is on the device, so that `slot` is valid."""
 
     @property
     def slot(self) -> int:
-        """The adapter's place on the device."""
+        """Returns the number of the adapter's slot on the device."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one request in a step.
+    """Describes the rows of one request in a step.
 
     Attributes:
         request: the request's number.
-        start, stop: the range of the request's tokens, prompt and answer counted through, that go through the model.
-        slot: the place of the request's adapter.
-        samples: whether these are the last tokens that are known, so that the last row gives the next token.
+        start, stop: the range of the request's tokens that are computed; prompt and answer are counted through.
+        slot: the slot of the request's adapter.
+        samples: whether the range ends with the last token that is known, so that its last row gives the next token.
     """
 
     request: int
@@ -53,36 +56,36 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows of this segment."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Step:
-    """What goes through the model together: segments in ascending order of their slots, one a request."""
+    """Holds the segments that are computed together, one for each request, in ascending order of their slots."""
 
     segments: tuple[Segment, ...]
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of all segments."""
+        """Returns the number of rows of all segments."""
         return sum(segment.num_rows for segment in self.segments)
 
     @property
     def slot_of_row(self) -> list[int]:
-        """The slot of each row, ascending."""
+        """Returns the slot of each row, ascending."""
         return [segment.slot for segment in self.segments for _ in range(segment.num_rows)]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a scheduler may spend.
+    """Holds the limits of a scheduler.
 
     Attributes:
-        step_tokens: most rows of a step.
-        max_running: most requests that are being read or answered at a time.
-        kv_bytes: most bytes of KV that running requests may reserve together.
-        overtaking_s: seconds for which smaller requests may be admitted before one that does not fit.
+        step_tokens: the most rows of a step.
+        max_running: the most requests that run at a time.
+        kv_bytes: the most bytes of KV that running requests may reserve together.
+        overtaking_s: the seconds for which smaller requests may be admitted before a request that does not fit.
     """
 
     step_tokens: int = 256
@@ -91,7 +94,7 @@ class Budget:
     overtaking_s: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuses budgets under which a request could wait for ever."""
+        """Raises ConfigurationError if, with these limits, a request could wait for ever."""
         for name in ("step_tokens", "max_running", "kv_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -103,7 +106,7 @@ class Budget:
             )
 
     def check_fits(self, kv_bytes: int) -> None:
-        """Refuses a request that could never be admitted.
+        """Checks that a request with so many bytes of KV can ever be admitted.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
@@ -117,14 +120,14 @@ class Budget:
 
 @dataclass(eq=False)
 class _Entry:
-    """One request.
+    """Holds the scheduler's state of one request.
 
     Attributes:
-        caller: the party that sent the request, which shares running places with other callers.
-        num_tokens: the tokens that are known: the prompt's, then those of the answer, too.
-        num_read: how many of them went through the model.
-        kv_bytes: what the request reserves when it is admitted.
-        blocked_since: the time at which it was first found ready and too large for what is left of the KV.
+        caller: the party that sent the request; see `Scheduler.add`.
+        num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
+        num_read: the number of these tokens that the model has computed.
+        kv_bytes: the bytes of KV that the request reserves when it is admitted.
+        blocked_since: the time at which the request was first found ready, but too large for the free KV.
     """
 
     request: int
@@ -141,38 +144,42 @@ class _Entry:
 
 
 class Scheduler:
-    """The waiting and the running requests of one engine."""
+    """Admits the requests of one engine, and plans the engine's steps."""
 
     def __init__(self, budget: Budget) -> None:
-        """Args: budget: what may be spent."""
+        """Makes a scheduler without requests.
+
+        Args:
+            budget: the limits of the scheduler.
+        """
         self.budget = budget
         self._waiting: dict[int, _Entry] = {}
         self._running: dict[int, _Entry] = {}
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that are not admitted yet."""
+        """Returns the number of requests that are not admitted yet."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """The number of requests that are being read or answered."""
+        """Returns the number of requests that are admitted and not removed."""
         return len(self._running)
 
     @property
     def reserved_bytes(self) -> int:
-        """The KV that running requests reserve."""
+        """Returns the bytes of KV that running requests reserve."""
         return sum(entry.kv_bytes for entry in self._running.values())
 
     def add(self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "") -> None:
-        """Takes a request in.
+        """Adds a request, which waits until it is admitted.
 
         Args:
             request: a number that no other request has.
-            num_prompt: rows of its prompt, at least one.
-            kv_bytes: what its prompt and its longest answer take.
-            adapter: tells when the request may be admitted.
-            caller: the party that it is for.
+            num_prompt: the number of rows of the prompt, at least one.
+            kv_bytes: the bytes of KV of the prompt and the longest answer.
+            adapter: the request's adapter; the request is not admitted before the adapter is ready.
+            caller: the party that the request is for; the running requests are shared among callers.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
@@ -181,12 +188,12 @@ class Scheduler:
         self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter)
 
     def remove(self, request: int) -> None:
-        """Lets a request go, at its end or before; an unknown one is ignored."""
+        """Removes a request, whether it has ended or not; an unknown request is ignored."""
         self._waiting.pop(request, None)
         self._running.pop(request, None)
 
     def is_running(self, request: int) -> bool:
-        """Whether the request was admitted and is not removed."""
+        """Returns whether the request was admitted and is not removed."""
         return request in self._running
 
     def waiting(self) -> list[int]:
@@ -194,18 +201,18 @@ class Scheduler:
         return list(self._waiting)
 
     def advance(self, step: Step) -> None:
-        """Notes that a step's rows went through the model; requests that were removed meanwhile are ignored."""
+        """Records that a step's rows were computed; requests that were removed in the meantime are ignored."""
         for segment in step.segments:
             entry = self._running.get(segment.request)
             if entry is not None:
                 entry.num_read = segment.stop
 
     def append(self, request: int, num_tokens: int = 1) -> None:
-        """Notes that a running request has more tokens, which have yet to go through the model."""
+        """Records that a running request has more tokens, which the model has yet to compute."""
         self._running[request].num_tokens += num_tokens
 
     def plan(self, now: float) -> Step:
-        """Admits what may be admitted and returns the next step, which is empty when nothing can run.
+        """Admits the requests that may be admitted, and returns the next step. The step is empty if no request can run.
 
         Args:
             now: seconds on any clock that does not go back.
@@ -224,7 +231,8 @@ class Scheduler:
         return Segment(entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens)
 
     def _prompt_rows(self, budget: int) -> dict[int, int]:
-        """Shares a step's remaining rows among the prompts that are being read: first half of it for the oldest."""
+        """Shares a step's remaining rows among the prompts that are being computed. The oldest prompt gets half of them
+        first."""
         reading = [entry for entry in self._running.values() if entry.remaining > 1]
         if not reading or budget < 1:
             return {}
@@ -251,7 +259,8 @@ class Scheduler:
                 return
 
     def _in_turn(self) -> Iterator[_Entry]:
-        """Yields waiting requests in the order in which they are considered; what is admitted in between counts."""
+        """Yields waiting requests in the order in which they are considered. A request that is admitted between two
+        yields counts for its caller at once."""
         yield from [entry for entry in self._waiting.values() if entry.blocked_since is not None]
         of_caller: dict[str, deque[_Entry]] = {}
         for entry in self._waiting.values():
@@ -259,7 +268,7 @@ class Scheduler:
                 of_caller.setdefault(entry.caller, deque()).append(entry)
         running = Counter(entry.caller for entry in self._running.values())
         while of_caller:
-            caller = min(of_caller, key=running.__getitem__)  # of equals, the one whose request came first
+            caller = min(of_caller, key=running.__getitem__)  # Among equals, the first to come.
             entry = of_caller[caller].popleft()
             if not of_caller[caller]:
                 del of_caller[caller]

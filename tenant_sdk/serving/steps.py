@@ -1,6 +1,6 @@
-"""Lets the rows of one step go through the model, and tells for each request what came of its own.
+"""This module computes the rows of one step with the model, and returns a result for each request.
 
-Guarantees: a value that is not finite is told of the request whose row it is in, and of no other.
+Guarantees: a value that is not finite is reported only for the request whose row it is in.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tenant_sdk.serving.scheduler import Step
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """What came of a segment.
+    """Holds the result of a segment, which is the rows of one request in a step.
 
     Attributes:
-        logits: of the next token, float32, shape (vocab_size,); None where the prompt goes on.
-        is_finite: whether all hidden states and logits are; a logit may be minus infinity.
+        logits: the logits of the next token, float32, shape (vocab_size,); None if the prompt is not complete yet.
+        is_finite: whether all last hidden states and logits are finite; a logit may also be minus infinity.
     """
 
     logits: torch.Tensor | None = field(repr=False)
@@ -34,19 +34,25 @@ class StepRunner:
     """Computes steps with one model, its adapters and its KV."""
 
     def __init__(self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots) -> None:
-        """Args: model: computes; layout: of the KV that requests get; slots: the adapters."""
+        """Keeps the model, the layout and the store with which steps are computed.
+
+        Args:
+            model: the model that computes the rows.
+            layout: the layout of the keys and values that requests get.
+            slots: the store of adapters.
+        """
         self._model, self._layout, self._slots = model, layout, slots
         self._device: torch.device = model.model.device
 
     def run(self, step: Step, requests: Sequence[Request]) -> list[SegmentResult]:
-        """Computes a step.
+        """Computes a step, and adds the new keys and values to those of its requests.
 
         Args:
-            step: what goes through the model.
+            step: the segments to compute.
             requests: the request of each segment.
 
         Returns:
-            What came of each segment.
+            The result of each segment.
         """
         rows = [request.rows(segment) for segment, request in zip(step.segments, requests, strict=True)]
         pieces = [
@@ -71,8 +77,13 @@ class StepRunner:
 
 
 def _results(step: Step, logits: torch.Tensor, is_finite: torch.Tensor) -> list[SegmentResult]:
-    """Args: logits: one row for each segment that samples; is_finite: one flag for each row of the step."""
-    largest_finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # a NaN in a row becomes its maximum
+    """Returns the result of each segment.
+
+    Args:
+        logits: one row for each segment that samples, shape (num_samples, vocab_size).
+        is_finite: one flag for each row of the step, shape (num_rows,).
+    """
+    largest_finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # The maximum of a row with NaN is NaN.
     finite_rows = is_finite.tolist()
     results, begin, index = [], 0, 0
     for segment in step.segments:

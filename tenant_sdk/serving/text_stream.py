@@ -1,8 +1,9 @@
-"""Turns the tokens of one answer into text while they come, and finds its stop strings.
+"""This module decodes the tokens of one answer into text, token by token, and finds stop strings.
 
-Guarantees: the pieces put together are what the tokenizer makes of all tokens at once, up to the first stop string,
-which is not in them. A piece never ends inside a character of several tokens, which decodes to U+FFFD until it is
-complete, and never holds the beginning of a stop string that may yet follow: such text is held back.
+Guarantees: the pieces together are the text that the tokenizer decodes from all tokens at once, up to the first stop
+string, which is left out. A piece never ends inside a character of several tokens; such a character decodes to U+FFFD
+until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such text is
+held back.
 """
 
 from __future__ import annotations
@@ -13,29 +14,31 @@ from tenant_sdk.text.failures import SafeDecoding
 
 _UNFINISHED = "�"
 _MOST_WAITING = 16
-"""Most tokens that are kept back for a character that is not complete: it has up to 4 bytes, a token at least one."""
+"""The most tokens that are held back for an incomplete character. A character has up to 4 bytes, and a token has at
+least one byte."""
 
 
 class TextStream:
-    """The text of one answer."""
+    """Decodes the text of one answer."""
 
     def __init__(self, decoding: SafeDecoding, stops: Sequence[str] = ()) -> None:
-        """Makes a stream.
+        """Makes a stream without text.
 
         Args:
-            decoding: the tokenizer; after a failure it gives no more text.
+            decoding: the tokenizer; after a failure, the tokenizer gives no more text.
             stops: strings at which the answer ends.
         """
         self._decoding, self._stops = decoding, tuple(stops)
         self._token_ids: list[int] = []
-        self._begin = self._read = 0  # tokens before `_read` are in the text; those from `_begin` on are their context
+        # The tokens before `_read` are in the text. New tokens are decoded together with the tokens from `_begin` on.
+        self._begin = self._read = 0
         self._held = ""
         self.is_stopped = False
         self.text = ""
-        """What was handed out so far."""
+        """The text that was handed out so far."""
 
     def put(self, token_id: int) -> str:
-        """Takes a token in and returns the text that is ready; nothing after a stop string."""
+        """Adds a token and returns the text that is now complete; returns nothing after a stop string."""
         if self.is_stopped:
             return ""
         self._token_ids.append(token_id)
@@ -48,7 +51,7 @@ class TextStream:
         return self._hand_out(now[len(before) :], is_end=False)
 
     def end(self) -> str:
-        """Returns the rest of the text: what was held back for something that did not come."""
+        """Returns the rest of the text, which was held back for a character or a stop string that did not come."""
         if self.is_stopped:
             return ""
         whole = self._decode(0, len(self._token_ids))
@@ -78,5 +81,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the number of characters at the end of the text with which a stop string begins."""
+    """Returns the length of the longest end of the text with which the stop string begins."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -46,7 +46,7 @@ class SafeDecoding:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Wraps a transformers tokenizer."""
+        """Wraps a transformers tokenizer, which has not failed yet."""
         self._tokenizer = tokenizer
         self.failed: TokenizerFailed | None = None
 

@@ -138,7 +138,7 @@ def _decode(path: str, line: int, raw: bytes) -> str:
 
 
 def _json_value(path: str, line: int, text: str) -> object:
-    """Returns the line's JSON value."""
+    """Parses the JSON value of one line of a data set; raises DatasetError if the line is not valid JSON."""
     try:
         value: object = json.loads(text)
     except json.JSONDecodeError as exc:  # `from None`: the original error carries the whole line

@@ -91,7 +91,7 @@ class Collator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Makes one batch.
+        """Pads some rows to the length of the longest and returns them as one batch.
 
         Args:
             features: dicts of `tokenize`.

@@ -73,7 +73,7 @@ class DrawnFrom(TorchFunctionMode):
     """
 
     def __init__(self, seed: int) -> None:
-        """Takes a seed, a number from 0 to 2^32 - 1."""
+        """Keeps the seed, a number from 0 to 2^32 - 1."""
         super().__init__()
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}

@@ -69,7 +69,7 @@ class TrustedCheckpoint:
     """Reads one checkpoint, whose tensors are loaded only when a method needs them. The class is not thread-safe."""
 
     def __init__(self, source: LocalSource) -> None:
-        """Takes the location of the checkpoint, which `open` finds."""
+        """Keeps the location of the checkpoint, which `open` finds."""
         self.name = source.name
         self._source = source
         self._loaded: _Weights | None = None

@@ -95,7 +95,7 @@ class RowCodec:
         alpha: torch.Tensor | None,
         reply_alpha: torch.Tensor | None,
     ) -> None:
-        """Prepares for rows of one group and direction.
+        """Computes the constants that encode and decode the rows of one group and direction.
 
         Args:
             widths: how many numbers a request row and a reply row have.

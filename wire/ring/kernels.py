@@ -144,7 +144,7 @@ class OneRow:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Args: weight: int8, shape (d, m), not empty, for which `suits` holds.
+        """Keeps `weight`: int8, shape (d, m), not empty, for which `suits` holds.
 
         Raises:
             InvalidTensor: the weight is anything else, or there are no kernels here.
@@ -306,11 +306,12 @@ class RowCodec:
         budget: float,
         smallest: float,
     ) -> None:
-        """Args:
-            request_alpha: for `encode`; None for ones.
-            reply_alpha: for `decode`; None for ones.
+        """Checks and keeps the constants of `encode` and `decode`.
+
+        Args:
+            request_alpha, reply_alpha: the scales α of the numbers in `encode` and `decode`; None for ones.
             d, m: how many numbers a request and its reply have.
-            budget, smallest: for `encode`.
+            budget, smallest: see the function `encode`.
 
         Raises:
             InvalidTensor: scales have another size or type, the budget is none, or there are no kernels here.
@@ -364,7 +365,7 @@ class RowCodec:
         self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d)
 
     def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
-        """Unmasks and scales a reply.
+        """Unmasks one row of a reply, and scales it to the product's numbers.
 
         Args:
             reply, effect: int32, shape (1, m), contiguous, CPU; the effect may be None.

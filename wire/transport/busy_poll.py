@@ -70,7 +70,7 @@ class BusyPoll:
     """Polls for one connection. Only the thread that receives may use it."""
 
     def __init__(self, most_s: float = MOST_S, may_look: Callable[[], bool] = lambda: True) -> None:
-        """Prepares. Nothing has been received yet, so the first wait sleeps without polling.
+        """Sets up the polls of one connection. The first wait always sleeps, since no earlier wait was short.
 
         Args:
             most_s: for how many seconds to poll; 0 never polls.

@@ -181,8 +181,12 @@ class GrpcConnection:
     that."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
-        """Args: url: grpcs://host:port; identity: the identity in a folder that `provider enroll` made, or None without
-        TLS."""
+        """Keeps the address of the provider, and does not connect yet.
+
+        Args:
+            url: the address, grpcs://host:port.
+            identity: the identity in a folder that `provider enroll` made; None without TLS.
+        """
         self.url = url
         self.traffic = Traffic()
         self._identity = identity

@@ -58,7 +58,7 @@ class GrpcStream:
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message; see `MessageStream.send`."""
+        """Queues a message to be sent; see `MessageStream.send`."""
         self._outgoing.put(bytes(message))
 
     @property
@@ -81,6 +81,6 @@ class GrpcStream:
         return bool(self._call.is_active())
 
     def close(self) -> None:
-        """Cancels the RPC; see `MessageStream.close`."""
+        """Cancels the RPC, which ends the stream; see `MessageStream.close`."""
         self._outgoing.put(None)
         self._call.cancel()

@@ -47,12 +47,12 @@ class InprocConnection:
     """Calls a `Handler` directly, in the caller's thread."""
 
     def __init__(self, handler: Handler) -> None:
-        """Args: handler: the embedded provider, which `close` leaves open."""
+        """Keeps the handler of the embedded provider; `close` does not close this provider."""
         self._handler = handler
         self.traffic = Traffic()
 
     def manifest(self) -> Manifest:
-        """Returns the handler's manifest."""
+        """Returns the manifest of the embedded provider."""
         return self._handler.manifest()
 
     def fetch(self, file_name: str) -> Iterator[bytes]:

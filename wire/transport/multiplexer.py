@@ -52,7 +52,15 @@ class Request:
     )  # fmt: skip
 
     def __init__(self, owner: Multiplexer, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
-        """Args: rows, cols: the shape of the reply; held: the bytes of request and reply together."""
+        """Makes a request without an outcome.
+
+        Args:
+            owner: the multiplexer that sends the request.
+            request_id: the request's number on the stream.
+            call: the call that the request asks for.
+            rows, cols: the shape of the reply.
+            held: the bytes of request and reply together.
+        """
         self.request_id, self.call = request_id, call
         self.rows, self.cols, self.held_bytes = rows, cols, held
         self.expires_at = time.monotonic() + deadline_s(held)

@@ -35,16 +35,16 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
 
 
 class TensorStream:
-    """Implements `MessageStream` over TLS."""
+    """Implements `MessageStream` over a TLS connection to the provider's tensor port."""
 
     def __init__(self, connection: MessageSocket) -> None:
-        """Args: connection: a connection after its handshake, which nothing else uses."""
+        """Makes a stream over a connection whose handshake is done, and which nothing else may use."""
         self._connection = connection
         self._end: Exception | None = None
         self._is_active = True
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message; see `MessageStream.send`."""
+        """Queues a message to be sent; see `MessageStream.send`."""
         try:
             self._connection.send(message)
         except OSError:
@@ -91,6 +91,6 @@ class TensorStream:
         return self._is_active
 
     def close(self) -> None:
-        """Ends the stream; see `MessageStream.close`."""
+        """Ends the stream and closes its connection; see `MessageStream.close`."""
         self._is_active = False
         self._connection.close()

@@ -1,4 +1,5 @@
-"""Where adapters live (network, disk, host memory, device) and how each row of a step gets its own."""
+"""This package keeps adapters on four tiers (network, disk, host memory, device) and applies to each row of a step the
+row's own adapter."""
 
 from tenant_sdk.serving.adapters.store import AdapterStore, StoreStatus
 from tenant_sdk.serving.adapters.ticket import AdapterTicket

@@ -1,16 +1,16 @@
-"""The network tier: adapters elsewhere, which the operator lists with their digests.
+"""This module is the network tier. It fetches adapters that the operator lists, with their digests, in a catalogue.
 
-Guarantees: only what the catalogue names is fetched, never what a request names; what is fetched is kept only if its
-SHA-256 is the pinned one, in a folder for its owner alone, whole or not at all; no more than the bound is written. An
-error names the adapter and never an address, which may hold a key. Not guaranteed: who listens to the network sees
-which adapter is fetched and from where.
+Guarantees: only sources from the catalogue are fetched, never an address from a request. A fetched adapter is kept only
+if its SHA-256 is the pinned one. It appears in the cache whole or not at all, and only its owner may read it. No more
+bytes than the limit are written. An error names the adapter and never its address, since an address may hold a key. Not
+guaranteed: an eavesdropper on the network may see which adapter is fetched, and from where.
 
     adapters:
       support: {source: "hf://acme/support-lora@v2", digest: "sha256:…"}
       legal: {source: "https://files.example/legal", digest: "sha256:…"}
       sales: {source: "s3://bucket/sales", digest: "sha256:…"}
 
-A source is a folder with both of PEFT's files. Its digest is that of the files one after the other:
+A source is a folder that holds both of PEFT's files. Its digest is the SHA-256 of the two files, one after the other:
 `cat adapter_config.json adapter_model.safetensors | sha256sum`.
 """
 
@@ -37,9 +37,9 @@ from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES
 from wire.errors import ConfigurationError
 
 MAX_CATALOGUE_BYTES = 8 << 20
-"""The longest catalogue that is read: room for 10,000 adapters and more."""
+"""The longest catalogue that is read, 8 MiB, which is enough for more than 10,000 adapters."""
 TIMEOUT_S = 60.0
-"""Seconds that a source by https may be silent."""
+"""The seconds after which a silent https source counts as failed."""
 _CHUNK_BYTES = 1 << 20
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,7 +47,12 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,1
 
 
 class Entry(BaseModel):
-    """An adapter elsewhere."""
+    """Describes one adapter of the catalogue.
+
+    Attributes:
+        source: the address of the adapter's folder.
+        digest: the adapter's pinned SHA-256, as "sha256:" and 64 hex digits.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -56,7 +61,7 @@ class Entry(BaseModel):
 
     @property
     def sha256(self) -> str:
-        """The digest in hex."""
+        """Returns the pinned SHA-256 as 64 hex digits."""
         return self.digest.removeprefix("sha256:")
 
     @field_validator("source")
@@ -75,7 +80,7 @@ class Entry(BaseModel):
 
 
 class Catalogue(BaseModel):
-    """The operator's list."""
+    """Holds the operator's list of adapters, by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -86,7 +91,7 @@ def read_catalogue(path: Path) -> Catalogue:
     """Reads a catalogue, in YAML or JSON.
 
     Raises:
-        ConfigurationError: it cannot be read, names an adapter twice, or has an entry that cannot be.
+        ConfigurationError: the file cannot be read, names an adapter twice, or has an invalid entry.
     """
     try:
         with path.open("rb") as file:
@@ -107,14 +112,14 @@ def read_catalogue(path: Path) -> Catalogue:
 
 
 class _NamedTwice(ValueError):
-    """A name stands twice in one table."""
+    """Says that a table of the catalogue has the same name twice."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Reads plain values, and refuses a table that names something twice."""
+    """Reads plain YAML values, and refuses a table that has the same key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Makes a table of a node whose keys differ."""
+        """Returns the table of a node; raises `_NamedTwice` if two of its keys are equal."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
@@ -128,13 +133,13 @@ def fetch(name: str, entry: Entry, cache: Path, max_file_bytes: int) -> None:
     """Puts an adapter into `cache`, in a subfolder named by its digest.
 
     Args:
-        name: the adapter's name, for messages.
-        entry: where it is.
-        cache: a folder for its owner alone.
+        name: the adapter's name, for error messages.
+        entry: the adapter's source and pinned digest.
+        cache: the folder of downloads, private to its owner.
         max_file_bytes: the largest weights file that is accepted.
 
     Raises:
-        ConfigurationError: it cannot be had, is too large, or is not what the catalogue pins.
+        ConfigurationError: the adapter cannot be fetched, is too large, or has another digest than the pinned one.
     """
     if (cache / entry.sha256).is_dir():
         return
@@ -143,7 +148,7 @@ def fetch(name: str, entry: Entry, cache: Path, max_file_bytes: int) -> None:
         found = _download(name, entry.source, part, max_file_bytes)
         if found != entry.sha256:
             raise ConfigurationError(f"the adapter {name} is not what the catalogue pins: its digest is sha256:{found}")
-        with contextlib.suppress(OSError):  # another process was quicker, with the same contents
+        with contextlib.suppress(OSError):  # Another process has already put the same contents there.
             part.rename(cache / entry.sha256)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -152,10 +157,10 @@ def fetch(name: str, entry: Entry, cache: Path, max_file_bytes: int) -> None:
 
 
 def prepare_cache(cache: Path) -> None:
-    """Makes the folder of downloads.
+    """Makes the folder of downloads, private to its owner.
 
     Raises:
-        ConfigurationError: it cannot be made, belongs to another user, or others may write into it.
+        ConfigurationError: the folder cannot be made, belongs to another user, or can be written by others.
     """
     try:
         make_private_folder(cache)
@@ -167,7 +172,7 @@ def prepare_cache(cache: Path) -> None:
 
 
 def _download(name: str, source: str, folder: Path, max_file_bytes: int) -> str:
-    """Writes both files and returns their SHA-256 in hex."""
+    """Downloads both files of an adapter into a folder, and returns their SHA-256 in hex."""
     digest = hashlib.sha256()
     for file, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_file_bytes)):
         try:
@@ -227,10 +232,10 @@ def _from_hub(source: str, file: str) -> Path:
 
 
 class _NoDowngrade(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect to https only: by http others could read the adapter."""
+    """Follows only redirects to https, since others could read an adapter that is sent by http."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        """Returns the request that follows, or raises."""
+        """Returns the redirected request; raises ValueError if its address is not https."""
         if urlsplit(newurl).scheme != "https":
             raise ValueError("a redirect away from https")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

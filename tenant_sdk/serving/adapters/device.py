@@ -1,8 +1,9 @@
-"""The device tier: adapters in numbered slots, stacked layer by layer so that one product serves many of them.
+"""This module is the device tier. It keeps adapters in numbered slots, stacked layer by layer, so that one matrix
+product computes many adapters.
 
-Guarantees: a slot that is held keeps its adapter; a slot is given anew only when nobody holds it, and everything in it
-is written over, or zeroed, before its number is handed out. One thread at a time may `assign` and `fill`; the rest may
-be called from any.
+Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
+slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
+time may call `assign` and `fill`; any thread may call the other methods.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
 
 @dataclass
 class _Slot:
-    """A slot with an adapter; it is idle when nobody holds it, and `ready` once it is filled."""
+    """Holds the state of a slot with an adapter. The slot is idle if it has no holders, and `ready` once it is
+    filled."""
 
     digest: str
     holders: int
@@ -28,20 +30,20 @@ class _Slot:
 
 
 class DeviceTier:
-    """Slots for adapters, as many for each rank."""
+    """Keeps adapters in slots on the device, the same number of slots for each rank."""
 
     def __init__(
         self, layers: Mapping[str, AdaptedLayer], shapes: Mapping[str, tuple[int, int]], numbers: SlotNumbers,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        """Makes empty slots; memory is taken when a rank first meets a layer.
+        """Makes empty slots. A layer's memory for a rank is allocated when an adapter of that rank first adapts it.
 
         Args:
             layers: the model's linear layers by name.
-            shapes: (inputs, outputs) of each.
-            numbers: how many slots there are for which ranks.
-            dtype: the dtype of the arithmetic, which is that of the rows.
-            device: where the rows are.
+            shapes: (inputs, outputs) of each layer.
+            numbers: the ranks that have slots, and the number of slots for each rank.
+            dtype: the dtype of the arithmetic, which is the dtype of the rows.
+            device: the device of the rows.
         """
         self._layers, self._shapes, self.numbers = layers, shapes, numbers
         self.dtype, self.device = dtype, device
@@ -52,7 +54,7 @@ class DeviceTier:
         self._free = {rank: list(range(numbers.num_slots))[::-1] for rank in numbers.ranks}
 
     def acquire(self, digest: str) -> int | None:
-        """Returns the slot of an adapter that is ready here, and holds it; None where there is none."""
+        """Holds the slot of an adapter and returns its number; returns None if no slot has this adapter ready."""
         with self._lock:
             slot = self._slot_of.get(digest)
             if slot is None or not self._slots[slot].ready:
@@ -62,16 +64,21 @@ class DeviceTier:
             return slot
 
     def has_room(self, rank: int, digest: str | None = None) -> bool:
-        """Whether `assign` would give a slot of a rank now, or the adapter has one."""
+        """Returns whether `assign` would return a slot of this rank now, or the adapter already has a slot."""
         with self._lock:
             return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
 
     def assign(self, digest: str, rank: int) -> int | None:
-        """Holds a slot for an adapter that is to be filled in; None where all slots of its rank are held.
+        """Holds a slot for an adapter that is not on the device; callers must then copy the adapter into it by `fill`.
+
+        If no slot is free, the slot that has been idle longest loses its adapter and is used.
 
         Args:
-            digest: the adapter's; it has no slot yet.
-            rank: one of the ranks of `numbers`.
+            digest: the digest of the adapter, which must not have a slot yet.
+            rank: the rank of the slot, one of `numbers.ranks`.
+
+        Returns:
+            The number of the slot; None if requests hold all slots of this rank.
         """
         with self._lock:
             if self._free[rank]:
@@ -86,10 +93,10 @@ class DeviceTier:
             return slot
 
     def fill(self, slot: int, packed: PackedAdapter) -> None:
-        """Copies an adapter into the slot that was assigned to it, and lets others acquire it.
+        """Copies an adapter into the slot that `assign` returned for it. From then on, `acquire` finds the adapter.
 
         Raises:
-            RuntimeError: the device has too little memory; the slot is free again.
+            RuntimeError: the device has too little memory; the slot is then free again.
         """
         rank, place = self.numbers.place(slot)
         try:
@@ -101,7 +108,7 @@ class DeviceTier:
             self._slots[slot].ready = True
 
     def release(self, slot: int) -> None:
-        """Lets go of a slot; the adapter stays in it until another needs the place."""
+        """Ends one hold on a slot. The adapter stays in the slot until another adapter needs the slot."""
         with self._lock:
             held = self._slots[slot]
             held.holders -= 1
@@ -109,18 +116,18 @@ class DeviceTier:
                 self._idle[self.numbers.place(slot)[0]][slot] = None
 
     def are_held(self, slots: Iterable[int]) -> bool:
-        """Whether somebody holds each of these slots, and each is filled."""
+        """Returns whether each of these slots is filled and held."""
         with self._lock:
             found = [self._slots.get(slot) for slot in slots]
             return all(each is not None and each.ready and each.holders > 0 for each in found)
 
     def usage(self) -> tuple[int, int]:
-        """Returns (adapters in slots, adapters that are held)."""
+        """Returns two numbers: the adapters in slots, and those of them that requests hold."""
         with self._lock:
             return len(self._slots), sum(each.holders > 0 for each in self._slots.values())
 
     def slot_bytes(self, rank: int, modules: Iterable[str] | None = None) -> int:
-        """Returns what one slot of a rank takes on these layers, or on all."""
+        """Returns the bytes that one slot of a rank takes on some layers; `modules` None means all layers."""
         names = self._shapes if modules is None else modules
         return sum(rank * sum(self._shapes[name]) for name in names) * self.dtype.itemsize
 
@@ -138,18 +145,18 @@ class DeviceTier:
         adapted = {layer.module for layer in own}
         for name, other in self._layers.items():
             if name not in adapted and rank in other.stacks:
-                other.stacks[rank].places[place].zero_()  # what was in this slot before may have adapted this layer
+                other.stacks[rank].places[place].zero_()  # The slot's previous adapter may have adapted this layer.
                 other.stacks[rank].adapted.discard(place)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
-        """Returns a layer's stacks of a rank, made when they are first needed."""
+        """Returns a layer's stack for a rank, and makes the stack if the layer has none yet."""
         found = layer.stacks.get(rank)
         if found is None:
             found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
             with self._lock:
                 taken = [self.numbers.place(slot) for slot in self._slots]
             for place in (place for its_rank, place in taken if its_rank == rank):
-                found.places[place].zero_()  # adapters that are here already do not adapt this layer
+                found.places[place].zero_()  # The adapters that are already in slots do not adapt this layer.
             layer.stacks[rank] = found
         return found
 
@@ -158,7 +165,7 @@ def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) ->
     """Writes a layer's factors, padded with zeros to the stack's rank."""
     target_a, target_b = stack.lora_a[place], stack.lora_b[place]
     if layer.rank == target_a.shape[0]:
-        stack.places[place].copy_(values)  # they lie as they are packed
+        stack.places[place].copy_(values)  # The stack has the same layout as the packed factors.
     else:
         lora_a, lora_b = layer.factors(values)
         target_a[: layer.rank].copy_(lora_a)

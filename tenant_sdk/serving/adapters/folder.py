@@ -1,8 +1,9 @@
-"""The disk tier: a folder of PEFT adapters, one subfolder each, opened without trusting what lies in it.
+"""This module is the disk tier. It opens PEFT adapters in a folder, one subfolder each, without trusting their files.
 
-Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, as regular files, and neither a name,
-`..` nor a link leads out of the folder. Not guaranteed: a hard link is the file itself, wherever else it may be named,
-and links in the path of the folder itself are its operator's.
+Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are regular files.
+No name, no `..` and no symbolic link in the folder leads to a file outside it. Not guaranteed: a hard link to a file
+outside the folder is opened, since it cannot be told from the file. Links in the path of the folder itself are
+followed, since the operator made them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 
 class AdapterFolder:
-    """A folder whose subfolders are adapters."""
+    """Finds and opens the adapters of a folder, each of which is a subfolder."""
 
     def __init__(self, root: Path, base: Base, max_file_bytes: int) -> None:
-        """Takes a folder.
+        """Checks the names in the folder, without opening its adapters.
 
         Args:
             root: the folder.
@@ -35,7 +36,7 @@ class AdapterFolder:
             max_file_bytes: the largest weights file that is read.
 
         Raises:
-            ConfigurationError: there is no such folder, or two adapters in it have names that differ in case only.
+            ConfigurationError: there is no such folder, or two of its adapters have names that differ only in case.
         """
         self._root = root
         self._base = base
@@ -43,7 +44,7 @@ class AdapterFolder:
         _refuse_twins(self.names())
 
     def names(self) -> list[str]:
-        """Returns the names of the adapters that lie here now, whether or not they can be used.
+        """Returns the names of the adapters that are in the folder now, whether or not they can be used.
 
         Raises:
             ConfigurationError: the folder cannot be read.
@@ -56,28 +57,28 @@ class AdapterFolder:
         return sorted(name for name in folders if _NAME.fullmatch(name))
 
     def find(self, name: str, subfolder: str | None = None) -> Found:
-        """Checks an adapter's settings and header. Args, Raises: as of `reading`."""
+        """Checks an adapter's settings and header, and returns what they say. Args, Raises: see `reading`."""
         with self.reading(name, subfolder) as reading:
             return reading.found
 
     @contextlib.contextmanager
     def reading(self, name: str, subfolder: str | None = None) -> Iterator[Reading]:
-        """Opens an adapter and checks its settings and header; inside the context its weights can be read.
+        """Opens an adapter and checks its settings and header. Inside the context, its weights can be read.
 
         Args:
-            name: the adapter's name.
-            subfolder: where it lies in the folder, if that is not its name.
+            name: the adapter's name, for error messages.
+            subfolder: the adapter's subfolder; None means that it is the name.
 
         Raises:
-            ConfigurationError: there is no such adapter, or it cannot be used.
+            ConfigurationError: there is no such adapter, or the adapter cannot be used.
         """
         with self._open(name, subfolder or name) as (config, weights):
             yield Reading(name, config, weights, self._base, self._max_file_bytes)
 
     def stamp(self, name: str, subfolder: str | None = None) -> Stamp | None:
-        """Returns what tells this version of an adapter from others; None where it changed just now.
+        """Returns the stamp of an adapter's files, which changes if they change; None if they changed just now.
 
-        Args, Raises: as of `reading`, but only the names of the files are looked at.
+        Args, Raises: see `reading`; the contents of the files are not checked.
         """
         with self._open(name, subfolder or name) as files:
             found = stamp_of(*files)
@@ -85,7 +86,7 @@ class AdapterFolder:
 
     @contextlib.contextmanager
     def _open(self, name: str, subfolder: str) -> Iterator[tuple[int, int]]:
-        """Opens both files of an adapter; every step stays in the folder before, and follows no link."""
+        """Opens both files of an adapter. Each is opened relative to its parent folder, and links are not followed."""
         if not isinstance(subfolder, str) or _NAME.fullmatch(subfolder) is None:
             raise ConfigurationError(f"{ascii(name)[:200]} cannot be an adapter's name")
         with contextlib.ExitStack() as stack:
@@ -93,7 +94,7 @@ class AdapterFolder:
             folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
             if folder is None:
                 raise ConfigurationError(f"there is no adapter {name} here")
-            # O_NONBLOCK: a named pipe would keep this thread waiting for a writer
+            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
             flags = os.O_NOFOLLOW | os.O_NONBLOCK
             config, weights = (_opened(stack, file, flags, folder) for file in (CONFIG, WEIGHTS))
             if config is None or weights is None:

@@ -1,7 +1,8 @@
-"""The host tier: adapters in memory, each as one flat tensor, within a budget of bytes.
+"""This module is the host tier. It keeps adapters in host memory, each as one flat tensor, within a budget of bytes.
 
-Guarantees: adapters never take more than the budget; what was used longest ago goes first; every number that is kept is
-finite. An adapter that goes while it is being copied to a device stays alive until the copy is done.
+Guarantees: adapters never take more bytes than the budget. The adapter that was used longest ago is dropped first.
+Every number that is kept is finite. An adapter that is dropped while it is being copied to a device stays in memory
+until the copy is done.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from wire.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One layer's place in a packed adapter.
+    """Describes one layer's factors in a packed adapter.
 
     Attributes:
         module: the layer's name in the model.
-        rank, in_features, out_features: shapes: A is (rank, in_features), and B is kept as (rank, out_features).
-        scaling: what B still has to be multiplied with.
+        rank, in_features, out_features: the sizes of the factors: A has shape (rank, in_features), and Bᵀ has shape
+            (rank, out_features).
+        scaling: the factor by which B must still be multiplied.
     """
 
     module: str
@@ -36,24 +38,25 @@ class PackedLayer:
 
     @property
     def num_weights(self) -> int:
-        """The numbers of both factors."""
+        """Returns how many numbers A and B have together."""
         return self.rank * (self.in_features + self.out_features)
 
     def factors(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views of the layer's flat piece."""
+        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views of `values`, the layer's part of a
+        packed adapter, shape (num_weights,)."""
         lora_a, lora_b = values.split([self.rank * self.in_features, self.rank * self.out_features])
         return lora_a.view(self.rank, self.in_features), lora_b.view(self.rank, self.out_features)
 
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter in host memory.
+    """Holds one adapter in host memory.
 
     Attributes:
-        digest: the SHA-256 of what it was read from.
-        layers: what lies in `values`, in order.
-        values: A and then Bᵀ of each layer, flat, of one dtype.
-        kind: what its arithmetic is; layers of one kind are computed together.
+        digest: the SHA-256 of the adapter's files, in hex.
+        layers: the layers whose factors are in `values`, in order.
+        values: A and then Bᵀ of each layer, as one flat tensor, shape (num_weights of all layers,).
+        kind: the kind of adapter, "lora", which decides the arithmetic.
     """
 
     digest: str
@@ -63,25 +66,25 @@ class PackedAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a layer."""
+        """Returns the largest rank of the adapter's layers."""
         return max(layer.rank for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
-        """The memory that the factors take."""
+        """Returns the bytes that the factors take."""
         return self.values.numel() * self.values.itemsize
 
 
 def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
-    """Reads an adapter's weights and puts them side by side.
+    """Reads an adapter's weights into one flat tensor.
 
     Args:
         reading: the adapter's open files.
-        dtype: torch.bfloat16 or torch.float32.
-        pinned: whether a CUDA device will copy from it.
+        dtype: the dtype of the tensor, torch.bfloat16 or torch.float32.
+        pinned: whether the tensor is in pinned memory, from which a CUDA device copies faster.
 
     Raises:
-        ConfigurationError: a number is NaN or infinite, or has no value in `dtype`; or the files change meanwhile.
+        ConfigurationError: a number is NaN or infinite, or too large for `dtype`; or the files changed in the meantime.
     """
     stored = reading.found.layers
     layers = tuple(_packed_layer(each, dtype) for each in stored)
@@ -101,31 +104,36 @@ def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAd
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
-    """Describes a layer whose B is packed with the scaling where that rounds nothing away."""
+    """Describes a layer for packing. Its scaling goes into the packed B if the multiplication rounds nothing, and
+    otherwise stays apart."""
     exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
 
 
 def _check_finite(name: str, values: torch.Tensor) -> None:
-    """Refuses NaN and infinity: one such row would reach the rows of other requests in its step."""
-    total = values.sum(dtype=torch.float32)  # an infinite sum may also come from large numbers: then look at each
+    """Refuses NaN and infinity, since such a number would reach the rows of other requests in the same step."""
+    total = values.sum(dtype=torch.float32)  # A sum of large numbers may be infinite, so each is then checked.
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
         raise ConfigurationError(f"the adapter {name} holds NaN or infinite numbers, or such as {values.dtype} has not")
 
 
 class HostTier:
-    """Packed adapters by digest."""
+    """Keeps packed adapters by digest, within a budget of bytes."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Args: budget_bytes: the most that all adapters may take together."""
+        """Makes a host tier without adapters.
+
+        Args:
+            budget_bytes: the most bytes that all adapters may take together.
+        """
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
         self._used_bytes = 0
 
     def get(self, digest: str) -> PackedAdapter | None:
-        """Returns an adapter and counts it as used; None where it is not here."""
+        """Returns an adapter and counts it as just used; returns None if the adapter is not in host memory."""
         with self._lock:
             found = self._kept.get(digest)
             if found is not None:
@@ -133,7 +141,8 @@ class HostTier:
             return found
 
     def make_room(self, num_bytes: int) -> bool:
-        """Drops what was used longest ago until so many bytes are free; returns False where they can never be."""
+        """Drops the adapters that were used longest ago until `num_bytes` are free; returns False if the budget is
+        smaller."""
         with self._lock:
             if num_bytes > self.budget_bytes:
                 return False
@@ -143,7 +152,7 @@ class HostTier:
             return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Keeps an adapter, and drops others as the budget asks."""
+        """Keeps an adapter, and drops others if the budget needs it. An adapter larger than the budget is not kept."""
         if not self.make_room(packed.num_bytes):
             return
         with self._lock:
@@ -152,6 +161,6 @@ class HostTier:
                 self._used_bytes += packed.num_bytes
 
     def usage(self) -> tuple[int, int]:
-        """Returns (adapters, bytes)."""
+        """Returns the number of adapters in host memory, and the bytes that they take."""
         with self._lock:
             return len(self._kept), self._used_bytes

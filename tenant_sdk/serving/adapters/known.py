@@ -1,4 +1,5 @@
-"""What is known of adapters on disk whose files have not changed: their digest, or why they cannot be used."""
+"""This module remembers, for adapters on disk, their digest or the reason why they cannot be used, so that unchanged
+files are not read again."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ from tenant_sdk.serving.adapters.reading import Found, Stamp
 from wire.errors import ConfigurationError, VeilbaseError
 
 MOST_NAMES = 4096
-"""So many names are remembered; what is forgotten is read again."""
+"""The most adapters that are remembered. If an adapter was forgotten, its files are read again."""
 
 
 class Known:
-    """Digests and failures by name, each good for one stamp."""
+    """Remembers digests and failures by the adapter's name. Each is valid while the files have the same stamp."""
 
     def __init__(self) -> None:
-        """Knows nothing."""
+        """Makes an empty memory of digests and failures."""
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Stamp, str | None, str]] = OrderedDict()
 
     def digest(self, name: str, stamp: Stamp | None) -> str | None:
-        """Returns an adapter's digest where its files have the stamp that they had then.
+        """Returns an adapter's digest if it is known for the present stamp of the files; otherwise returns None.
 
         Raises:
-            ConfigurationError: these files were read before and cannot be used.
+            ConfigurationError: the files were read before with this stamp, and cannot be used.
         """
         with self._lock:
             found = self._known.get(name)
@@ -36,11 +37,11 @@ class Known:
         return found[1]
 
     def is_good(self, found: Found, digest: str) -> None:
-        """Remembers a digest."""
+        """Remembers the digest of an adapter that can be used."""
         self._remember(found.name, found.stamp if found.settled else None, digest, "")
 
     def is_bad(self, name: str, stamp: Stamp | None, failure: VeilbaseError) -> None:
-        """Remembers why an adapter cannot be used; a failure that may pass is not remembered."""
+        """Remembers why an adapter cannot be used. A failure that may be temporary is not remembered."""
         if isinstance(failure, ConfigurationError):
             self._remember(name, stamp, None, str(failure))
 

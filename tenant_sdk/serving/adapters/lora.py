@@ -1,9 +1,8 @@
-"""Adds to a linear layer's output what each row's own LoRA adapter makes of its input.
+"""This module adds, to each row of a linear layer's output, the LoRA product B·A·x of the row's own adapter and input.
 
-Guarantees: a row gets the adapter of its slot and no other, and nothing of it depends on the other rows but by the
-order of sums; the layer itself gets the same tensor object as without adapters, so the calls that go to a provider, and
-which layers share one, stay the same. A layer that an adapter of the step adds to, and that gets other rows than the
-step announced, refuses them.
+Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding. The
+layer itself gets the same tensor object as without adapters, so that the provider receives the same calls, and the same
+layers share a call. If a layer is adapted in a step but gets another number of rows than the step has, the call fails.
 """
 
 from __future__ import annotations
@@ -22,24 +21,26 @@ from torch.nn import functional as F
 from wire.errors import ConfigurationError, InvalidTensor
 
 MOST_RUNS = 2
-"""Up to so many adapters in a step are multiplied one after the other. One group of 16 rows takes 19 µs so and 41 µs by
-`grouped_mm` (576 to 1536 features, one core), two 28 and 41, four 48 and 44."""
+"""Up to this many adapters of one rank in a step are multiplied one after the other; more are multiplied by
+`grouped_mm`. One group of 16 rows takes 19 µs in the first way and 41 µs in the second (576 to 1536 features, one
+core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
 
 
 class Stack:
-    """Room for adapters of one rank at one layer.
+    """Holds the factors of one layer for all slots of one rank.
 
     Attributes:
-        lora_a: shape (slots, rank, inputs).
-        lora_b: shape (slots, rank, outputs): Bᵀ times the scaling.
-        places: for each slot, A and then Bᵀ in one piece of memory, flat.
-        adapted: the slots whose adapter adds to this layer; the others are zero once they have an adapter.
+        lora_a: A, shape (slots, rank, inputs).
+        lora_b: Bᵀ times the scaling, shape (slots, rank, outputs).
+        places: for each slot, A and then Bᵀ as one flat tensor.
+        adapted: the slots whose adapter adds to this layer. The factors of a slot with another adapter are zero.
     """
 
     def __init__(
         self, num_slots: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
-        """Takes memory and leaves it as it is: on a CPU only what is written is ever taken."""
+        """Allocates memory without writing to it. On a CPU, the system then gives memory only to slots that are
+        written."""
         inputs, outputs = shape
         whole = torch.empty(num_slots, rank * (inputs + outputs), dtype=dtype, device=device)
         self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
@@ -50,7 +51,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of one adapter: `place` is its index in the stacks of its rank."""
+    """Describes the rows `begin` to `end` of a step, which have one adapter. `place` is the adapter's index in the
+    stacks of its rank."""
 
     place: int
     begin: int
@@ -59,13 +61,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows whose adapters have one rank.
+    """Describes the rows of a step whose adapters are in stacks of one rank.
 
     Attributes:
-        rank: the rank to which they are padded.
-        begin, end: the rows, of all rows of the step.
-        runs: the adapters, in order.
-        offs: int32, shape (slots,): where each slot's rows end within the segment; None where the runs are few.
+        rank: the rank of the stacks, to which the adapters are padded.
+        begin, end: the range of these rows among all rows of the step.
+        runs: the runs of rows with one adapter, in order.
+        offs: for each slot, the end of its rows within the segment, int32, shape (slots,); None if there are at most
+            `MOST_RUNS` runs.
     """
 
     rank: int
@@ -77,7 +80,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: how many rows it has and whose they are."""
+    """Describes one forward pass: the number of its rows, and the adapter of each row."""
 
     num_rows: int
     segments: tuple[Segment, ...]
@@ -85,30 +88,31 @@ class Step:
 
 @dataclass(frozen=True)
 class SlotNumbers:
-    """How slots are numbered: 0 is no adapter, then come `num_slots` for each rank, from the smallest."""
+    """Numbers the slots. Number 0 means no adapter; the next numbers are `num_slots` slots for each rank, the smallest
+    rank first."""
 
     ranks: tuple[int, ...]
     num_slots: int
 
     def rank_for(self, rank: int) -> int | None:
-        """Returns the smallest rank of the stacks that takes an adapter; None where none does."""
+        """Returns the smallest rank of the stacks that is at least an adapter's `rank`; None if all are smaller."""
         return next((each for each in self.ranks if each >= rank), None)
 
     def slot(self, rank: int, place: int) -> int:
-        """Returns the number of a place in the stacks of a rank."""
+        """Returns the number of the slot with index `place` in the stacks of a rank."""
         return 1 + self.ranks.index(rank) * self.num_slots + place
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns (rank, place) of a slot that is not 0."""
+        """Returns the rank of a slot's stacks and the slot's index in them. The slot must not be 0."""
         index, place = divmod(slot - 1, self.num_slots)
         return self.ranks[index], place
 
     def step(self, slot_of_row: Sequence[int], device: torch.device) -> Step:
-        """Sorts out whose the rows are, once for all layers.
+        """Groups the rows of a step by adapter and rank, once for all layers.
 
         Args:
             slot_of_row: each row's slot, ascending.
-            device: where the stacks are.
+            device: the device of the stacks.
 
         Raises:
             ConfigurationError: the rows are not sorted by slot.
@@ -138,13 +142,13 @@ class SlotNumbers:
 
 
 class CurrentStep(threading.local):
-    """The step that this thread is in; None outside of one."""
+    """Holds the step that the current thread computes; None outside a step."""
 
     value: Step | None = None
 
     @contextlib.contextmanager
     def of(self, step: Step) -> Iterator[None]:
-        """Makes a step the current one, and the one before it again at the end."""
+        """Makes `step` the current step inside the context, and restores the previous step after it."""
         before, self.value = self.value, step
         try:
             yield
@@ -153,14 +157,14 @@ class CurrentStep(threading.local):
 
 
 class AdaptedLayer:
-    """A linear layer of the model, and the stacks of adapters that add to it."""
+    """Adds adapters to the outputs of one linear layer of the model, and holds the layer's stacks by rank."""
 
     def __init__(self, name: str, layer: nn.Module, current: CurrentStep) -> None:
-        """Watches the layer's outputs; its inputs and its calls stay what they are.
+        """Registers a hook on the layer's outputs. The layer's inputs and calls do not change.
 
         Args:
             name: the layer's name in the model.
-            layer: a Linear or Conv1D, held here or at the provider.
+            layer: a Linear or Conv1D, local or remote.
             current: the step of each thread.
         """
         self.name = name
@@ -169,11 +173,11 @@ class AdaptedLayer:
         self._handle = layer.register_forward_hook(self._after)
 
     def detach(self) -> None:
-        """Leaves the layer as it was."""
+        """Removes the hook, so that the layer computes as before."""
         self._handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedLayer:
-        """Returns itself: a copied model gets its adapters from the same store."""
+        """Returns the same object, since a copied model gets its adapters from the same store."""
         return self
 
     def _after(self, layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
@@ -188,16 +192,16 @@ class AdaptedLayer:
         return stack is not None and any(run.place in stack.adapted for run in segment.runs)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, segments: Sequence[Segment], num_rows: int) -> torch.Tensor:
-        """Returns y plus what the adapters make of x.
+        """Returns y, with B·A·x of the row's adapter added to each row.
 
         Args:
             x: the layer's input, shape (..., inputs).
-            y: its output, shape (..., outputs); it is changed in place where no gradient needs it.
-            segments: rows whose adapters add to this layer.
-            num_rows: the rows of the step.
+            y: the layer's output, shape (..., outputs). It is changed in place if it is contiguous and has no gradient.
+            segments: the segments with an adapter that adds to this layer.
+            num_rows: the number of rows of the step.
 
         Raises:
-            InvalidTensor: x has another number of rows than the step, so nobody knows whose they are.
+            InvalidTensor: x has another number of rows than the step, so the adapter of each row is unknown.
         """
         rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
         if rows.shape[0] != num_rows:

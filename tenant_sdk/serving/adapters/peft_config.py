@@ -1,8 +1,8 @@
-"""Reads a PEFT adapter's settings and refuses those that this store cannot honour.
+"""This module reads a PEFT adapter's settings, and refuses settings that this store does not support.
 
-Guarantees: an adapter that would give another answer than stock PEFT gives is refused in one line that names its kind
-or its setting. A setting that this release does not know must be off; patterns from a file cannot make the matching
-take long.
+Guarantees: an adapter for which this store would give other results than PEFT is refused, with an error of one line
+that names the adapter's kind or setting. A setting that this release does not know must be off. Patterns from a file
+cannot make the matching take long.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
 
 MAX_CONFIG_BYTES = 1 << 20
-"""The longest adapter_config.json that is read: a pattern for each layer of a large model takes about 100 kB."""
+"""The longest adapter_config.json that is read, 1 MiB. A file with a pattern for each layer of a large model takes
+about 100 kB."""
 MAX_PATTERNS = 4096
 """The most rank or alpha patterns of one adapter: EVA writes one for each linear layer."""
 MAX_SCALING = 1e4
-"""The largest alpha / rank. A larger factor would overflow bfloat16 rows, and so spoil the step of other requests."""
+"""The largest magnitude of alpha, which also bounds the scaling alpha / rank. A larger factor could make bfloat16 rows
+overflow, and so spoil the step of other requests."""
 
 _HARMLESS = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -30,27 +32,29 @@ _HARMLESS = frozenset({
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "eva_config",
     "megatron_core", "qalora_group_size", "runtime_config",
 })  # fmt: skip
-"""Settings that are read here, or that change nothing once an adapter is trained."""
+"""The settings that are read here, or that change nothing once an adapter is trained."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the base weights as they are: PiSSA, OLoRA and others change them."""
+"""The values of init_lora_weights that leave the base weights unchanged. PiSSA, OLoRA and others change the base
+weights."""
 _KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-"""Settings by which PEFT makes another kind of adapter out of a LoraConfig."""
+"""The settings with which PEFT makes another kind of adapter from a LoraConfig, and the name of this kind."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings that LoRA's arithmetic depends on.
+    """Holds the settings on which the arithmetic of a LoRA adapter depends.
 
     Attributes:
-        kind: "lora"; other kinds will have settings of their own.
-        rank, alpha: for layers that no pattern names.
-        ranks, alphas: what other layers have, by pattern; the first pattern that matches a layer's name counts.
-        rslora: whether alpha is divided by the root of the rank.
+        rank, alpha: the rank and alpha of layers that no pattern matches.
+        ranks, alphas: pairs of a pattern and the rank or alpha of the layers that it matches; the first pattern that
+            matches a layer's name counts.
+        rslora: whether alpha is divided by the square root of the rank, instead of the rank.
+        kind: the kind of adapter, "lora".
     """
 
     rank: int
@@ -61,26 +65,26 @@ class LoraSettings:
     kind: str = "lora"
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank that PEFT would give a layer."""
+        """Returns the rank that the adapter has in a layer."""
         return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Returns the factor by which PEFT multiplies the layer's B·A·x."""
+        """Returns the factor by which PEFT multiplies B·A·x in a layer."""
         rank = self.rank_of(module)
         alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
 def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings:
-    """Reads adapter_config.json.
+    """Reads and checks the contents of an adapter_config.json.
 
     Args:
-        name: the adapter's name, for messages.
+        name: the adapter's name, for error messages.
         content: the file's bytes.
         base: the model that is served.
 
     Raises:
-        ConfigurationError: this is no LoRA adapter of this model, or it needs what the store does not do.
+        ConfigurationError: the file is not of a LoRA adapter for this model, or has a setting that is not supported.
     """
     config = _json_object(name, content)
     _check_kind(name, config)
@@ -130,7 +134,10 @@ def _check_settings(name: str, config: dict[str, Any]) -> None:
 
 
 def _check_base(name: str, config: dict[str, Any], base: Base) -> None:
-    """Compares names where both are names: a local path says nothing, and then the shapes alone decide."""
+    """Compares the name of the adapter's base model with the names of the served model.
+
+    A local path says nothing about the model, so then only the later check of shapes decides.
+    """
     trained_on = config.get("base_model_name_or_path")
     if not isinstance(trained_on, str) or not trained_on or _PATH.match(trained_on):
         return
@@ -142,7 +149,8 @@ def _check_base(name: str, config: dict[str, Any], base: Base) -> None:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names may mean the same weights: the owner may be missing, and so may an ending like -Instruct."""
+    """Returns whether two names may mean the same weights. One of them may lack the owner, or an ending such as
+    -Instruct."""
     if not other or _PATH.match(other):
         return True
     a, b = (name.rstrip("/").rpartition("/")[2].casefold() for name in (one, other))
@@ -174,7 +182,8 @@ def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Compiles a pattern as PEFT matches it (`peft.utils.other.get_pattern_key`); None where it may take long."""
+    """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if matching could
+    take long."""
     # With two quantifiers of its own, matching takes at most the cube of a module name's length.
     if len(pattern) > 256 or len(_QUANTIFIERS.findall(pattern)) > 2:
         return None

@@ -1,8 +1,9 @@
-"""Gives tickets their slots, and keeps those waiting whose rank has no slot left.
+"""This module gives slots to tickets, and makes a ticket wait if its rank has no slot left.
 
-Guarantees: a ticket has one slot from when it is ready until it is released; those that wait for a slot of one rank get
-one in their order, and requests whose adapter is there already pass them a bounded number of times. `place` and
-`next_job` are for one thread, which loads; the rest may be called from any.
+Guarantees: a ticket has one slot from the time that it is ready until it is released. Tickets that wait for a slot of
+one rank get slots in the order in which they began to wait. Tickets whose adapter already has a slot overtake a waiting
+ticket at most `MOST_PASSED` times. Only the loading thread may call `place` and `next_job`; any thread may call the
+other methods.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job
 from wire.errors import ConfigurationError
 
 MOST_PASSED = 64
-"""So many requests whose adapter has a slot may pass one that waits for a slot of that rank. Later ones queue behind
-it, so that a slot comes free."""
+"""The number of requests whose adapter already has a slot that may overtake a request that waits for a slot of the same
+rank. Later requests wait behind it, so that a slot becomes free."""
 
 
 class Placement:
-    """The slots of a device tier, and who waits for them."""
+    """Gives out the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
 
     def __init__(self, device: DeviceTier) -> None:
-        """Args: device: the slots."""
+        """Makes the queues of waiting tickets, which are empty.
+
+        Args:
+            device: the device tier whose slots are given out.
+        """
         self._device = device
         self._lock = threading.Lock()
         self._waiting: dict[int, deque[Job]] = {rank: deque() for rank in device.numbers.ranks}
 
     @property
     def num_waiting(self) -> int:
-        """The tickets whose adapter is loaded and that have no slot yet."""
+        """Returns the number of tickets whose adapter is loaded and that have no slot yet."""
         with self._lock:
             return sum(not job.ticket.released for jobs in self._waiting.values() for job in jobs)
 
     def take(self, ticket: AdapterTicket, digest: str) -> bool:
-        """Gives a ticket the slot of an adapter that is on the device; returns False where it has to be loaded."""
+        """Gives a ticket the slot of its adapter, if the adapter is on the device.
+
+        Returns:
+            Whether the ticket has the slot now. If not, callers must load the adapter and call `place`.
+        """
         with self._lock:
             slot = self._device.acquire(digest)
             if slot is None:
@@ -48,12 +57,12 @@ class Placement:
             return True
 
     def place(self, job: Job, packed: PackedAdapter, first: bool = False) -> None:
-        """Gives a ticket a slot with its adapter in it, or lets it wait for one.
+        """Gives a ticket a slot that holds its adapter, or makes the ticket wait for a slot.
 
         Args:
-            job: whose adapter was loaded.
+            job: the job whose adapter was loaded.
             packed: the adapter.
-            first: whether the ticket has waited already and is the next of its rank.
+            first: whether the ticket has already waited and is the next one of its rank.
 
         Raises:
             ConfigurationError: no rank of the device tier is large enough.
@@ -74,7 +83,7 @@ class Placement:
             self._hand_over(job.ticket, slot, packed.digest)
 
     def release(self, ticket: AdapterTicket) -> int | None:
-        """Lets go of a ticket's slot; returns the rank of it where others wait for one."""
+        """Ends a ticket's hold on its slot. Returns the slot's rank if other tickets wait for a slot of this rank."""
         with self._lock:
             if ticket.released:
                 return None
@@ -86,7 +95,11 @@ class Placement:
             return rank if self._waiting[rank] else None
 
     def next_job(self, rank: int) -> Job | None:
-        """Takes the first of those that wait for a slot of a rank, if it can have one now."""
+        """Removes the first job that waits for a slot of a rank from the queue and returns it.
+
+        Returns:
+            None if no job waits, or if the first one cannot get a slot now.
+        """
         with self._lock:
             waiting = self._waiting[rank]
             while waiting and waiting[0].ticket.released:
@@ -96,7 +109,8 @@ class Placement:
             return waiting.popleft()
 
     def _slot_for(self, job: Job, digest: str, rank: int, first: bool) -> int | None:
-        """Assigns a slot that is to be filled; None where the ticket has one now, or waits. Needs the lock."""
+        """Assigns a slot, which callers must fill; returns None if the ticket got a filled slot or waits. Callers must
+        hold the lock."""
         waiting, ticket = self._waiting[rank], job.ticket
         if first or self._may_pass(rank):
             slot = self._device.acquire(digest)
@@ -115,7 +129,8 @@ class Placement:
         return None
 
     def _may_pass(self, rank: int) -> bool:
-        """Whether one whose adapter has a slot may go before those that wait; it then counts as having passed."""
+        """Returns whether a ticket whose adapter has a slot may overtake the first waiting ticket, and counts the
+        attempt."""
         waiting = self._waiting[rank]
         if not waiting:
             return True
@@ -123,7 +138,8 @@ class Placement:
         return waiting[0].ticket.passed <= MOST_PASSED
 
     def _hand_over(self, ticket: AdapterTicket, slot: int, digest: str) -> None:
-        """Gives a ticket a slot that is held for it; one that was released meanwhile gives it back. Needs the lock."""
+        """Gives a ticket a slot that is held for it, or releases the slot if the ticket has been released. Callers must
+        hold the lock."""
         if ticket.released:
             self._device.release(slot)
         else:

@@ -1,7 +1,7 @@
-"""One adapter's two open files: checked, and then read once, tensor by tensor.
+"""This module checks an adapter's two open files, and reads the weights once, tensor by tensor.
 
-Guarantees: what is checked, hashed and used are the same bytes; no more memory is taken than the largest tensor needs;
-a file that changes meanwhile is refused, as far as its times and size show that.
+Guarantees: the bytes that are checked, hashed and used are the same. Reading takes no more memory than the largest
+tensor. A file that changes during the reading is refused, if its times or size show the change.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tenant_sdk.serving.adapters.weights_file import LoraLayer, StoredTensor, he
 from wire.errors import ConfigurationError
 
 RACY_NS = 100_000_000
-"""A file that changed in the last 0.1 s may change again without a new time: file systems count in ticks of 1 to 10 ms.
-Its stamp is not relied on."""
+"""The nanoseconds after a change in which a file's stamp is not relied on, 0.1 s. A second change could have the same
+time as the first, since the times of file systems advance in ticks of 1 to 10 ms."""
 
 Stamp = tuple[tuple[int, int, int, int, int], ...]
-"""Device, inode, size, mtime and ctime of both files: what changes when an adapter does."""
+"""The stamp of an adapter: device, inode, size, mtime and ctime of both files, which change if a file changes."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """An adapter whose settings and header were checked, and whose weights were not read yet.
+    """Describes an adapter whose settings and header were checked, and whose weights have not been read.
 
     Attributes:
-        name: its name.
-        stamp: what tells this version from others without reading it.
+        name: the adapter's name.
+        stamp: the stamp of the files, which tells a changed adapter from this one without reading the files.
         settled: whether the stamp can be relied on; see `RACY_NS`.
-        layers: where its tensors lie.
+        layers: the adapter's layers, with the offsets of their tensors in the file.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Found:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a layer."""
+        """Returns the largest rank of the adapter's layers."""
         return max(layer.rank for layer in self.layers)
 
     @property
     def num_weights(self) -> int:
-        """The numbers in all factors."""
+        """Returns how many numbers all factors A and B have together."""
         return sum(layer.rank * (layer.lora_a.shape[1] + layer.lora_b.shape[0]) for layer in self.layers)
 
 
@@ -61,19 +61,19 @@ def stamp_of(*files: int) -> Stamp:
 
 
 def is_settled(stamp: Stamp) -> bool:
-    """Whether the files are old enough for a change to show in their stamp."""
+    """Returns whether the files' last change is so long ago that another change would show in their stamp."""
     return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
 
 
 class Reading:
-    """An adapter whose settings and header were checked, while its files are open."""
+    """Reads one adapter from its open files."""
 
     def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
-        """Reads the settings and the header.
+        """Reads and checks the adapter's settings and the header of its weights.
 
         Args:
-            name: the adapter's name, for messages.
-            config, weights: the open files.
+            name: the adapter's name, for error messages.
+            config, weights: the descriptors of the open files.
             base: the model that the adapter has to fit.
             max_file_bytes: the largest weights file that is read.
 
@@ -97,13 +97,13 @@ class Reading:
         self._digest = hashlib.sha256(settings + start + header)
 
     def tensors(self) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-        """Reads the weights in the order in which they lie in the file, which has nothing between them.
+        """Reads the tensors in the order of the file, which has no gaps between them.
 
         Yields:
-            Where a tensor lies, and its numbers; these are good until the next one is asked for.
+            The description of a tensor, and its numbers. The numbers are valid until the next tensor is read.
 
         Raises:
-            ConfigurationError: the file has become shorter.
+            ConfigurationError: the file became shorter.
         """
         stored = [each for layer in self.found.layers for each in (layer.lora_a, layer.lora_b)]
         memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
@@ -114,10 +114,11 @@ class Reading:
             yield each, memory[: each.num_bytes].view(each.dtype).view(each.shape)
 
     def digest(self) -> str:
-        """Returns the SHA-256 of both files, in hex, when all tensors were read.
+        """Returns the SHA-256 of both files, in hex. Callers must first read all tensors.
 
-        It is that of one file after the other, `cat adapter_config.json adapter_model.safetensors | sha256sum`: if a
-        byte moved from one to the other, the second would be no safetensors file.
+        The hash is over one file after the other, `cat adapter_config.json adapter_model.safetensors | sha256sum`. Two
+        adapters cannot have the same bytes split at another point, since the second part would not be a valid
+        safetensors file.
 
         Raises:
             ConfigurationError: a file has changed since it was opened.

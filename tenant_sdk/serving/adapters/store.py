@@ -1,9 +1,11 @@
-"""The adapter store: from a name in a request to a slot on the device, through network, disk and host memory.
+"""This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
+memory into a slot on the device.
 
-Guarantees: a ticket's slot holds the adapter whose digest the ticket names until the ticket is released; an adapter
-that changed on disk is a new one, with a digest and a slot of its own, while requests that hold the old one keep it;
-nothing is read from outside the folder, or fetched from where a request says. Loading happens in a thread of its own,
-and fetching in others, so neither makes a step wait; the callback says when something is ready.
+Guarantees: until a ticket is released, its slot holds the adapter of the ticket's digest. An adapter that changed on
+disk counts as a new adapter, with its own digest and slot; requests that hold the old adapter keep it. Files are read
+only from the operator's folder and the folder of downloads, and never fetched from an address in a request. One thread
+loads adapters and others fetch them, so that no step waits for them. A callback tells when a ticket is ready or has
+failed.
 """
 
 from __future__ import annotations
@@ -32,26 +34,27 @@ from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
 RANKS = (8, 16, 32, 64, 128, 256)
-"""The ranks of the stacks: an adapter is padded to the next of them. A larger one does not fit the device tier."""
+"""The ranks of the stacks. An adapter is padded to the next of these ranks, and refused if its rank is above all."""
 HOST_BYTES = 1 << 30
-"""The default budget of the host tier: a hundred adapters of SmolLM2 at rank 16 on all layers."""
+"""The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
 MOST_SLOTS = 64
-"""The most slots of a rank. A slot without rows costs each layer 3 µs in `grouped_mm`."""
+"""The most slots of a rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
 NUM_FETCHERS = 2
-"""The adapters that are fetched from the network at a time."""
+"""The number of adapters that are fetched from the network at the same time."""
 
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What is where.
+    """Holds the numbers of adapters on each tier of a store.
 
     Attributes:
-        device_adapters, device_held: adapters in slots, and those of them that requests hold.
-        device_slots: slots of each rank.
-        host_adapters, host_bytes, host_budget_bytes: what host memory holds, and may hold.
-        disk_adapters: subfolders of the root.
-        network_adapters: entries of the catalogue.
-        waiting: tickets whose adapter is loaded and that wait for a slot.
+        device_adapters, device_held: the number of adapters in slots, and of those that requests hold.
+        device_slots: the number of slots of each rank.
+        host_adapters, host_bytes, host_budget_bytes: the number of adapters in host memory, the bytes that they take,
+            and the most bytes that they may take.
+        disk_adapters: the number of the folder's subfolders.
+        network_adapters: the number of the catalogue's entries.
+        waiting: the number of tickets whose adapter is loaded and that wait for a slot.
     """
 
     device_adapters: int
@@ -66,7 +69,7 @@ class StoreStatus:
 
 
 class AdapterStore:
-    """Adapters by name, for the rows of many requests at once."""
+    """Gives adapters by name to many requests, and applies to each row of a step the row's own adapter."""
 
     def __init__(
         self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
@@ -77,21 +80,22 @@ class AdapterStore:
         """Opens a store over a model.
 
         Args:
-            model: a transformers model; its linear layers are watched until `close`.
-            root: the folder of PEFT adapters, one subfolder each; None where all come from the catalogue.
-            catalogue: the operator's list of adapters elsewhere, or its file.
-            device_slots: the adapters of one rank that can be on the device at a time, 1 to 64.
-            host_bytes: the memory for adapters on the host.
+            model: a transformers model; its linear layers have hooks until `close`.
+            root: the folder of PEFT adapters, one subfolder each; None if all adapters come from the catalogue.
+            catalogue: the operator's list of adapters to fetch, or the path of its file.
+            device_slots: the most adapters of one rank that can be on the device at a time, 1 to 64.
+            host_bytes: the most bytes of adapters in host memory.
             on_ready: called from another thread, without arguments, when a ticket is ready or has failed.
-            dtype: how adapters are kept on the host: torch.bfloat16, or torch.float32 for exactly the files' numbers.
-            bases: further names of this model's weights that adapters may have been trained on.
-            preload: names to load now, into host memory and, the first ones, onto the device.
-            cache: the folder in which downloads are kept; `adapters` in the client's cache by default.
-            with_head: whether adapters may add to the head. Leave it False where a pass makes the logits of some rows
-                only, since then nobody knows whose those are.
+            dtype: the dtype of adapters in host memory: torch.bfloat16, or torch.float32 to keep the files' numbers
+                unrounded.
+            bases: further names of this model's weights, which adapters may name as their base model.
+            preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
+            cache: the folder of downloads; None means `adapters` in the client's cache.
+            with_head: whether adapters may add to the head. It must be False if a pass computes the logits of only
+                some rows, since the store then cannot tell which adapter a row of logits belongs to.
 
         Raises:
-            ConfigurationError: an option cannot be, two adapters have one name, or one of `preload` cannot be used.
+            ConfigurationError: an option is invalid, two adapters have one name, or one of `preload` cannot be used.
         """
         if not 1 <= device_slots <= MOST_SLOTS:
             raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_SLOTS}, got {device_slots}")
@@ -121,14 +125,17 @@ class AdapterStore:
             raise
 
     def reserve(self, name: str) -> AdapterTicket:
-        """Holds an adapter for a request, and starts to load it where it is not on the device.
+        """Holds an adapter for a request, and starts to load the adapter if it is not on the device.
 
         Args:
             name: a subfolder of the root, or a name in the catalogue.
 
+        Returns:
+            The request's ticket. If the adapter turns out later to be unusable, by its numbers or because it cannot be
+            fetched, the reason is the ticket's `failure`.
+
         Raises:
-            ConfigurationError: there is no such adapter, or its settings or header show that it cannot be used. What
-                only its numbers or the network show is the ticket's `failure`.
+            ConfigurationError: there is no such adapter, or its settings or header show that it cannot be used.
         """
         origin, ticket = self._origin(name), AdapterTicket(name, self._release)
         digest = self._digest_of(origin)
@@ -137,20 +144,20 @@ class AdapterStore:
         return ticket
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
-        """Says whose the rows of a forward pass are: inside, this thread's rows get what their adapters add.
+        """Returns a context in which forward passes of this thread add to each row the effect of the row's adapter.
 
         Args:
-            slot_of_row: for each row of the pass a ticket's slot, or 0 for no adapter; ascending.
+            slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
 
         Raises:
-            ConfigurationError: the rows are not in the order of their slots, or nobody holds one of the slots.
+            ConfigurationError: the rows are not in the order of their slots, or a slot is not held.
         """
         if not self._device.are_held(set(slot_of_row) - {0}):
             raise ConfigurationError("a step names a slot that no ticket holds")
         return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
 
     def status(self) -> StoreStatus:
-        """Counts what is where."""
+        """Counts the adapters on each tier."""
         on_disk = len(self._folder.names()) if self._folder is not None else 0
         return StoreStatus(
             *self._device.usage(), self._device.numbers.num_slots, *self._host.usage(), self._host.budget_bytes,
@@ -158,14 +165,14 @@ class AdapterStore:
         )  # fmt: skip
 
     def describe(self, rank: int = 16, modules: Sequence[str] | None = None) -> str:
-        """Returns the line for the start: how many adapters of a rank fit each tier.
+        """Returns a line that states how many adapters of a rank fit on each tier; a server shows it when it starts.
 
         Args:
-            rank: the adapters' rank.
-            modules: names of the layers that they adapt; None for all linear layers.
+            rank: the rank of the adapters.
+            modules: the names of the layers that the adapters change; None means all linear layers.
 
         Raises:
-            ConfigurationError: the device tier has no such rank, or the model no such layer.
+            ConfigurationError: the rank is too large for the device tier, or the model has no such layer.
         """
         numbers, shapes = self._device.numbers, self._base.shapes
         names, padded = list(shapes) if modules is None else list(modules), numbers.rank_for(rank)
@@ -180,7 +187,7 @@ class AdapterStore:
         )
 
     def close(self) -> None:
-        """Stops loading, fails whoever waits, and leaves the model as it was."""
+        """Stops loading, fails all tickets that are not ready, and removes the hooks from the model."""
         with self._lock:
             self._closed = True
         for pool in (self._fetchers, self._loader):
@@ -194,7 +201,7 @@ class AdapterStore:
     def _open_folders(
         self, root: str | Path | None, catalogue: str | Path | Catalogue | None, cache: Path
     ) -> None:  # fmt: skip
-        # The files may hold float32 numbers, two bytes more than what is kept, behind a header of up to 8 MiB.
+        # A file may hold float32 numbers, twice the size of bfloat16, after a header of up to 8 MiB.
         self._max_file_bytes = 2 * self._host.budget_bytes + (8 << 20)
         self._folder = None if root is None else AdapterFolder(Path(root), self._base, self._max_file_bytes)
         listed = read_catalogue(Path(catalogue)) if isinstance(catalogue, str | Path) else catalogue
@@ -257,7 +264,7 @@ class AdapterStore:
                 self._fetchers.submit(self._fetch, job.origin.name, entry)
 
     def _fetch(self, name: str, entry: Entry) -> None:
-        """Fetches an adapter for all who wait for it. Runs in a fetcher."""
+        """Fetches an adapter, and then loads it for all tickets that wait for it. A fetching thread runs this."""
         failure: VeilbaseError | None = None
         try:
             fetch(name, entry, self._cache, self._max_file_bytes)
@@ -274,11 +281,11 @@ class AdapterStore:
                 self._fail(job, failure)
 
     def _load(self, job: Job, first: bool = False) -> None:
-        """Brings an adapter to the device for a ticket. Runs in the loader, like all that assigns slots.
+        """Loads an adapter onto the device for a ticket. Only the loading thread runs this, and only it assigns slots.
 
         Args:
-            job: what to load, and for whom.
-            first: whether the ticket has waited for a slot already.
+            job: the ticket and the adapter to load.
+            first: whether the ticket has already waited for a slot.
         """
         if job.ticket.released:
             return
@@ -295,7 +302,7 @@ class AdapterStore:
                 self._settle(job.ticket)
 
     def _packed(self, job: Job) -> PackedAdapter:
-        """Returns an adapter from host memory, or from disk."""
+        """Returns an adapter from host memory; if it is not there, reads it from disk."""
         found = self._host.get(job.digest) if job.digest is not None else None
         return found if found is not None else self._read(job.origin)
 
@@ -323,7 +330,7 @@ class AdapterStore:
                 self._loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives slots of a rank to those that wait, in their order. Runs in the loader."""
+        """Gives free slots of a rank to the tickets that wait for one, in order. Only the loading thread runs this."""
         while (job := self._placement.next_job(rank)) is not None:
             self._load(job, first=True)
 
@@ -339,11 +346,11 @@ class AdapterStore:
             self.on_ready()
 
     def _preload(self, names: Sequence[str]) -> None:
-        for name in reversed(names):  # the first ones are used last, and so stay on the device
+        for name in reversed(names):  # The first names are loaded last, so that they stay on the device.
             origin, ticket = self._origin(name), AdapterTicket(name, self._release)
             if origin.entry is not None:
                 fetch(name, origin.entry, self._cache, self._max_file_bytes)
-            self._load(Job(ticket, origin, self._digest_of(origin)))  # the loader has nothing to do yet
+            self._load(Job(ticket, origin, self._digest_of(origin)))  # The loading thread has nothing to do yet.
             ticket.release()
             if ticket.failure is not None:
                 raise ticket.failure

@@ -1,4 +1,4 @@
-"""The layers of a model that an adapter may add to, and their shapes."""
+"""This module finds the layers of a model that adapters may add to, and their shapes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True)
 class Base:
-    """What an adapter has to fit.
+    """Describes the model that an adapter must fit.
 
     Attributes:
-        names: names under which adapters may know the model; the first is the model's own.
+        names: the names by which adapters may refer to the model; the first is the model's own name.
         shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
-        head: the name of the head, if that is a layer of its own that adapters may not add to.
+        head: the module name of the output head if adapters may not add to it; None if they may, or if there is none.
     """
 
     names: tuple[str, ...]
@@ -26,12 +26,12 @@ class Base:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns a model's linear layers by name: Linear and Conv1D, held here or at the provider."""
+    """Returns a model's linear layers (Linear and Conv1D, local or remote) by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
 
 
 def head_of(model: Any) -> str | None:
-    """Returns the name of the layer that makes logits; None where the model has none."""
+    """Returns the module name of the output head, the layer that computes logits; None if the model has none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return next((name for name, module in model.named_modules() if module is head), None)
 
@@ -46,7 +46,7 @@ def base_of(model: nn.Module, also: tuple[str, ...] = (), with_head: bool = True
 
     Args:
         model: a transformers model.
-        also: further names of the same weights, such as a hub id where the provider serves a folder.
+        also: further names of the same weights, such as a hub id if the provider serves a local folder.
         with_head: whether adapters may add to the head.
     """
     own, head = str(getattr(model, "name_or_path", "") or ""), None if with_head else head_of(model)

@@ -1,4 +1,4 @@
-"""A request's hold on an adapter, and what is needed to load it."""
+"""This module holds the ticket of a request for an adapter, and the facts that loading the adapter needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 
 class AdapterTicket:
-    """A request's hold on an adapter; it has to be released."""
+    """Holds an adapter for one request. Callers must release every ticket."""
 
     def __init__(self, name: str, release: Callable[[AdapterTicket], None]) -> None:
-        """Made by `AdapterStore.reserve`; the attributes are the store's to change, under its lock."""
+        """Makes a ticket without a slot. Only `AdapterStore.reserve` calls this, and only the store may change the
+        attributes, under its lock.
+
+        Args:
+            name: the adapter's name.
+            release: called when the ticket is released.
+        """
         self.name = name
         self.failure: VeilbaseError | None = None
         self.placed: tuple[int, str] | None = None
@@ -23,15 +29,15 @@ class AdapterTicket:
         self._release = release
 
     def is_ready(self) -> bool:
-        """Whether the adapter is in its slot."""
+        """Returns whether the adapter is in its slot and the ticket is not released."""
         return self.placed is not None and not self.released
 
     @property
     def slot(self) -> int:
-        """The adapter's slot on the device.
+        """Returns the number of the adapter's slot on the device.
 
         Raises:
-            ConfigurationError: the ticket is not ready, or it was released, and another adapter may be there.
+            ConfigurationError: the ticket is not ready; or it was released, so that another adapter may have the slot.
         """
         if self.placed is None or self.released:
             raise ConfigurationError(f"the adapter {self.name} is not in a slot: a ticket is ready first, and held")
@@ -39,7 +45,7 @@ class AdapterTicket:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the adapter's settings and weights, in hex.
+        """Returns the SHA-256 of the adapter's two files, in hex.
 
         Raises:
             ConfigurationError: the ticket was never ready.
@@ -49,18 +55,18 @@ class AdapterTicket:
         return self.placed[1]
 
     def release(self) -> None:
-        """Lets go of the adapter, or no longer waits for it; a second time does nothing."""
+        """Ends the hold on the adapter, or stops waiting for it; a second call does nothing."""
         self._release(self)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an adapter is.
+    """Describes where an adapter's files are.
 
     Attributes:
-        name: by which requests ask for it.
-        folder, subfolder: where its files are, or will be once they are fetched.
-        entry: what the catalogue says; None for an adapter of the operator's folder.
+        name: the name by which requests ask for the adapter.
+        folder, subfolder: the folder and subfolder of the files, to which they are fetched if necessary.
+        entry: the adapter's entry in the catalogue; None for an adapter of the operator's folder.
     """
 
     name: str
@@ -71,7 +77,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Job:
-    """A ticket whose adapter is to be loaded; `digest` is what it had when it was last read, if that is known."""
+    """Asks the loader to load the adapter of a ticket. `digest` is the digest that the adapter's files should have;
+    None if it is not known."""
 
     ticket: AdapterTicket
     origin: Origin

@@ -1,7 +1,8 @@
-"""Reads where the tensors of an adapter lie in a safetensors file, and checks that before anything is allocated.
+"""This module reads and checks the header of an adapter's safetensors file, before memory for tensors is allocated.
 
-Guarantees: header size, number of tensors, shapes, dtypes and byte ranges are within bounds and agree with the file's
-size and with the model before a weight is read; each layer has exactly one A and one B of the rank in the settings.
+Guarantees: before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges
+are within bounds, and agree with the file's size and with the model. Each layer has exactly one A and one B, of the
+rank in the settings.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
@@ -21,9 +22,10 @@ from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
 
 MAX_HEADER_BYTES = 8 << 20
-"""The longest header that is read: a tensor takes about 150 bytes, and MAX_TENSORS of them 3 MB."""
+"""The longest header that is read, 8 MiB. A tensor takes about 150 bytes of header, and `MAX_TENSORS` tensors take
+3 MB."""
 MAX_TENSORS = 20_000
-"""The most tensors of one adapter: A and B for 10,000 layers."""
+"""The most tensors of one adapter, enough for A and B of 10,000 layers."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes in which PEFT saves adapters."""
 _PREFIX = "base_model.model."
@@ -33,12 +35,12 @@ _OTHER_KINDS = {
     "lokr_": "LoKr", "oft_": "OFT", "vera_": "VeRA", "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
 }  # fmt: skip
-"""Parts of tensor names by which other kinds of adapters are known."""
+"""Maps parts of tensor names to the other kind of adapter that has such tensors."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `begin` is a byte in the file."""
+    """Describes a tensor in the file. `begin` is the offset of its first byte from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, int]
@@ -46,17 +48,17 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it takes in the file."""
+        """Returns the bytes that the tensor takes in the file."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """One layer's part of an adapter.
+    """Describes one layer's part of an adapter.
 
     Attributes:
         module: the layer's name in the model.
-        lora_a: shape (rank, inputs); lora_b: shape (outputs, rank).
+        lora_a, lora_b: the tensors A, shape (rank, inputs), and B, shape (outputs, rank).
         scaling: the factor for B·A·x.
     """
 
@@ -67,20 +69,20 @@ class LoraLayer:
 
     @property
     def rank(self) -> int:
-        """The rank of this layer."""
+        """Returns the rank of the adapter in this layer."""
         return self.lora_a.shape[0]
 
 
 def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
-    """Returns the length of a file's header.
+    """Returns the length of a file's header in bytes.
 
     Args:
-        name: the adapter's name, for messages.
+        name: the adapter's name, for error messages.
         start: the first 8 bytes of the file.
         file_bytes: the size of the whole file.
 
     Raises:
-        ConfigurationError: this is no safetensors file, or its header is too long.
+        ConfigurationError: the file is not a safetensors file, or its header is too long.
     """
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -91,13 +93,13 @@ def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
 def parse_layers(
     name: str, header: bytes, file_bytes: int, settings: LoraSettings, base: Base
 ) -> tuple[LoraLayer, ...]:
-    """Reads a header, and checks every tensor in it against the file, the settings and the model.
+    """Reads a header, and checks each of its tensors against the file's size, the settings and the model.
 
     Returns:
         The adapter's layers, in the order of their names.
 
     Raises:
-        ConfigurationError: what was expected and what came, in one line.
+        ConfigurationError: a check failed; the error states the expected and the found value in one line.
     """
     tensors = _tensors(name, header, file_bytes)
     factors: dict[str, dict[str, StoredTensor]] = {}
@@ -141,7 +143,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]]) -> StoredTensor:
-    """Checks one entry of the header, and adds the bytes of the file that it takes to `ends`."""
+    """Checks one entry of the header, and adds the tensor's range of bytes in the file to `ends`."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = DTYPES.get(str(fields.get("dtype"))), _pair(fields, "shape"), _pair(fields, "data_offsets")
     if dtype is None or shape is None or offsets is None or 0 in shape:
@@ -156,7 +158,7 @@ def _tensor(name: str, key: str, entry: Any, data: int, ends: list[tuple[int, in
 
 
 def _pair(fields: dict[str, Any], key: str) -> tuple[int, int] | None:
-    """Returns a pair of whole numbers up to 2^40; None where it is something else."""
+    """Returns a field that is a pair of whole numbers below 2^40; None if the field is anything else."""
     value = fields.get(key)
     if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 0 <= n < 1 << 40 for n in value):
         return None
