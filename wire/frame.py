@@ -218,8 +218,8 @@ class Assembler:
         return self._received == first.total_bytes
 
     def rows(self) -> Rows:
-        """Returns the content of a complete REQUEST: its tensor or, for a hint, the seed of as many rows as its header
-        announces.
+        """Returns the content of a complete REQUEST: its tensor, or, if the request is for a hint, the seed from which
+        the rows are made. The header says how many rows these are.
 
         Raises:
             InvalidTensor: the seed is for another number of rows than the header announces, or for rows beyond 2^40.

@@ -87,8 +87,8 @@ class LayerInfo(_Shape):
 
 
 class GroupInfo(_Shape):
-    """Describes layers that read the same input and share one product, side by side. A group is the unit of every
-    call."""
+    """Describes a group: layers that read the same input, and whose weights stand side by side in one matrix, so that
+    one product computes all their outputs. Every request names one group."""
 
     id: int = Field(ge=0, lt=MAX_GROUPS)
     name: str = _Name

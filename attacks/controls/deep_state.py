@@ -12,7 +12,8 @@ from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:
-    """Computes the share of right tokens on unmasked traffic, with an adapter that the adversary does not know."""
+    """Returns the share of tokens that the adversary recovers correctly from unmasked traffic, without knowing the
+    adapter."""
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = deep_state.ADVERSARY.attack(traffic.view, traffic.public, None)

@@ -11,7 +11,8 @@ from wire.manifest import Manifest
 
 @dataclass
 class HonestOffer:
-    """Offers what an honest provider offers; a subclass decides what it computes.
+    """Announces the same model, files and settings to a tenant as an honest provider does. A subclass decides which
+    products a tenant gets.
 
     Attributes:
         served_model: the honest provider's model.

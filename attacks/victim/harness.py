@@ -1,7 +1,8 @@
 """Runs a victim and a recording provider as processes, and keeps the view apart from the truth.
 
 The provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries get the
-recording alone. Every process is ended by its own handle. Nothing here listens to the network.
+recording alone. Every process is ended by its own handle. No process takes
+connections from other machines.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
     """Rounds numbers to the nearest multiple of 2^t mod 2^32 (ties up) and returns them packed.
 
     Args:
-        numbers: int32, shape (rows, width); the width is a multiple of the group.
+        numbers: int32, shape (rows, width); the width is a multiple of `_GROUP[t]`, the count of
+            numbers that are packed together.
         dropped_bits: t.
 
     Returns:
@@ -150,7 +151,7 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
         buffer: an object with the buffer protocol; at least one byte lies before `offset`.
         offset: where the first wanted number of the first row begins, at a whole group.
         row_bytes: the bytes from one row to the next.
-        out: int32, shape (rows, columns), to which the numbers are written; columns is a multiple of the group. The low
+        out: int32, shape (rows, columns), to which the numbers are written; columns is a multiple of `_GROUP[t]`. The low
             t bits become zero.
         dropped_bits: t.
     """

@@ -82,7 +82,7 @@ class Columns(Protocol):
 
     @property
     def features(self) -> int:
-        """Returns the total number of columns."""
+        """Returns how many columns the matrix has."""
         ...
 
     def load(self, start: int, stop: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ class TensorColumns:
 
     @property
     def features(self) -> int:
-        """Returns the total number of columns."""
+        """Returns how many columns the matrix has."""
         return self._matrix.shape[1]
 
     def load(self, start: int, stop: int) -> torch.Tensor:

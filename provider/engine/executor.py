@@ -183,7 +183,8 @@ class Executor:
         return self._make_here(tenant, call, make) or False
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
-        """Returns what `make` returns, or None if a queued request goes first or no replica is free or left."""
+        """Calls `make` with a free replica, in this thread, and returns its result. Returns None if a queued request
+        must go first, if every replica is busy, or if all replicas are lost."""
         if not self._idle() and not self._beside():
             # This check takes no lock. If it is out of date, the request is merely queued.
             return None

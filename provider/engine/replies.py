@@ -39,7 +39,7 @@ class Replies:
 
     @property
     def are_told(self) -> bool:
-        """Returns whether a callback is told of every request."""
+        """Returns whether there is a callback, which `tell` then calls for every request."""
         return self._completed is not None
 
     def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:

@@ -117,7 +117,7 @@ class Admission:
     def __init__(
         self, limits: Mapping[str, TenantLimits] | None = None, max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
     ) -> None:
-        """Keeps the limits of all tenants, of which none has a request in flight yet.
+        """Stores the limits of all tenants. At the start no tenant has a request in flight.
 
         Args:
             limits: the limits by tenant's name; the entry `EVERYBODY` is for all tenants without one of their own.

@@ -43,7 +43,8 @@ class ColumnSlices:
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:
-        """Returns True for backward calls, in which each rank uses only some of the rows' columns."""
+        """Returns whether the ranks' products must be added up. This is so for backward calls, in which each rank
+        multiplies only some of the rows' columns."""
         return call.direction is Direction.BACKWARD
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
