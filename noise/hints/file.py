@@ -151,7 +151,7 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
         buffer: an object with the buffer protocol; at least one byte lies before `offset`.
         offset: where the first wanted number of the first row begins, at a whole group.
         row_bytes: the bytes from one row to the next.
-        out: int32, shape (rows, columns), to which the numbers are written; columns is a multiple of `_GROUP[t]`. The low
+        out: int32, shape (rows, columns), for the numbers; columns is a multiple of `_GROUP[t]`. The low
             t bits become zero.
         dropped_bits: t.
     """
