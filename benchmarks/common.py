@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wire.payload import RowsPayload
-
 if TYPE_CHECKING:
     from wire.manifest import GroupInfo
     from wire.transport.grpc_connection import GrpcConnection
@@ -110,6 +108,7 @@ class ModelPasses:
 
     def _send(self, groups: Sequence[GroupInfo], direction: str) -> None:
         from wire.frame import Arithmetic, Call, Direction
+        from wire.payload import RowsPayload
 
         for one in groups:
             call = Call(one.id, Direction[direction], Arithmetic.RING)

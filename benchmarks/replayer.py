@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import provider
-from wire.payload import RowsPayload
 
 BLOCKS = "model.layers.[0-5].*"
 """The pattern of the layers that are served: six blocks of thirty, so that a pass is 24 requests."""
@@ -103,6 +102,7 @@ def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> No
     from safetensors.torch import load_file
 
     from wire.frame import Arithmetic, Call, Direction
+    from wire.payload import RowsPayload
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 

@@ -40,6 +40,7 @@ OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
     "attacks.game": "a distinguisher game: which of two prompts was sent, thousands of times over",
     "attacks.weakenings": "weaknesses put into the lattice mask at its shipped size, and honest ones: who notices",
+    "attacks.overflow": "a provider that makes numbers overflow, and watches where the tenant's calls end",
     "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
 }
 """Programs for attacks that need more than a recording, or none. `--list` names them; `--adversaries` does not take
@@ -75,7 +76,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
                 print(f"{one.name:22} {one.summary}")
             print("\nprograms of their own:")
             for module, summary in OTHER_PROGRAMS.items():
-                print(f"python -m {module:15} {summary}")
+                print(f"python -m {module:19} {summary}")
             return 0
         names = default if options.adversaries is None else options.adversaries
         if names is None and options.view is None and _model(options) in quick_model.NAMES:

@@ -3,6 +3,7 @@ bar."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,12 @@ from tenant_sdk.serving.engine import Engine, MakeSlots
 from tenant_sdk.session_protocol import TextSession
 from wire.errors import ConfigurationError
 
+_OF_A_REQUEST = tuple(
+    name
+    for name in inspect.signature(Engine.submit).parameters
+    if name not in ("self", "prompt", "adapter", "max_new_tokens")
+)
+"""Options that are passed to each request."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""
 _OF_THE_ENGINE = ("kv_dtype", "kv_bytes", "max_running", "step_tokens")
@@ -43,6 +50,7 @@ def generate_many(
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
     names, make_slots = _named(_one_each(adapters, len(prompts)))
+    _check_options(options)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
@@ -70,6 +78,18 @@ class _Counter:
         with self._lock:
             self._num_done += 1
             self._report(self._num_done, self._num_all)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuses options that neither the engine nor a request has.
+
+    Raises:
+        ConfigurationError: there is such an option.
+    """
+    for name in options:
+        if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
+            known = ", ".join((*_OF_A_REQUEST, *_OF_THE_ENGINE))
+            raise ConfigurationError(f"generate_many does not take {name}: beside adapters= it takes {known}")
 
 
 def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:

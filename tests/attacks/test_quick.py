@@ -132,7 +132,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert extract_lora.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert "closed-form" in listed
-    for program in ("attacks.active", "attacks.game", "attacks.weakenings", "attacks.growth"):
+    for program in ("attacks.active", "attacks.game", "attacks.weakenings", "attacks.overflow", "attacks.growth"):
         assert f"python -m {program} " in listed
         assert importlib.util.find_spec(program) is not None
 

@@ -316,6 +316,11 @@ def test_generate_many_refuses_in_one_line(client: TenantClient) -> None:
         client.generate_many(["a", "b"], ["x"])
     with pytest.raises(ConfigurationError, match="there is no adapter x here"):
         client.generate_many(["a", "b"], "x", progress=False)
+    for wrong in ({"adapter": ["x", "y"]}, {"max_new_token": 6}):
+        with pytest.raises(
+            ConfigurationError, match=f"generate_many does not take {next(iter(wrong))}: beside adapters="
+        ):
+            client.generate_many(["a", "b"], **wrong)
     with pytest.raises(ConfigurationError, match="lie in one folder, got 2 folders"):
         client.generate_many(["a", "b"], ["there/x", "here/y"], progress=False)
 
