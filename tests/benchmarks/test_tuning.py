@@ -1,4 +1,4 @@
-"""What benchmarks share loads no torch, so that a worker can tune it first: a decode step was a fifth slower without."""
+"""What benchmarks share loads no torch, so that a worker can tune it first: without, decode was a fifth slower."""
 
 from __future__ import annotations
 
