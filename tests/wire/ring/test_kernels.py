@@ -205,6 +205,7 @@ def test_refuses_what_the_compiled_code_would_not_notice(
 
 
 GUARDED = """
+import threading
 import torch
 from wire.ring import kernels
 from wire.ring.product import plain_product
@@ -216,10 +217,11 @@ areas = {}
 def scratch(size):
     '''Returns memory for packing that ends where memory ends, too. It begins 16 bytes past a cache line, as what numpy
     allocates does: kernels that skip to the next line then use the last byte.'''
-    if size not in areas:
-        areas[size] = guarded(torch.zeros(size, dtype=torch.uint8))
+    mine = threading.get_ident(), size  # As in production, each thread has its own.
+    if mine not in areas:
+        areas[mine] = guarded(torch.zeros(size, dtype=torch.uint8))
     assert size % 64 == 0
-    return areas[size].data_ptr() + 16
+    return areas[mine].data_ptr() + 16
 
 kernels._scratch = scratch
 for d, m in [(4032, 70), (70, 4032), (3840, 17)]:  # d is no multiple of both forms' blocks
