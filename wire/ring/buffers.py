@@ -30,15 +30,15 @@ lock, since the garbage collector may return a buffer in a thread that already h
 are atomic by themselves."""
 _lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
 """Holds the weak references to lent buffers, since a reference must live for its callback to be called. Setting and
-popping a key are atomic, too."""
+popping a key are atomic, so this needs no lock."""
 
 
 def unwritten(num_bytes: int) -> memoryview:
     """Returns writable bytes with any content, possibly another tenant's rows: the caller must write every byte before
     any is read.
 
-    The bytes are not zeroed, so that a frame of 49 bytes does not cost the time of 64 MiB of zeros. The buffer returns
-    to this module when its last view or tensor is gone.
+    The bytes are not zeroed, so that a frame of 49 bytes that announces 64 MiB does not cost the time to zero them. The
+    buffer returns to this module when its last view or tensor is gone.
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:

@@ -117,8 +117,8 @@ def _left(give_up_at: float) -> float:
 
 
 def _leave_pacing(plain: socket.socket) -> None:
-    """Chooses Reno if both ends are on this machine. BBR, some systems' default, uses timers that loopback does not
-    need."""
+    """Chooses Reno as the connection's congestion control if both ends are on this machine. BBR, the default of some
+    systems, delays packets by timers, which loopback does not need."""
     try:
         peer = ipaddress.ip_address(plain.getpeername()[0])
     except (OSError, ValueError):
@@ -167,8 +167,8 @@ class MessageSocket:
         self._pid = os.getpid()
         self._is_closed = self._has_ended = False
         self._fault: str | None = None
-        """Says what is malformed. The exception itself is not kept, since its traceback would hold this object in a
-        reference cycle."""
+        """The error text if the peer sent malformed bytes, else None. The exception itself is not kept, since its
+        traceback would hold this object in a reference cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
@@ -250,7 +250,8 @@ class MessageSocket:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def next_message(self) -> bytes | memoryview | None:
-        """Returns a message that has been received, or None. Only the thread that receives may call this."""
+        """Returns the next message that has been received whole, or None if there is none. Only the thread that
+        receives may call this."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -409,7 +410,7 @@ class MessageSocket:
                     return
 
     def close(self) -> None:
-        """Ends the connection at once and wakes the threads that wait. Any thread may call it, also twice."""
+        """Ends the connection at once and wakes the threads that wait. Any thread may call this, more than once."""
         self._is_closed = True
         # Without the lock, `release` might have closed the socket, and its descriptor might be another connection's.
         with self._end_lock, contextlib.suppress(OSError):
