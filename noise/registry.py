@@ -1,5 +1,5 @@
-"""This module makes a scheme from a mask's name and options. It refuses each pair of mask and arithmetic that does not
-exist in one sentence."""
+"""This module makes a scheme from a mask's name and options. It refuses pairs of mask and arithmetic that do not exist,
+with an error of one sentence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Setting:
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
-    """Returns the arithmetic of a mask, or refuses the pair of mask and arithmetic in one sentence.
+    """Returns the arithmetic that a session uses with a mask, or raises an error of one sentence if the pair does not
+    exist.
 
     Raises:
         ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.

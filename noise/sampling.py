@@ -97,8 +97,8 @@ class Csprng:
             self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
 
     def _stream(self, num_bytes: int) -> CipherContext:
-        """Returns this thread's stream, which may give `num_bytes` more. If Python did not see a fork, the process id
-        shows the fork, and the child gets another key."""
+        """Returns this thread's key stream, under a new key if `num_bytes` more would be too many for the old key. If
+        Python did not see a fork, the process id shows the fork, and the child gets another key."""
         own: Any = self._streams
         if getattr(own, "process", None) != os.getpid() or own.left < num_bytes:
             # The key is fresh, so the counter may start at zero.
@@ -158,8 +158,8 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
-    """Returns the five base-3 digits of each byte, less 1. It divides instead of using a table, since the cache would
-    reveal which entries were read."""
+    """Returns the five base-3 digits of each byte, each reduced by 1. It divides instead of using a table, since the
+    cache would reveal which entries were read."""
     digits = np.empty((below_243.size, 5), dtype=np.int8)
     rest = below_243
     for position in range(5):

@@ -47,7 +47,7 @@ class GroupSpec:
     _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def widths(self, direction: Direction) -> tuple[int, int]:
-        """Returns (columns of a request, columns of its reply)."""
+        """Returns (columns of a request, columns of its reply) for a direction."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
@@ -95,7 +95,7 @@ class Masked(NamedTuple):
 
 
 class Reply(Protocol):
-    """Stands for rows that have been asked for and are not there yet."""
+    """Stands for reply rows that were requested and may not have been received yet."""
 
     def result(self) -> torch.Tensor:
         """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""
@@ -103,12 +103,12 @@ class Reply(Protocol):
 
 
 EffectPath = Callable[[Call, Payload, int], Reply]
-"""A provider's bias-free path. It takes (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) and
-returns the pending effect: the product of the noise and the weight."""
+"""A function that asks a provider for a product without the bias. It takes (call with purpose EFFECT or HINT, noise
+rows or their seed, reply columns) and returns the pending effect: the product of the noise and the weight."""
 
 
 class MaskScheme(Protocol):
-    """Defines what tenant_sdk needs of a mask."""
+    """Defines the interface of a mask that tenant_sdk uses."""
 
     @property
     def name(self) -> str:
@@ -150,7 +150,8 @@ class MaskScheme(Protocol):
 
 
 class EncodedRow(NamedTuple):
-    """Holds one row that was encoded into the message that is sent. `scale` stays with the tenant."""
+    """Holds one row that was encoded directly into the bytes that are sent, and the row's `scale`, which stays with the
+    tenant."""
 
     call: Call
     payload: MessagePayload
@@ -177,8 +178,8 @@ class RowEncoder:
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
-        """Encodes one contiguous row on the CPU that fits in a frame. Returns None for any other rows, or if there are
-        no compiled kernels; callers must then use `encode_rows`.
+        """Encodes a single row that is contiguous, on the CPU and fits in a frame. Returns None for any other rows, or
+        if there are no compiled kernels; callers must then use `encode_rows`.
 
         Args:
             rows: float32, shape (num_rows, request columns), on any device.

@@ -45,7 +45,7 @@ class Block:
     Attributes:
         mask: int32, shape (num_rows, request columns).
         effect: int32, shape (num_rows, reply columns); unmasking subtracts it.
-        slots: says which rows are left.
+        slots: says which rows are unused.
     """
 
     mask: torch.Tensor = field(repr=False)
@@ -72,13 +72,13 @@ class _Shelf:
         self.is_wanted = self.is_being_made = False
 
     def note_call(self, num_rows: int) -> None:
-        """Stores the smaller number of rows of the last two calls. One long prompt before single tokens thus does not
-        count."""
+        """Records how many rows a call took. `rows_a_call` becomes the smaller number of the last two calls, so that
+        one long prompt before single tokens does not count."""
         self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
 
     @property
     def features(self) -> int:
-        """Returns how many numbers a row of mask and effect has: the columns of a request and its reply."""
+        """Returns how many numbers a row of mask and a row of effect have together."""
         return self.group.in_features + self.group.out_features
 
     @property
@@ -188,8 +188,7 @@ class MaskPool:
         """Returns how many rows for later calls are worth making together with the rows of this call, since blocks made
         together share transforms.
 
-        It counts as many later calls as every shelf could keep within the budget, once a cycle through all shelves has
-        been seen.
+        The later calls are at most `_MOST_CALLS_BEYOND`, and no more than the budget could hold for every shelf.
         """
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
@@ -228,7 +227,7 @@ class MaskPool:
         return True
 
     def _fill(self, key: Key, shelf: _Shelf, num_rows: int) -> None:
-        """Makes blocks for a shelf that the calling thread has claimed."""
+        """Makes blocks for a shelf that the calling thread has claimed (marked as being filled)."""
         try:
             with all_cores():
                 blocks = self._make(shelf.group, key[1], num_rows)
@@ -247,8 +246,8 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Updates how many numbers a row of every shelf has in total, including shelves still to come, and how many
-        rows of a block are made at a time.
+        """Updates two numbers: how many numbers one row of every shelf takes in total, counting shelves that are not in
+        use yet, and how many rows of a block are made at a time (a piece).
 
         A piece is half of the rows that the budget holds for every shelf, so that all shelves can be refilled before
         one has run out.
@@ -303,8 +302,8 @@ class MaskPool:
         return self.rounded(num_rows) * shelf.features * ITEM_BYTES
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
-        """Claims the first shelf, in the order of use, that fits into the budget. Returns its key, the shelf and the
-        rows to make. The caller must hold the lock."""
+        """Claims the first shelf, in the order of use, whose rows fit the budget. Returns the shelf's key, the shelf
+        and how many rows to make. The caller must hold the lock."""
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
@@ -318,7 +317,7 @@ class MaskPool:
         return None
 
     def _refill_one(self) -> bool:
-        """Does one round of the worker thread; returns False if the pool was closed."""
+        """Refills at most one shelf, which is one round of the worker thread. Returns False if the pool was closed."""
         with self._state:
             found = self._next_wanted()
             if found is None and not self._closed:

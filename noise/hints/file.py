@@ -43,8 +43,8 @@ class Layout:
     """Says where the numbers of one hint lie in its file.
 
     Attributes:
-        rows: the rows of the hint, rank·N.
-        features: the columns of the hint, which are those of a reply.
+        rows: the number of rows of the hint, rank·N.
+        features: the number of columns of the hint, which equals that of a reply.
         dropped_bits: t, the low bits of each number that are rounded away.
     """
 
@@ -149,7 +149,7 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
     Args:
         buffer: an object with the buffer protocol; at least one byte lies before `offset`.
-        offset: where the first wanted number of the first row begins, at a whole group.
+        offset: the byte at which the first wanted number of the first row begins; it must be the first of a group.
         row_bytes: the bytes from one row to the next.
         out: int32, shape (rows, columns), for the numbers; columns is a multiple of `_GROUP[t]`. The low
             t bits become zero.

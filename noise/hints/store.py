@@ -50,7 +50,7 @@ _MOST_MAPPED = 256
 
 @dataclass(frozen=True)
 class HintKey:
-    """Names what a hint belongs to.
+    """Identifies a hint by its weight, seed, layer group and direction.
 
     Attributes:
         weights: the group's weight digest, 64 hex digits. In a session that verifies, the tenant has computed this
@@ -85,7 +85,8 @@ class HintKey:
 
 
 class Reply(Protocol):
-    """Stands for rows that have been asked for and are not there yet, such as a `Pending` of wire/transport."""
+    """Stands for hint rows that were requested and may not have been received yet, such as a `Pending` of
+    wire/transport."""
 
     def result(self) -> torch.Tensor:
         """Waits for the rows and returns them: int32, shape (num_rows, features)."""
@@ -102,7 +103,7 @@ checkpoint."""
 
 @dataclass(frozen=True)
 class _Source:
-    """Says where one hint's rows come from."""
+    """Fetches the rows of one hint and checks them."""
 
     fetch: Fetch
     verify: Verify | None
@@ -342,8 +343,8 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of `locked`, and makes the lock's folder if it is missing; raises ConfigurationError if the folder
-    cannot be made."""
+    """Holds a file lock (`noise.disk.lock.locked`) while the block runs, and makes the lock's folder if it is missing.
+    Raises ConfigurationError if the folder cannot be made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         while not is_held:
@@ -356,7 +357,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None:
-    """Fetches the rows that no earlier attempt has stored, and puts the whole file in place."""
+    """Fetches the rows of a hint that no earlier attempt has stored, and gives the complete file its final name."""
     key, layout = slot
     with PartFile(path, layout, verified=source.verify is not None) as part:
         try:
@@ -369,7 +370,7 @@ def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None
 
 
 class _StreamedHint(Hint):
-    """Holds an exact hint in memory."""
+    """Holds a hint in memory, unrounded, for a store that has no folder."""
 
     def __init__(self, layout: Layout, verified: bool) -> None:
         super().__init__(layout, verified, layout.rows * layout.features * ITEM_BYTES)

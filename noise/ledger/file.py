@@ -70,7 +70,8 @@ class Book:
         self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
 
     def read(self, data: bytes) -> None:
-        """Reads complete lines from `mark` on; ignores a torn last line."""
+        """Adds the records of the complete lines in `data`, which follows the lines read so far; ignores a torn last
+        line."""
         *lines, _torn = data.split(b"\n")
         for line in lines:
             offset, chain, num_records = self.mark
@@ -84,7 +85,7 @@ class Book:
             self.mark = (offset + len(line) + 1, check, num_records + 1)
 
     def damaged(self, number: int) -> ConfigurationError:
-        """Returns the one error for a file that cannot be trusted."""
+        """Returns the error for a file whose record `number` is damaged."""
         return ConfigurationError(
             f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
             "with new seeds (nothing was sent)"

@@ -39,8 +39,8 @@ from wire.errors import ConfigurationError, MaskError, MaskReused
 
 SEED_BYTES = 32
 COMPACT_BYTES = 1 << 20
-"""The bytes of reservations above which they are replaced by totals: about 7,000 records, which take some 30 ms to
-parse at start."""
+"""The number of bytes of reservation records above which the file is rewritten with totals in their place. These are
+about 7,000 records, which take some 30 ms to parse at start."""
 ONE_TIME_BATCH = 1024
 """How many one-time seeds one record counts, so that many calls share the cost of one fsync (milliseconds)."""
 
@@ -48,7 +48,7 @@ _SEED_ID_CHARS = 16
 
 
 class SeedExhausted(MaskError):
-    """The seed has no room for so many more secrets. The caller must call `Ledger.renew`."""
+    """The requested secrets would exceed the number that the seed may serve. The caller must call `Ledger.renew`."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Reservation:
 
 
 class Ledger:
-    """Keeps the file of one tenant identity; `open` makes one. It is safe under threads and processes, and refuses a
-    forked child."""
+    """Keeps the ledger file of one tenant identity; `Ledger.open` makes a ledger. A ledger is safe under threads and
+    processes, and refuses a forked child."""
 
     def __init__(self, path: Path, identity: str, compact_bytes: int) -> None:
         self._path, self._identity, self._compact_bytes = path, identity, compact_bytes
@@ -91,7 +91,7 @@ class Ledger:
         Args:
             path: the file, on a local file system; `path` + `.lock` is made next to it and must stay there.
             identity: the name of the identity that owns the ledger.
-            compact_bytes: the bytes of reservations above which they are replaced by totals.
+            compact_bytes: see `COMPACT_BYTES`.
 
         Raises:
             ConfigurationError: the file is damaged, of another identity or version, open to other users, or not
@@ -127,7 +127,7 @@ class Ledger:
             max_secrets: the set's budget for each seed.
 
         Raises:
-            MaskError, ConfigurationError: the file cannot be kept.
+            MaskError, ConfigurationError: the ledger's file cannot be read or written.
         """
         with self._transaction() as book:
             seed = book.current(parameters_name, max_secrets)
@@ -208,7 +208,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Book]:
-        """Excludes other threads and processes while the block runs, after reading what they have written."""
+        """Locks out other threads and processes while the block runs, and first reads the records that they have
+        written."""
         self._origin.check()  # A fork may have copied the lock locked, so this comes first.
         with self._lock:
             if self._fd < 0:

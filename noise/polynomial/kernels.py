@@ -25,9 +25,9 @@ from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 LANES = 4
-"""How many features go through the transforms at once."""
+"""How many features (columns of a matrix) the compiled code transforms at once."""
 WIDTH = 16
-"""How many features are written at once."""
+"""How many features (columns of a product) the compiled code writes at once."""
 
 _VERSION = 2
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
@@ -163,8 +163,8 @@ class Combiner:
         return self._combine(groups.data_ptr(), None, 0, start, stop)
 
     def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
-        """Does the same as `by_transforms` with these features of the matrix itself: int32, shape (k·N, stop − start),
-        any strides."""
+        """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `matrix` holds
+        these features of the matrix itself: int32, shape (k·N, stop − start), any strides."""
         _, rank, degree = self._shape
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
