@@ -110,7 +110,7 @@ class GaussianPool:
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:
-        """Returns what a user should know: nothing is protected."""
+        """Returns a description for the user, which says that nothing is protected."""
         return {
             "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",

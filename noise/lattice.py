@@ -212,8 +212,8 @@ class Lattice:
             return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
-        """Returns the block from which pieces of a group and direction are made. Only one thread at a time may call
-        this for a group and direction."""
+        """Returns the block that is being cut into pieces for a layer group and direction, or opens a new one. Only one
+        thread at a time may call this for a group and direction."""
         cut = self._cuts.get((group.id, direction))
         if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
@@ -273,7 +273,8 @@ class Lattice:
             self._hints.forget(old.seed.seed)
 
     def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
-        """Returns the transforms of A's first columns. They are kept, since every layer reads the same columns."""
+        """Returns the transforms of the first columns of A, the public matrix. They are kept, since all layers use the
+        same columns."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:

@@ -146,7 +146,7 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
     away.
 
     Returns:
-        int8, of this shape, CPU.
+        int8, of the given shape, CPU.
     """
     count = math.prod(shape)
     trits = np.empty((0, 5), dtype=np.int8)
@@ -180,7 +180,7 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
         eta: 1 to 63; 21 has σ = 3.24.
 
     Returns:
-        int8, of this shape, CPU.
+        int8, of the given shape, CPU.
 
     Source: see `_ETA`.
     """
@@ -227,7 +227,7 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
         sigma: above 0, at most 2048.
 
     Returns:
-        int16, of this shape, CPU.
+        int16, of the given shape, CPU.
 
     Source: inversion as in Peikert, "An efficient and parallel Gaussian sampler for lattices", CRYPTO 2010, sec. 4.1.
     """
@@ -312,7 +312,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
     other σ.
 
     Returns:
-        int8 or int16, of this shape, CPU; zeros for a toy with σ = 0.
+        int8 or int16, of the given shape, CPU; zeros for a toy with σ = 0.
     """
     if parameters.sigma == NOMINAL_SIGMA:
         return centred_binomial(rng, shape)

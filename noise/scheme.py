@@ -30,7 +30,8 @@ class GroupSpec:
 
     Attributes:
         id: the group's number in the manifest.
-        in_features, out_features: the shape of the group's weight W, with the outputs of all members side by side.
+        in_features, out_features: the shape of the group's weight W, in which the columns of all layers of the group
+            are joined.
         column_norm, row_norm: the largest Euclidean norms of the columns and rows of W̃, the int8 weight.
         alpha: α, the scales of W̃'s columns, float32, shape (out_features,), on any device; `alpha_on` returns it on
             the device of the rows.
@@ -141,7 +142,8 @@ class MaskScheme(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """Returns what a user should know: scheme, assumption, parameters and what the mask does not hide."""
+        """Returns a description of the mask for the user: scheme, assumption, parameters and what the mask does not
+        hide."""
         ...
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ class _Projection:
 
 
 class Verifier:
-    """Holds the projections of all groups of one session and checks replies against them. It is safe under threads, and
-    cannot be pickled or copied.
+    """Holds secret projections of the trusted weights of all groups of one session, and checks replies against them. It
+    is safe under threads, and cannot be pickled or copied.
 
     For a group with a weight of shape (d × m) it takes (d + m) · (1 + limbs) · (κ+1) bytes of memory, for both
     directions; `limbs` is 2 or 3 for real weights. At κ = 40 that is 30 MB for SmolLM2-135M and 0.3 GB for a 7B model.
@@ -220,7 +220,7 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns S·rows mod 2^32, computed by an exact `torch._int_mm`.
+    """Returns S·rows mod 2^32 for the secret matrix S, computed by `torch._int_mm`, which must be exact.
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).

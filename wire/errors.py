@@ -6,26 +6,26 @@
     │   │   └── NotFinite       the tenant's own rows, gradients or logits hold NaN or infinity
     │   ├── UnknownLayer        this provider has no such group, direction or arithmetic
     │   └── LimitExceeded       the request is larger than the limits in the manifest
-    ├── AccessError             the provider does not accept this identity, or not now
-    │   ├── Unauthenticated     there is no certificate, or one that this provider cannot accept
+    ├── AccessError             the provider refuses this identity, or accepts no more from it now
+    │   ├── Unauthenticated     the tenant has no certificate that this provider accepts
     │   ├── NotPermitted        the identity is revoked, or not allowed to do this
-    │   └── QuotaExceeded       the tenant has too much in flight, or sends too much in a second
+    │   └── QuotaExceeded       the tenant has too many bytes in flight, or sends too many in a second
     ├── TransportError          the connection between the two ends failed
     │   ├── DeadlineExceeded    no complete reply came in time
     │   ├── Unavailable         the provider cannot be reached or went away
     │   └── ForkedConnection    a connection was used in a forked child
     ├── ProtocolError           the peer broke wire/SPEC.md
     │   ├── VersionMismatch     the two ends speak different versions
-    │   ├── MalformedFrame      the peer sent bytes that are no frame
+    │   ├── MalformedFrame      the peer sent bytes that are not a valid frame
     │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
     │   └── RemoteFault         the provider failed and says no more than that
     ├── MaskError               the privacy mask cannot be used
     │   ├── MaskReused          a slot was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
     │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/blocks/slots.py)
-    │   ├── SeedExhausted       a seed has no room for so many more secrets (noise/ledger/ledger.py)
-    │   ├── WeakParameters      the parameters are weaker than the accepted table
-    │   └── VerificationFailed  a reply or a file is not what the trusted checkpoint gives
+    │   ├── SeedExhausted       the requested secrets would exceed a seed's budget (noise/ledger/ledger.py)
+    │   ├── WeakParameters      the parameters are weaker than the accepted sets
+    │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 

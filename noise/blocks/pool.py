@@ -104,13 +104,13 @@ class MaskPool:
         Args:
             make: makes blocks. It is called from any thread, but for one group and direction only by one thread at a
                 time.
-            block_rows: the rows in a block; a shelf with fewer than half of them is refilled.
+            block_rows: how many rows a block has; a shelf with fewer than half of them is refilled.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
             background: whether a worker thread makes blocks; if not, each is made when it is used.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
-            features: how many numbers a row of mask and effect has, over all groups in one direction, if that is known.
-                Without it, the first groups would get too much of the budget until the last group was used.
+            features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown. If
+                it is unknown, the first groups get too much of the budget until the last group is used.
             on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
@@ -143,7 +143,7 @@ class MaskPool:
             return {key: shelf.num_rows for key, shelf in self._shelves.items()}
 
     def describe(self, what: str) -> str:
-        """Returns a line that tells the user how much is ready; `what` is the mask's own word for its rows."""
+        """Returns a line that tells the user how much is ready; `what` names the rows in this line."""
         size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
         line = f"{size} of {what} and effects ready, in memory only"
         if rows := self.ready_rows():
@@ -218,8 +218,8 @@ class MaskPool:
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
-        """Tells whether the caller must make rows itself. If another thread is making rows for the shelf, this waits
-        for that thread and returns False."""
+        """Returns True if the caller must make rows itself, and marks the shelf as being filled. If another thread is
+        making rows for the shelf, this waits for that thread and returns False."""
         if shelf.is_being_made:
             self._state.wait_for(lambda: not shelf.is_being_made or self._closed)
             return False

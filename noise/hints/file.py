@@ -27,8 +27,8 @@ from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
 TILE_FEATURES = 64
-"""The columns of a tile: about as many as the chunk in which effects are computed. Wider tiles would not decode faster;
-narrower tiles would decode slower."""
+"""How many columns a tile of a hint file has. This is close to the size of the chunks in which effects are computed.
+Wider tiles would not decode faster; narrower tiles would decode slower."""
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
-        """Returns the size of the whole file."""
+        """Returns the size of the whole file in bytes."""
         return sum(self.span(self.num_tiles - 1, range(self.rows)))
 
     def header(self, key: Mapping[str, str], verified: bool) -> bytes:

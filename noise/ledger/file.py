@@ -60,7 +60,8 @@ class Seed:
 
 
 class Book:
-    """Adds up the records read so far. A book knows no file: it takes lines and gives totals."""
+    """Adds up the records read so far. A book reads no file itself: callers pass lines to `read`, and `seeds` has the
+    totals."""
 
     def __init__(self, name: str, identity: str) -> None:
         self._name, self._identity = name, identity

@@ -19,8 +19,8 @@ KiB; malloc has room in its heap for smaller ones. The largest buffers have 16 M
 mapped for one use."""
 
 _KEPT_BYTES = 16 << 20
-"""The most bytes kept for each power of two. A process therefore keeps at most 128 MiB, until it ends. A step of
-SmolLM2 uses three sizes."""
+"""The most bytes of free buffers kept for each buffer size, which is a power of two. A process therefore keeps at most
+128 MiB, until it ends. A step of SmolLM2 uses three sizes."""
 
 _free: dict[int, deque[npt.NDArray[np.uint8]]] = {
     bits: deque(maxlen=_KEPT_BYTES >> bits) for bits in range(_LEAST_BITS, _MOST_BITS + 1)

@@ -199,8 +199,8 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Computes what `_few_by_limbs` does, for many rows, a block at a time, in scratch memory that is kept, since fresh
-    pages took a third more time."""
+    """Multiplies many rows as `_few_by_limbs` multiplies a few, but a block at a time, in scratch memory that is kept,
+    since fresh pages took a third more time."""
     d, m = weight.shape
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)
