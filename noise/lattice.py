@@ -177,7 +177,8 @@ class Lattice:
         return blocks
 
     def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
-        """Makes blocks that share one pass over A and the hint. Their secrets and errors live only during this call."""
+        """Makes blocks that share one pass over A, the public matrix, and the hint. Their secrets and errors live only
+        during this call."""
         epoch, slots = self._open_blocks(num_blocks)
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)

@@ -43,7 +43,7 @@ _ETA = 21
 """The η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
 
 _BATCH = 1 << 17
-"""Samples drawn at a time, so that their bytes stay in the cache."""
+"""How many samples are drawn at a time. It is small enough for their bytes to stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
     sample are whole bytes, and a rest of an even number of bits from a byte that several samples may share.
 
     Args:
-        rng: where the bits come from.
+        rng: the generator of the random bits.
         shape: the shape of the result.
         eta: 1 to 63; 21 has σ = 3.24.
 
@@ -222,7 +222,7 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
     are 64 more bits drawn.
 
     Args:
-        rng: where the bits come from.
+        rng: the generator of the random bits.
         shape: the shape of the result.
         sigma: above 0, at most 2048.
 
@@ -322,7 +322,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
 
 
 def error_bound(parameters: LatticeParameters) -> int:
-    """Returns the largest |e| that `error` can draw, for bounds that must hold whatever is drawn."""
+    """Returns the largest |e| that `error` can draw, for bounds that must hold for every draw."""
     if parameters.sigma == NOMINAL_SIGMA:
         return _ETA
     return _tail(parameters.sigma)

@@ -2,9 +2,9 @@
 
 A caller gives a scheme (a mask's implementation) the rows of one call, sends the messages that the scheme returns,
 passes in the replies and gets the product. The caller never learns which arithmetic, how many providers or how much
-noise is used. A scheme decides scaling, rounding and noise, and takes off the noise's effect. Every scheme must
-guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and that
-nothing in a `Masked` is printed.
+noise is used. A scheme decides scaling, rounding and noise, and subtracts the noise's effect from replies. Every scheme
+must guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and
+that nothing in a `Masked` is printed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from wire.ring.seeded_rows import SeededRows
 
 
 class Shares:
-    """Shares rows additively between two providers, in ring arithmetic."""
+    """Splits rows into additive shares for two providers, in ring arithmetic."""
 
     name = "shares"
     arithmetic = Arithmetic.RING

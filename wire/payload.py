@@ -56,7 +56,7 @@ class Payload(Protocol):
 
 
 class RowsPayload:
-    """Holds rows as a tensor. They must not change until the reply has come."""
+    """Holds rows as a tensor. The rows must not change until the reply has come."""
 
     __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
 

@@ -210,7 +210,7 @@ class Hint(ABC):
 
 
 class MappedHint(Hint):
-    """Reads a complete hint file that is mapped into memory. Each tile's checksum is compared when the tile is first
+    """Reads a complete hint file that is mapped into memory. Each tile's checksum is verified when the tile is first
     used."""
 
     def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:

@@ -5,8 +5,8 @@ Guarantees: a hint is used only if it was made for exactly this weight, seed, sh
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
 caller's `verify` checks each fetched range of a hint's rows at the full 32 bits, before the range is rounded. Such a
 session does not use a hint that was fetched without this check, but fetches the hint again. An interrupted fetch
-continues with the missing rows. A file appears under its name whole or not at all. If several processes want one hint,
-it is fetched once.
+continues with the missing rows. A file gets its final name only when it is complete. If several processes want one
+hint, it is fetched once.
 
 Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
 mix-ups, not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md, "lattice").
@@ -38,9 +38,9 @@ from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
 
 DEFAULT_DROPPED_BITS = 8
-"""The low bits that are rounded away on disk, which leaves 24 bits for each number. The rounding then stays below e·W̃,
-the error that the mask adds to a reply (docs/decisions/0006-lattice.md), with a gradient norm error of 4e-5 on SmolLM2
-(docs/masks.md, "lattice")."""
+"""How many low bits of each number are rounded away on disk, which leaves 24 bits. The rounding error then stays below
+e·W̃, the error that the mask adds to a reply (docs/decisions/0006-lattice.md). On SmolLM2 the error of gradient norms
+is then 4e-5 (docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
 """The most bytes of hints kept open, 4 GiB. A step uses every hint in turn, and hints that do not fit would be mapped
 and checked anew in each step. SmolLM2 has 1.2 GB of hints."""

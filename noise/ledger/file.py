@@ -131,17 +131,17 @@ class Book:
         )
 
     def compacted(self) -> list[dict[str, Any]]:
-        """Returns records that state the same totals in one line for each seed."""
+        """Returns records, one for each seed, that state the totals of all records read."""
         return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
 
 
 def header(identity: str) -> dict[str, Any]:
-    """Returns the first record of a file."""
+    """Returns the first record of a ledger file, which names the format's version and the identity."""
     return {"op": "ledger", "version": VERSION, "identity": identity}
 
 
 def seed_record(seed: Seed) -> dict[str, Any]:
-    """Returns the record of a seed and what it has served so far."""
+    """Returns the record of a seed and of the secrets reserved under the seed so far."""
     return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
 
 

@@ -53,7 +53,8 @@ class SeedExhausted(MaskError):
 
 @dataclass(frozen=True)
 class Reservation:
-    """Names blocks that are on record and not used yet. `first_block` counts from 0 over the seed's whole life."""
+    """Identifies blocks of mask rows that the ledger has recorded as reserved and that are not used yet. `first_block`
+    counts from 0 over the seed's whole life."""
 
     seed_id: str
     num_blocks: int
@@ -262,8 +263,8 @@ class Ledger:
         )
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Writes and fsyncs one record. After a failure the file is as before, or holds the record too, which only
-        over-counts."""
+        """Writes and fsyncs one record. If this fails, the file either is unchanged or holds the record, which only
+        makes the count too high."""
         offset, chain, _ = self._book.mark
         records, num_torn = [record], os.fstat(self._fd).st_size - offset
         if num_torn:
@@ -284,7 +285,8 @@ class Ledger:
                 self._attach()  # The next record belongs in the new file.
 
     def _replace_file(self, records: Iterable[dict[str, Any]]) -> None:
-        """Puts a whole new file in place. Every process notices the new inode number in `_catch_up`."""
+        """Replaces the ledger's file by a new one with these records. Every process notices the new inode number in
+        `_catch_up`."""
         scratch = self._path.with_name(self._path.name + ".new")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:

@@ -199,11 +199,12 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
-    """Returns the roots of i in the order in which kernels.c reads them, with real and imaginary parts alternating.
+    """Returns the complex roots of the imaginary unit i in the order in which kernels.c reads them, with real and
+    imaginary parts alternating.
 
-    The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}), and its four children for the fourth roots of
-    e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in extended precision, so each part is
-    within a unit in the last place.
+    The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}). Its four children stand for C[X]/(X^(size/4) −
+    r), one for each fourth root r of e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in
+    extended precision, so each part is within a unit in the last place.
     """
     angles: list[Fraction] = []
     nodes = [Fraction(1, 2)]

@@ -33,8 +33,8 @@ PACKED_BYTES = _PACKED.size
 _BLOCK_BYTES = 16
 _BLOCK_NUMBERS = 4
 _PIECE_BYTES = 1 << 18
-"""Bytes of counter blocks that are made at a time, since all at once would double the memory. Pieces of 128 KiB to 4
-MiB were equally fast (5.6 GB/s)."""
+"""How many bytes of counter blocks are made at a time. Making all counter blocks at once would double the memory.
+Pieces of 128 KiB to 4 MiB were equally fast (5.6 GB/s)."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Multiplexer:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_welcome(self) -> None:
-        """Waits until the handshake is done."""
+        """Waits until the provider has sent WELCOME, which ends the handshake."""
         self._welcome.result()
 
     def is_usable(self) -> bool:

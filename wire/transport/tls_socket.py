@@ -46,7 +46,7 @@ _FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
 """How many bytes of a message share a TLS record with its length prefix. They are copied for this; copying all of a
 large message would cost more."""
 _PIECE_BYTES = 1 << 17
-"""Bytes of a large message that are encrypted at a time."""
+"""How many bytes of a large message are encrypted at a time."""
 _NOTHING = memoryview(b"")
 """An empty view that keeps no memory alive. It replaces an empty slice of a message, which would keep the whole message
 alive."""
@@ -208,7 +208,7 @@ class MessageSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Tells whether queued bytes are waiting until the connection takes more."""
+        """Tells whether any bytes of queued messages have not been sent yet."""
         return bool(self._unsent or self._cipher or self._begun)
 
     def flush(self) -> None:

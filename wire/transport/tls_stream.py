@@ -25,7 +25,7 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
         identity: the tenant's certificate and key.
 
     Raises:
-        ConfigurationError: see `wire.transport.busy_poll.tenants_most_s`.
+        ConfigurationError: the environment variable for polling is wrong; see `busy_poll.tenants_most_s`.
         OSError: nothing listens there, or the peer is not the expected provider (`ssl.SSLError`).
     """
     busy_poll_s = tenants_most_s()
