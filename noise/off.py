@@ -1,4 +1,5 @@
-"""This module sends rows without a mask, for comparison and for a trusted provider. It hides nothing and says so."""
+"""This module sends rows without a mask, for comparison and for a trusted provider. It hides nothing, and its
+description says so."""
 
 from __future__ import annotations
 

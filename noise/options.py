@@ -105,8 +105,8 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Returns a text for a value in a message. It is short and shows nothing of the content of a container or
-    tensor."""
+    """Returns a short text that stands for a value in an error message. The text shows nothing of the content of a
+    container or tensor."""
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, float):

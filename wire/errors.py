@@ -29,9 +29,9 @@
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
-Every message says in one line what was expected and what was received. It never holds a tensor value, a secret or
-another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text, never `str(exc)`
-(wire/SPEC.md, section 6).
+The message of every error says in one line what was expected and what was received. A message never holds a tensor
+value, a secret or another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text,
+never `str(exc)` (wire/SPEC.md, section 6).
 
 Causes: an error is raised with its cause (`raise ... from exc`) if the cause is an operating system's error, a parser's
 error about a file or a library's refusal of an option, so that a traceback shows the cause. An error is raised with

@@ -1,8 +1,8 @@
 """This module packs and parses the frames of the tensor stream: a fixed 48-byte header followed by raw bytes
 (wire/SPEC.md, section 3).
 
-It guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no buffer is
-allocated before the caller has checked the header. It does not guarantee which peer sent a frame; TLS does.
+This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
+buffer is allocated before the caller has checked the header. Which peer sent a frame is guaranteed by TLS, not here.
 """
 
 from __future__ import annotations

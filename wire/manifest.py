@@ -1,7 +1,7 @@
 """This module defines what a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
-A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. It does
-not guarantee that the provider tells the truth; verification does.
+A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. This
+module does not guarantee that the provider tells the truth; verification does.
 """
 
 from __future__ import annotations

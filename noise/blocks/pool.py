@@ -59,7 +59,8 @@ class Block:
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
-"""Maps (group, direction, rows wanted) to fresh blocks, or pieces of blocks, with at least so many rows."""
+"""Maps (group, direction, number of rows) to new blocks, or pieces of blocks, that have at least this number of
+rows."""
 
 
 class _Shelf:
@@ -280,8 +281,8 @@ class MaskPool:
         return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
-        """Returns how many rows a shelf should hold: enough for a few calls, but not so many that the last layers get
-        no budget."""
+        """Returns how many rows a shelf should hold: enough for a few calls, within a bound that leaves some of the
+        budget to the last layers."""
         if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
             return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call

@@ -1,7 +1,7 @@
 """This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
 one row of a block. This module is the part of the rule "no slot is used twice" that needs no file.
 
-Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it. A forked
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
 child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
 noise/ledger/ledger.py does.
 """

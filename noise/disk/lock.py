@@ -18,7 +18,7 @@ from pathlib import Path
 def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
     """Holds the lock while the block runs; raises OSError if the file cannot be opened.
 
-    The file is opened anew each time, so that threads exclude each other too.
+    The file is opened anew each time, so the lock also works between threads of one process.
 
     Args:
         lock: the file, which is created if it is missing.

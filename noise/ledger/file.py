@@ -146,7 +146,7 @@ def seed_record(seed: Seed) -> dict[str, Any]:
 
 
 def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
-    """Returns the record that reserves blocks of a seed. It names the process, the time and the purpose."""
+    """Returns the record that reserves blocks of a seed, with the process's id, the time and the purpose."""
     origin = {"pid": os.getpid(), "time": int(time.time())}
     return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
 

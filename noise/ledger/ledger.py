@@ -135,8 +135,8 @@ class Ledger:
             return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
 
     def renew(self, seed_id: str) -> Seed:
-        """Returns the seed that follows `seed_id`. The first caller draws it, and all later callers get the same
-        seed."""
+        """Returns the seed that follows `seed_id`. The first caller draws the new seed, and all later callers get the
+        same one."""
         with self._transaction() as book:
             old = self._known(seed_id)
             seed = book.current(old.parameters, old.budget)

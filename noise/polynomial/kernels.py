@@ -113,8 +113,8 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 class Combiner:
-    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since it holds
-    scratch memory."""
+    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since a combiner
+    holds scratch memory."""
 
     def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
         """Checks the arguments and allocates scratch memory for products with these secrets.

@@ -1,10 +1,10 @@
 """This module expands a seed into rows. The expansion is normative (wire/SPEC.md, section 5). The public matrix A and
-the rows of the masks `pad` and `shares` come from it.
+the rows of the masks `pad` and `shares` are expanded from seeds.
 
 Guarantees: the same seed and row number give the same numbers on every machine, which tests/vectors/expand.json checks.
 Every row is a stream of its own, so that any range of rows can be expanded alone, and a layer with fewer features uses
-the first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: the seed's owner must see
-to that. Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
+the first columns of the same rows. This module does not guarantee that a seed is fresh or kept secret: the seed's owner
+must see to that. Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class BusyPoll:
         self._began_s = 0.0
 
     def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
-        """Polls until a message has come or it is time to sleep. Callers must call this before every sleep.
+        """Polls until a message has come or the thread should sleep. Callers must call this before every sleep.
 
         Args:
             has_come: tells whether a message has come, without waiting for one.

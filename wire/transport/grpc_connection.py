@@ -177,8 +177,8 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
 
 
 class GrpcConnection:
-    """Implements `Connection` with gRPC and the tensor port. It opens at first use, so that a program may fork before
-    that."""
+    """Implements `Connection` with gRPC and the tensor port. The connection opens at first use, so that a program may
+    fork before that."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
         """Keeps the address of the provider, and does not connect yet.
@@ -206,7 +206,7 @@ class GrpcConnection:
         """Returns how the newest stream is carried: "gRPC", or "tensor port" and the port's number; None before the
         first stream.
 
-        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md). It carries the
+        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md). gRPC carries the
         stream, without an error, if the tensor port cannot be reached.
         """
         if self._stream is None:

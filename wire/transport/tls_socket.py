@@ -227,8 +227,8 @@ class MessageSocket:
                 self._cipher = self._cipher[sent:] or _NOTHING
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits at most `seconds` until the connection takes more bytes, then flushes. It is for a thread that does not
-        receive."""
+        """Waits at most `seconds` until the connection takes more bytes, then flushes. This method is for a thread that
+        does not receive."""
         with contextlib.suppress(ValueError):  # The connection was closed meanwhile, and `flush` says so.
             self._poll(select.POLLOUT, seconds)
         self.flush()
@@ -265,7 +265,7 @@ class MessageSocket:
         Raises:
             EOFError: the peer has said that it sends no more messages.
             MalformedFrame: the peer announced a length that no message may have.
-            OSError: the connection is broken or closed, or the peer ended it without saying so.
+            OSError: the connection is broken or closed, or the peer ended the connection without announcing this.
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
