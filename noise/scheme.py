@@ -96,7 +96,7 @@ class Masked(NamedTuple):
 
 
 class Reply(Protocol):
-    """Stands for reply rows that were requested and may not have been received yet."""
+    """Stands for the effect rows that were requested through an `EffectPath` and may not have been received yet."""
 
     def result(self) -> torch.Tensor:
         """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""

@@ -219,7 +219,7 @@ class MaskPool:
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
-        """Returns True if the caller must make rows itself, and marks the shelf as being filled. If another thread is
+        """Returns True, and marks the shelf as being filled, if the caller must make rows itself. If another thread is
         making rows for the shelf, this waits for that thread and returns False."""
         if shelf.is_being_made:
             self._state.wait_for(lambda: not shelf.is_being_made or self._closed)

@@ -149,7 +149,8 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
     Args:
         buffer: an object with the buffer protocol; at least one byte lies before `offset`.
-        offset: the byte at which the first wanted number of the first row begins; it must be the first of a group.
+        offset: the byte at which the first wanted number of the first row begins. This number must be the first of a
+            group.
         row_bytes: the bytes from one row to the next.
         out: int32, shape (rows, columns), for the numbers; columns is a multiple of `_GROUP[t]`. The low
             t bits become zero.

@@ -131,7 +131,7 @@ class Book:
         )
 
     def compacted(self) -> list[dict[str, Any]]:
-        """Returns records, one for each seed, that state the totals of all records read."""
+        """Returns the records of a shorter file with the same totals: a header, and one record for each seed."""
         return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
 
 

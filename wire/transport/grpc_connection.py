@@ -206,8 +206,8 @@ class GrpcConnection:
         """Returns how the newest stream is carried: "gRPC", or "tensor port" and the port's number; None before the
         first stream.
 
-        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md). gRPC carries the
-        stream, without an error, if the tensor port cannot be reached.
+        gRPC takes several times as long as the tensor port for a small message (docs/decisions/0007-tensor-port.md).
+        gRPC carries the stream, without an error, if the tensor port cannot be reached.
         """
         if self._stream is None:
             return None
