@@ -1,5 +1,5 @@
-"""This module is the published scheme: it masks with one of K Gaussian vectors per layer, whose effect the provider
-computes. It is NOT private.
+"""This module is the published scheme: it masks rows with one of K Gaussian vectors per layer. The provider itself
+computes each vector's effect (the product of vector and weight), so the scheme is NOT private.
 
 Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input, the
 provider returns (x + n)W + b, and the tenant subtracts n_effect = nW, which the provider computed once for each vector
@@ -72,7 +72,7 @@ class GaussianPool:
         self._effect_path: EffectPath | None = None
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Stores the provider's bias-free path, through which effects are computed."""
+        """Stores the function that asks the provider for products without the bias; effects are computed with it."""
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -110,7 +110,7 @@ class GaussianPool:
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:
-        """Returns what a user should know: nothing is protected."""
+        """Returns a description for the user, which says that nothing is protected."""
         return {
             "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",

@@ -1,5 +1,5 @@
-"""This module is the default mask. It adds a fresh Module-LWE sample to every row, and takes off the sample's effect
-with a hint that the provider computed once.
+"""This module is the default mask. It adds a fresh Module-LWE sample to every row. From the reply it subtracts the
+sample's effect, which the tenant computes from a hint that the provider computed once.
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32. The matrix A is public, and x̃ is the encoded row. The
 secret s and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every
@@ -60,7 +60,8 @@ MOST_PIECES = 8
 
 @dataclass(frozen=True, eq=False)
 class _Epoch:
-    """Holds one seed of A and what belongs to it, until a new seed is drawn."""
+    """Holds one seed of the public matrix A, with the transforms and reservations made under it, until a new seed is
+    drawn."""
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -100,7 +101,7 @@ class Lattice:
             parameters: a set from `noise.params.choose`.
             ledger: the ledger of this tenant's identity.
             hints: the store that keeps hints.
-            verified: whether the effect path checks the rows that it returns.
+            verified: whether the function that `bind` stores checks the rows that it returns.
             pool_bytes: the most bytes of masks and effects made ahead.
             background: whether a worker thread makes them.
             limits: the provider's limits; None for the defaults of wire/limits.py.
@@ -124,7 +125,7 @@ class Lattice:
         self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Stores the provider's bias-free path, through which hints are fetched."""
+        """Stores the function that asks the provider for products without the bias; hints are fetched with it."""
         self._effect_path = effect_path
 
     # ---- one call ---------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class Lattice:
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked)),), unmask)
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
-        """Adds a fresh mask row to one row that was encoded into its message."""
+        """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""
         mask, effect = self.pool.take(group, direction, 1)
         row.codec.add(mask, row.payload.numbers)
         return Masked(
@@ -176,7 +177,8 @@ class Lattice:
         return blocks
 
     def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
-        """Makes blocks that share one pass over A and the hint. Their secrets and errors live only during this call."""
+        """Makes blocks that share one pass over A, the public matrix, and the hint. Their secrets and errors live only
+        during this call."""
         epoch, slots = self._open_blocks(num_blocks)
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
@@ -188,8 +190,8 @@ class Lattice:
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
-        """Makes at most so many rows of one block, in pieces. Every row of the block is computed, and the other rows
-        are dropped.
+        """Makes at most `num_rows` rows of one block, in pieces. All rows of the block are computed, and those that
+        were not asked for are dropped.
 
         A block has one secret, however often the block is computed. Each of its rows is in exactly one piece, with an
         error of its own.
@@ -211,8 +213,8 @@ class Lattice:
             return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
-        """Returns the block from which pieces of a group and direction are made. Only one thread at a time may call
-        this for a group and direction."""
+        """Returns the block that is being cut into pieces for a layer group and direction, or opens a new one. Only one
+        thread at a time may call this for a group and direction."""
         cut = self._cuts.get((group.id, direction))
         if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
@@ -227,8 +229,8 @@ class Lattice:
         return cut
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
-        """Returns the slots of blocks that are on record under one seed, and that seed's epoch. Draws a new seed when
-        the old one has served its budget."""
+        """Returns the epoch of the current seed, and the slots (rows) of blocks that the ledger has reserved under that
+        seed. Draws a new seed if the current one has served its budget."""
         while True:
             epoch = self._current()
             try:
@@ -272,7 +274,8 @@ class Lattice:
             self._hints.forget(old.seed.seed)
 
     def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
-        """Returns the transforms of A's first columns. They are kept, since every layer reads the same columns."""
+        """Returns the transforms of the first columns of A, the public matrix. They are kept, since all layers use the
+        same columns."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
@@ -302,12 +305,12 @@ class Lattice:
 
     @property
     def keeps_hints(self) -> bool:
-        """Tells whether hints are stored, so that fetching them ahead of use pays."""
+        """Tells whether hints are kept on disk. If so, fetching them ahead of use saves time."""
         return self._hints.folder is not None
 
     def has_hints(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> bool:
-        """Tells whether all of these hints are stored. This looks for each file once; hints are checked when they are
-        read."""
+        """Tells whether the hints of all given groups and directions are on disk. The files' contents are checked only
+        when they are read."""
         seed, rows = self._current().seed.seed, self.parameters.dimension
         return all(
             self._hints.has(HintKey(group.digest, seed, group.id, direction), (rows, group.widths(direction)[1]))
@@ -315,7 +318,7 @@ class Lattice:
         )
 
     def prefetch(self, group: GroupSpec, direction: Direction) -> None:
-        """Fetches a hint before it is needed."""
+        """Fetches the hint of a group and direction before it is needed."""
         self._hint(self._current(), group, direction)
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:

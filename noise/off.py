@@ -1,4 +1,5 @@
-"""This module sends rows without a mask, for comparison and for a trusted provider. It hides nothing and says so."""
+"""This module sends rows without a mask, for comparison and for a trusted provider. It hides nothing, and its
+description says so."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Off:
         return Masked((Message(call, RowsPayload(encoded)),), unmask)
 
     def describe(self) -> Mapping[str, str]:
-        """Returns a warning that nothing is hidden."""
+        """Returns a description for the user, which warns that nothing is hidden."""
         return {"scheme": "off", "assumption": "the provider is trusted: it sees every activation and gradient"}
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Guarantees: the error names an option that the mask does not have, or whose value is not allowed, and says what was
 expected and what was given. A value that is long, or neither a number nor a word, is shown by its size or type alone. A
-scheme that is made afterwards can rely on the types and ranges below, so none of its errors is about them. The names
-are those of the makers in noise/registry.py; tests compare the two.
+scheme that is made afterwards can rely on the types and ranges below, so the scheme need not check them again. The
+names are those of the makers in noise/registry.py; tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ files in place of a name."""
 _MOST_BITS = 64
 """The most bits of a number that is shown. A longer number is shown by its length."""
 _HINT_BITS = (32, 24, 22, 20)
-"""The bits for each number that noise/hints/file.py can store."""
+"""The sizes in bits in which noise/hints/file.py can store a number of a hint."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_parameters(value: Any) -> bool:
-    """Accepts a name, which `choose` looks up, or a set whose fields are numbers, which `choose` compares with the
-    table."""
+    """Tells whether a value is a word or a parameter set whose fields are numbers. `noise.params.choose` later looks up
+    the word, or compares the set with the table."""
     if not isinstance(value, LatticeParameters):
         return isinstance(value, str)
     counts = (value.ring_degree, value.rank, value.bits)
@@ -105,8 +105,8 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Returns a text for a value in a message. It is short and shows nothing of the content of a container or
-    tensor."""
+    """Returns a short text that stands for a value in an error message. The text shows nothing of the content of a
+    container or tensor."""
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, float):

@@ -53,7 +53,7 @@ class Pad:
             fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.
             pool_bytes: the most bytes of pads and effects made ahead.
             background: whether a worker thread makes them.
-            on_close: closes the ledger.
+            on_close: called by `close`; closes the ledger.
             features: see `MaskPool`.
         """
         self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
@@ -103,6 +103,6 @@ class Pad:
         }
 
     def close(self) -> None:
-        """Drops all mask rows that are kept in memory."""
+        """Drops all mask rows that are kept in memory, and closes the ledger."""
         self.pool.close()
         self._on_close()

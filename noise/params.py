@@ -102,7 +102,8 @@ def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False)
         allow_toy: whether to accept a set marked `toy`. Only attacks and tests do.
 
     Raises:
-        ConfigurationError: the name is unknown, or the arithmetic is not made for the set's numbers.
+        ConfigurationError: the name is unknown, or a number of the set is outside the range that the arithmetic
+            supports.
         WeakParameters: the set is weaker than every row of the table, or it is a toy and toys are not allowed.
     """
     if isinstance(name_or_parameters, str):
@@ -140,7 +141,8 @@ def _check_strength(parameters: LatticeParameters, allow_toy: bool) -> None:
 
 
 def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
-    """Tells whether a set is no easier to break than a row: at fixed q, LWE gets harder with dimension and with error.
+    """Tells whether a set is no easier to break than a row of the table: at fixed q, LWE gets harder with dimension and
+    with error.
 
     The author of the set claims its `bits`, which decide how many secrets are drawn, so they may not exceed the row's
     bits.

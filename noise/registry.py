@@ -1,5 +1,5 @@
-"""This module makes a scheme from a mask's name and options. It refuses each pair of mask and arithmetic that does not
-exist in one sentence."""
+"""This module makes a scheme from a mask's name and options. It refuses pairs of mask and arithmetic that do not exist,
+with an error of one sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Setting:
         hints_folder: the folder in which lattice hints are kept.
         num_providers: how many URLs the client has.
         limits: the smallest of the providers' limits.
-        verified: whether replies are checked before a scheme sees them.
+        verified: whether replies are checked before they reach a scheme.
         weight_of: returns the tenant's own quantised weight of a group; None if the tenant has no weights.
         features: how many numbers the masks and effects of one token have in the forward direction: the columns of
             requests and replies of all groups together.
@@ -58,7 +58,8 @@ class Setting:
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
-    """Returns the arithmetic of a mask, or refuses the pair of mask and arithmetic in one sentence.
+    """Returns the arithmetic that a session uses with a mask, or raises an error of one sentence if the pair does not
+    exist.
 
     Raises:
         ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.
@@ -89,13 +90,13 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
     Args:
         mask: one of MASKS.
         arithmetic: `ring`, `float`, or None for the one that suits the mask and the provider's weights.
-        options: the keyword arguments of the scheme.
-        setting: what the session offers.
+        options: the user's options, which become keyword arguments of the scheme.
+        setting: what the scheme may need of the session.
 
     Raises:
         ConfigurationError: the mask or an option is unknown, an option's value is not allowed, or the pair of mask and
             arithmetic does not exist.
-        WeakParameters: the lattice parameters are weaker than the table.
+        WeakParameters: the lattice parameters are weaker than every set of the table.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {

@@ -43,7 +43,7 @@ _ETA = 21
 """The η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
 
 _BATCH = 1 << 17
-"""Samples drawn at a time, so that their bytes stay in the cache."""
+"""How many samples are drawn at a time. It is small enough for their bytes to stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
@@ -97,8 +97,8 @@ class Csprng:
             self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
 
     def _stream(self, num_bytes: int) -> CipherContext:
-        """Returns this thread's stream, which may give `num_bytes` more. If Python did not see a fork, the process id
-        shows the fork, and the child gets another key."""
+        """Returns this thread's key stream, under a new key if `num_bytes` more would be too many for the old key. If
+        Python did not see a fork, the process id shows the fork, and the child gets another key."""
         own: Any = self._streams
         if getattr(own, "process", None) != os.getpid() or own.left < num_bytes:
             # The key is fresh, so the counter may start at zero.
@@ -146,7 +146,7 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
     away.
 
     Returns:
-        int8, of this shape, CPU.
+        int8, of the given shape, CPU.
     """
     count = math.prod(shape)
     trits = np.empty((0, 5), dtype=np.int8)
@@ -158,8 +158,8 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
-    """Returns the five base-3 digits of each byte, less 1. It divides instead of using a table, since the cache would
-    reveal which entries were read."""
+    """Returns the five base-3 digits of each byte, each reduced by 1. It divides instead of using a table, since the
+    cache would reveal which entries were read."""
     digits = np.empty((below_243.size, 5), dtype=np.int8)
     rest = below_243
     for position in range(5):
@@ -175,12 +175,12 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
     sample are whole bytes, and a rest of an even number of bits from a byte that several samples may share.
 
     Args:
-        rng: where the bits come from.
+        rng: the generator of the random bits.
         shape: the shape of the result.
         eta: 1 to 63; 21 has σ = 3.24.
 
     Returns:
-        int8, of this shape, CPU.
+        int8, of the given shape, CPU.
 
     Source: see `_ETA`.
     """
@@ -222,12 +222,12 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
     are 64 more bits drawn.
 
     Args:
-        rng: where the bits come from.
+        rng: the generator of the random bits.
         shape: the shape of the result.
         sigma: above 0, at most 2048.
 
     Returns:
-        int16, of this shape, CPU.
+        int16, of the given shape, CPU.
 
     Source: inversion as in Peikert, "An efficient and parallel Gaussian sampler for lattices", CRYPTO 2010, sec. 4.1.
     """
@@ -312,7 +312,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
     other σ.
 
     Returns:
-        int8 or int16, of this shape, CPU; zeros for a toy with σ = 0.
+        int8 or int16, of the given shape, CPU; zeros for a toy with σ = 0.
     """
     if parameters.sigma == NOMINAL_SIGMA:
         return centred_binomial(rng, shape)
@@ -322,7 +322,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
 
 
 def error_bound(parameters: LatticeParameters) -> int:
-    """Returns the largest |e| that `error` can draw, for bounds that must hold whatever is drawn."""
+    """Returns the largest |e| that `error` can draw, for bounds that must hold for every draw."""
     if parameters.sigma == NOMINAL_SIGMA:
         return _ETA
     return _tail(parameters.sigma)

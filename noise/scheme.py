@@ -2,9 +2,9 @@
 
 A caller gives a scheme (a mask's implementation) the rows of one call, sends the messages that the scheme returns,
 passes in the replies and gets the product. The caller never learns which arithmetic, how many providers or how much
-noise is used. A scheme decides scaling, rounding and noise, and takes off the noise's effect. Every scheme must
-guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and that
-nothing in a `Masked` is printed.
+noise is used. A scheme decides scaling, rounding and noise, and subtracts the noise's effect from replies. Every scheme
+must guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and
+that nothing in a `Masked` is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class GroupSpec:
 
     Attributes:
         id: the group's number in the manifest.
-        in_features, out_features: the shape of the group's weight W, with the outputs of all members side by side.
+        in_features, out_features: the shape of the group's weight W, in which the columns of all layers of the group
+            are joined.
         column_norm, row_norm: the largest Euclidean norms of the columns and rows of W̃, the int8 weight.
         alpha: α, the scales of W̃'s columns, float32, shape (out_features,), on any device; `alpha_on` returns it on
             the device of the rows.
@@ -47,7 +48,7 @@ class GroupSpec:
     _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def widths(self, direction: Direction) -> tuple[int, int]:
-        """Returns (columns of a request, columns of its reply)."""
+        """Returns (columns of a request, columns of its reply) for a direction."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
@@ -95,7 +96,7 @@ class Masked(NamedTuple):
 
 
 class Reply(Protocol):
-    """Stands for rows that have been asked for and are not there yet."""
+    """Stands for the effect rows that were requested through an `EffectPath` and may not have been received yet."""
 
     def result(self) -> torch.Tensor:
         """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""
@@ -103,12 +104,12 @@ class Reply(Protocol):
 
 
 EffectPath = Callable[[Call, Payload, int], Reply]
-"""A provider's bias-free path. It takes (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) and
-returns the pending effect: the product of the noise and the weight."""
+"""A function that asks a provider for a product without the bias. It takes (call with purpose EFFECT or HINT, noise
+rows or their seed, reply columns) and returns the pending effect: the product of the noise and the weight."""
 
 
 class MaskScheme(Protocol):
-    """Defines what tenant_sdk needs of a mask."""
+    """Defines the interface of a mask that tenant_sdk uses."""
 
     @property
     def name(self) -> str:
@@ -141,7 +142,8 @@ class MaskScheme(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """Returns what a user should know: scheme, assumption, parameters and what the mask does not hide."""
+        """Returns a description of the mask for the user: scheme, assumption, parameters and what the mask does not
+        hide."""
         ...
 
     def close(self) -> None:
@@ -150,7 +152,8 @@ class MaskScheme(Protocol):
 
 
 class EncodedRow(NamedTuple):
-    """Holds one row that was encoded into the message that is sent. `scale` stays with the tenant."""
+    """Holds one row that was encoded directly into the bytes that are sent, and the row's `scale`, which stays with the
+    tenant."""
 
     call: Call
     payload: MessagePayload
@@ -177,8 +180,8 @@ class RowEncoder:
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
-        """Encodes one contiguous row on the CPU that fits in a frame. Returns None for any other rows, or if there are
-        no compiled kernels; callers must then use `encode_rows`.
+        """Encodes a single row that is contiguous, on the CPU and fits in a frame. Returns None for any other rows, or
+        if there are no compiled kernels; callers must then use `encode_rows`.
 
         Args:
             rows: float32, shape (num_rows, request columns), on any device.

@@ -21,7 +21,7 @@ from wire.ring.seeded_rows import SeededRows
 
 
 class Shares:
-    """Shares rows additively between two providers, in ring arithmetic."""
+    """Splits rows into additive shares for two providers, in ring arithmetic."""
 
     name = "shares"
     arithmetic = Arithmetic.RING
@@ -31,7 +31,7 @@ class Shares:
 
         Args:
             fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.
-            on_close: closes the ledger.
+            on_close: called by `close`; closes the ledger.
         """
         self._fresh_seed, self._on_close = fresh_seed, on_close
         self._closed = False

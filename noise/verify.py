@@ -76,8 +76,8 @@ class _Projection:
 
 
 class Verifier:
-    """Holds the projections of all groups of one session and checks replies against them. It is safe under threads, and
-    cannot be pickled or copied.
+    """Holds secret projections of the trusted weights of all groups of one session, and checks replies against them. It
+    is safe under threads, and cannot be pickled or copied.
 
     For a group with a weight of shape (d × m) it takes (d + m) · (1 + limbs) · (κ+1) bytes of memory, for both
     directions; `limbs` is 2 or 3 for real weights. At κ = 40 that is 30 MB for SmolLM2-135M and 0.3 GB for a 7B model.
@@ -135,7 +135,8 @@ class Verifier:
             self._projections.update(made)
 
     def check(self, group_id: int, direction: Direction, rows: torch.Tensor, reply: torch.Tensor) -> None:
-        """Accepts a reply, still masked as the provider sent it, or ends the session.
+        """Checks one reply, which is still masked. Returns if the reply passes; otherwise raises, and every later check
+        fails too.
 
         Args:
             group_id, direction: those of the call, whose purpose is PRODUCT, EFFECT or HINT.
@@ -203,7 +204,8 @@ def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor
 
 
 def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-    """Checks `_FOLD_ROWS` rows at a time; fewer than `_FOLD_FROM` remaining rows are not folded.
+    """Tells whether all rows of a reply pass, checking `_FOLD_ROWS` rows at a time. Fewer than `_FOLD_FROM` rows are
+    not folded.
 
     Nothing is folded if `torch._int_mm` is slow: folding in float64 costs more than it saves.
     """
@@ -218,7 +220,7 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns S·rows mod 2^32, computed by an exact `torch._int_mm`.
+    """Returns S·rows mod 2^32 for the secret matrix S, computed by `torch._int_mm`, which must be exact.
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -247,8 +249,8 @@ def _project(quantised: torch.Tensor, columns: int) -> _Projection:
 
 
 def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
-    """Splits int32 numbers below 2^30 into signed bytes (limbs), lowest first, side by side: shape (rows, limbs ·
-    columns).
+    """Splits int32 numbers below 2^30 in size into signed bytes (limbs). Returns int8, shape (rows, limbs · columns):
+    all columns of the lowest limb first.
 
     There are as many limbs as the largest number needs. Two draws of R would give different counts only by a rare
     chance, and the count shows in nothing but this side's own computing time.
@@ -262,8 +264,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
-    """Adds the products with a number's limbs, which lie side by side, up to the product with the number, mod 2^32;
-    shape (num_rows, columns)."""
+    """Combines the products with the limbs of V (blocks of `columns` columns each, lowest limb first) to the product
+    with V, mod 2^32, shape (num_rows, columns)."""
     total = wide[:, :columns].contiguous()
     for index in range(1, wide.shape[1] // columns):
         total.add_(wide[:, index * columns : (index + 1) * columns], alpha=1 << (8 * index))

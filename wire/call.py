@@ -8,8 +8,8 @@ from enum import IntEnum
 
 
 class Direction(IntEnum):
-    """Says whether rows go through the layer (FORWARD) or gradients go back through the layer's transpose
-    (BACKWARD)."""
+    """Says what a request multiplies: FORWARD, rows by the layer's weight; BACKWARD, gradients by the transposed
+    weight."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,7 +34,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Names the product that a request asks for. Batches, masks and checks are all kept by call."""
+    """Identifies the product that a request asks for, by layer group, direction, arithmetic and purpose."""
 
     group: int
     direction: Direction

@@ -6,32 +6,32 @@
     │   │   └── NotFinite       the tenant's own rows, gradients or logits hold NaN or infinity
     │   ├── UnknownLayer        this provider has no such group, direction or arithmetic
     │   └── LimitExceeded       the request is larger than the limits in the manifest
-    ├── AccessError             the provider does not accept this identity, or not now
-    │   ├── Unauthenticated     there is no certificate, or one that this provider cannot accept
+    ├── AccessError             the provider refuses this identity, or accepts no more from it now
+    │   ├── Unauthenticated     the tenant has no certificate that this provider accepts
     │   ├── NotPermitted        the identity is revoked, or not allowed to do this
-    │   └── QuotaExceeded       the tenant has too much in flight, or sends too much in a second
+    │   └── QuotaExceeded       the tenant has too many bytes in flight, or sends too many in a second
     ├── TransportError          the connection between the two ends failed
     │   ├── DeadlineExceeded    no complete reply came in time
     │   ├── Unavailable         the provider cannot be reached or went away
     │   └── ForkedConnection    a connection was used in a forked child
     ├── ProtocolError           the peer broke wire/SPEC.md
     │   ├── VersionMismatch     the two ends speak different versions
-    │   ├── MalformedFrame      the peer sent bytes that are no frame
+    │   ├── MalformedFrame      the peer sent bytes that are not a valid frame
     │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
     │   └── RemoteFault         the provider failed and says no more than that
     ├── MaskError               the privacy mask cannot be used
     │   ├── MaskReused          a slot was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
     │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/blocks/slots.py)
-    │   ├── SeedExhausted       a seed has no room for so many more secrets (noise/ledger/ledger.py)
-    │   ├── WeakParameters      the parameters are weaker than the accepted table
-    │   └── VerificationFailed  a reply or a file is not what the trusted checkpoint gives
+    │   ├── SeedExhausted       the requested secrets would exceed a seed's budget (noise/ledger/ledger.py)
+    │   ├── WeakParameters      the parameters are weaker than the accepted sets
+    │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
-Every message says in one line what was expected and what was received. It never holds a tensor value, a secret or
-another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text, never `str(exc)`
-(wire/SPEC.md, section 6).
+The message of every error says in one line what was expected and what was received. A message never holds a tensor
+value, a secret or another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text,
+never `str(exc)` (wire/SPEC.md, section 6).
 
 Causes: an error is raised with its cause (`raise ... from exc`) if the cause is an operating system's error, a parser's
 error about a file or a library's refusal of an option, so that a traceback shows the cause. An error is raised with
@@ -53,7 +53,7 @@ class RequestError(VeilbaseError):
 
 
 class InvalidTensor(RequestError):
-    """A tensor has a wrong shape, dtype or byte count, or holds a non-finite value."""
+    """A tensor has a wrong shape, dtype or byte count, or holds NaN or infinity."""
 
 
 class NotFinite(InvalidTensor):
@@ -69,11 +69,11 @@ class LimitExceeded(RequestError):
 
 
 class AccessError(VeilbaseError):
-    """The provider does not accept this identity, or does not accept more from it now."""
+    """The provider refuses this identity, or accepts no further requests from this identity at the moment."""
 
 
 class Unauthenticated(AccessError):
-    """The tenant has no certificate, or one that this provider cannot accept."""
+    """The tenant has no certificate, or the provider does not accept the tenant's certificate."""
 
 
 class NotPermitted(AccessError):
@@ -81,7 +81,7 @@ class NotPermitted(AccessError):
 
 
 class QuotaExceeded(AccessError):
-    """The tenant has too much in flight, sends too much in a second, or opens too many calls at once."""
+    """The tenant has too many bytes in flight, sends too many in a second, or opens too many calls at once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
         """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if this
@@ -99,7 +99,7 @@ class DeadlineExceeded(TransportError):
 
 
 class Unavailable(TransportError):
-    """The provider cannot be reached, went away, or has lost what one of its layers needs."""
+    """The provider cannot be reached, has ended, or has lost a shard or process that one of its layers needs."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
         """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if it
@@ -121,11 +121,11 @@ class VersionMismatch(ProtocolError):
 
 
 class MalformedFrame(ProtocolError):
-    """The peer sent bytes that are no frame, or a frame that does not fit the previous one."""
+    """The peer sent bytes that are not a valid frame, or a frame that does not continue the previous one."""
 
 
 class ProviderChanged(ProtocolError):
-    """The provider's tokenizer, template or config is no longer what the tenant found at first use."""
+    """The provider's tokenizer, template or config differs from the one that the tenant recorded at first use."""
 
 
 class RemoteFault(ProtocolError):
@@ -145,11 +145,12 @@ class MaskOverflow(MaskError):
 
 
 class WeakParameters(MaskError):
-    """The parameters are weaker than the accepted table, or the mask does not fit the arithmetic."""
+    """The mask's parameters are weaker than every set of the accepted table, or the mask does not fit the
+    arithmetic."""
 
 
 class VerificationFailed(MaskError):
-    """A reply or a file is not what the trusted checkpoint gives."""
+    """A reply or a file does not match the trusted checkpoint."""
 
 
 class ConfigurationError(VeilbaseError):
@@ -161,8 +162,8 @@ class DatasetError(VeilbaseError):
 
 
 class WireCode(IntEnum):
-    """Lists the numbers that an error reply may carry. Such a reply holds nothing else but a request id and, for QUOTA
-    and UNAVAILABLE, a time (wire/SPEC.md, section 6)."""
+    """Lists the numbers that an error reply may carry. Besides the number, such a reply holds only a request id and,
+    for QUOTA and UNAVAILABLE, a waiting time (wire/SPEC.md, section 6)."""
 
     INVALID_TENSOR = 1
     UNKNOWN_LAYER = 2
@@ -204,8 +205,8 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
 
 
 def os_cause(exc: BaseException) -> OSError | None:
-    """Returns the cause to show in `raise ... from os_cause(exc)`, for an `except` that catches an operating system's
-    errors and a parser's errors alike.
+    """Returns the cause for `raise ... from os_cause(exc)` in an `except` clause that catches both operating system
+    errors and a parser's errors.
 
     Returns:
         `exc` if the operating system raised it, since its text names a path and a reason; None if a parser raised it,
@@ -237,8 +238,8 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
 
 
 def code_of(exc: BaseException) -> WireCode:
-    """Returns the number that stands for `exc` on the wire; an exception outside the table gives INTERNAL, or MALFORMED
-    if it is a `ProtocolError`."""
+    """Returns the number that stands for `exc` on the wire. An exception without a number of its own gives MALFORMED if
+    it is a `ProtocolError`, and otherwise INTERNAL."""
     for code, (kind, _) in _TABLE.items():
         if isinstance(exc, kind):
             return code

@@ -1,8 +1,8 @@
 """This module packs and parses the frames of the tensor stream: a fixed 48-byte header followed by raw bytes
 (wire/SPEC.md, section 3).
 
-It guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no buffer is
-allocated before the caller has checked the header. It does not guarantee which peer sent a frame; TLS does.
+This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
+buffer is allocated before the caller has checked the header. Which peer sent a frame is guaranteed by TLS, not here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAGIC = b"VEIL"
 _HEADER = struct.Struct("<BBBBIQIIQQIHH")
 HEADER_BYTES = _HEADER.size
 ITEM_BYTES = 4
-"""The bytes of one number of a tensor. Both arithmetics send four-byte numbers: int32 in the ring, float32
-otherwise."""
+"""How many bytes one number of a tensor takes on the wire. Both arithmetics send four-byte numbers: int32 in the ring,
+float32 otherwise."""
 
 with warnings.catch_warnings():
     # torch warns once per process that a bytes object is read-only. The views that are made here are never written to.
@@ -122,7 +122,7 @@ _FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 @functools.lru_cache(maxsize=4096)
 def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
-    """Returns a cached `Call`. The same few calls come again and again, and a decode step pays for every new object."""
+    """Returns a `Call` from a cache, since the same few calls recur and new objects would slow each decode step."""
     try:
         return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
     except ValueError:
@@ -135,8 +135,8 @@ def hello(kind: FrameType) -> bytes:
 
 
 def check_rows(call: Call, rows: Rows) -> None:
-    """Raises InvalidTensor unless the rows of a call for a hint are a seed, and those of any other call a matrix of its
-    arithmetic's dtype."""
+    """Raises InvalidTensor unless the rows suit the call: a seed if the call's purpose is HINT, otherwise a matrix of
+    the dtype of the call's arithmetic."""
     if isinstance(rows, SeededRows) != (call.purpose is Purpose.HINT):
         raise InvalidTensor("expected a seed with a call for a hint, and rows with any other")
     if isinstance(rows, torch.Tensor) and (rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]):
@@ -144,7 +144,7 @@ def check_rows(call: Call, rows: Rows) -> None:
 
 
 def payload_bytes(kind: FrameType, call: Call, rows: int, cols: int) -> int:
-    """Returns the byte count that the header of a REQUEST or REPLY must announce: 48 if the rows are sent as a seed."""
+    """Returns the byte count that the header of a REQUEST or REPLY must announce: rows × cols × 4, or 48 for a seed."""
     if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
         return PACKED_BYTES
     return rows * cols * ITEM_BYTES
@@ -240,7 +240,7 @@ class Assembler:
         """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. The tensor is read-only,
         since it may view the frame.
 
-        This is only for payloads that hold the tensor's numbers. For requests of any purpose there is `rows`.
+        Callers must use `rows` instead for a request, since a request may hold a seed in place of a tensor.
         """
         return tensor(self.header, self._data())
 
@@ -255,7 +255,7 @@ def tensor(header: Header, data: memoryview) -> torch.Tensor:
 
 
 def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:
-    """Checks, before anything is allocated, the sizes that can be checked without knowing the layer.
+    """Checks the sizes in a tensor's first header, before memory is allocated. The layer's own shape is not known here.
 
     Raises:
         LimitExceeded: the header announces more rows or bytes than the limits allow.

@@ -26,8 +26,8 @@ MAX_RETRY_S = 60.0
 """The longest wait in seconds that a provider may name when it refuses a request with QUOTA or UNAVAILABLE. A refusal
 that names a longer wait is final (wire/SPEC.md, section 6)."""
 RETRY_METADATA = "veilbase-retry-ms"
-"""The key of gRPC's trailing metadata in which a status UNAVAILABLE names the milliseconds after which the tenant may
-try again, as an ERROR frame does in its header."""
+"""The key, in gRPC's trailing metadata, of the number of milliseconds after which the tenant may try again. It comes
+with a status UNAVAILABLE. An ERROR frame has this number in its header."""
 
 KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
@@ -40,7 +40,8 @@ class Limits(BaseModel):
     Attributes:
         max_rows: the most rows in one request.
         max_tensor_bytes: the largest payload of one request, and of one reply.
-        max_in_flight_bytes: the most payload bytes, together, of a stream's unanswered requests and of their replies.
+        max_in_flight_bytes: the largest sum of the payload bytes of a stream's unanswered requests and of the replies
+            to them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,5 +1,5 @@
-"""This module keeps what transformers and PEFT change for a whole process, while they build a model, away from other
-threads.
+"""This module shields other threads from the process-wide settings that transformers and PEFT change while they build a
+model.
 
 Loading replaces methods of transformers' classes: if two loads overlap, the wrong methods may be put back for good.
 Loading also sets torch's default dtype. Log level, progress bars and warning filters belong to the whole process as
@@ -8,7 +8,7 @@ well.
 Guarantees: inside `loading`, one thread of the process builds at a time, for a tenant or for a provider in the same
 process. While a model is loaded in bfloat16, the default dtype of other threads stays as it is. Log level, progress
 bars and warning filters are restored when the last thread leaves `quiet_transformers`. A thread that only computes
-waits for nothing here. Nothing is guaranteed if the user calls `from_pretrained` in another thread.
+never waits for a lock of this module. Nothing is guaranteed if the user calls `from_pretrained` in another thread.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _FLOATS = frozenset({
     torch.eye, torch.linspace, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
     torch.hann_window, torch.kaiser_window,
 })  # fmt: skip
-"""Functions whose result has the default dtype if the caller names no other."""
+"""torch functions that return the default dtype if the caller passes no dtype."""
 _BY_VALUE = frozenset({
     torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full, torch.arange, torch.range,
 })  # fmt: skip
-"""Functions whose result has the default dtype if the given numbers are Python floats."""
+"""torch functions that return the default dtype if the caller passes Python floats and no dtype."""
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Lets one thread at a time build or read a model, an adapter or a tokenizer, quietly and with its own default
-    dtype.
+    """Lets one thread at a time run the block, which builds or reads a model, an adapter or a tokenizer. The thread has
+    a default dtype of its own, and transformers prints little.
 
-    A thread inside must not wait for a lock, such as a client's, that another thread may hold while that thread waits
-    to enter `loading`.
+    Inside the block a thread must not wait for a lock (such as a client's) whose holder may itself be waiting to enter
+    `loading`, since both would then wait for ever.
     """
     with _lock, quiet_transformers(), _own_default_dtype():
         yield

@@ -1,7 +1,7 @@
 """This module defines what a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
-A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. It does
-not guarantee that the provider tells the truth; verification does.
+A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. This
+module does not guarantee that the provider tells the truth; verification does.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
 _Norm = Field(ge=1, allow_inf_nan=False)
-"""The Euclidean norm of a column or row of integers. `wire.ring.quantise.max_norms` returns no less than 1, and the
-choice of scales relies on that."""
+"""The Euclidean norm of a column or row of integers. `wire.ring.quantise.max_norms` returns at least 1, and the scales
+of rows are chosen on that assumption."""
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -63,7 +63,7 @@ class _Shape(_Strict):
     digest: str = _Digest
 
     def widths(self, direction: Direction) -> tuple[int, int]:
-        """Returns (columns of a request, columns of its reply)."""
+        """Returns (columns of a request, columns of its reply) for a direction."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
@@ -78,8 +78,8 @@ class _Shape(_Strict):
 
 
 class LayerInfo(_Shape):
-    """Describes one base layer: y = x·W + b with W of shape (in_features, out_features), however the module stores
-    W."""
+    """Describes one base layer: y = x·W + b with W of shape (in_features, out_features), even if the model's module
+    stores W transposed."""
 
     name: str = _Name
     kind: Literal["linear", "conv1d"]
@@ -87,8 +87,8 @@ class LayerInfo(_Shape):
 
 
 class GroupInfo(_Shape):
-    """Describes a group: layers that read the same input, and whose weights stand side by side in one matrix, so that
-    one product computes all their outputs. Every request names one group."""
+    """Describes a group, that is, layers that read the same input. Their weights are joined to one matrix, so that one
+    product computes the outputs of all layers of the group. Every request names one group."""
 
     id: int = Field(ge=0, lt=MAX_GROUPS)
     name: str = _Name

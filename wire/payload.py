@@ -1,8 +1,8 @@
-"""This module defines what a tenant sends in one request: rows, the seed of rows, or one row that was written into its
-message.
+"""This module defines what a tenant sends in one request: rows, a seed that is expanded into rows, or one row that was
+written directly into the bytes to send.
 
-Guarantees: a payload gives the same bytes however often it is sent, so that a retry shows no other rows. Printing a
-payload shows no numbers. A mask makes payloads and a connection sends them, and neither needs to know their kind.
+Guarantees: a payload gives the same bytes each time it is sent, so a retry shows the provider nothing new. Printing a
+payload shows no numbers. A connection sends a payload without knowing which of the three kinds it is.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
 
 
 class Payload(Protocol):
-    """Defines the content of one request."""
+    """Defines the interface of a payload, the content of one request."""
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows the request asks about."""
+        """Returns how many rows the provider multiplies for the request."""
         ...
 
     @property
     def cols(self) -> int:
-        """Returns how many numbers each of these rows has."""
+        """Returns how many numbers each row has."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Returns how many bytes cross the wire, without headers."""
+        """Returns how many bytes the content takes on the wire, without frame headers."""
         ...
 
     def check(self, call: Call) -> None:
@@ -56,7 +56,7 @@ class Payload(Protocol):
 
 
 class RowsPayload:
-    """Holds rows as a tensor. They must not change until the reply has come."""
+    """Holds rows as a tensor. The rows must not change until the reply has come."""
 
     __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
 
@@ -82,14 +82,14 @@ class RowsPayload:
 
 
 class SeedPayload:
-    """Holds the seed of rows, which the provider expands itself."""
+    """Holds a seed, which the provider expands into rows."""
 
     __slots__ = ("_seeded", "cols")
 
     num_bytes = PACKED_BYTES
 
     def __init__(self, seeded: SeededRows, cols: int) -> None:
-        """Keeps a seed in place of rows.
+        """Keeps the seed that is sent in place of rows.
 
         Args:
             seeded: the seed and the range of rows to expand from it.
@@ -116,18 +116,18 @@ class SeedPayload:
 
 
 class MessagePayload:
-    """Holds one row that was written directly into the memory that is sent. A decode step sends a hundred rows, and
-    each copy costs time."""
+    """Holds one row that a mask writes directly into the memory that is sent. This avoids copies, which cost time,
+    since a decode step sends a hundred rows."""
 
     __slots__ = ("_message", "cols", "num_bytes", "numbers")
 
     num_rows = 1
 
     def __init__(self, cols: int) -> None:
-        """Makes room for a row of four-byte numbers and for the header in front of it.
+        """Allocates the memory of one frame: a header and a row of four-byte numbers.
 
         Args:
-            cols: how many numbers the row has; `fits` tells whether so many fit in one frame.
+            cols: how many numbers the row has. Callers must first check `fits`.
 
         Attributes:
             numbers: a view of the row's bytes, which the mask writes to.
@@ -139,7 +139,7 @@ class MessagePayload:
 
     @staticmethod
     def fits(cols: int) -> bool:
-        """Tells whether a row of so many numbers fits in one frame."""
+        """Tells whether a row of `cols` four-byte numbers fits in one frame."""
         return cols * ITEM_BYTES <= CHUNK_BYTES
 
     def check(self, call: Call) -> None:

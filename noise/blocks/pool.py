@@ -45,7 +45,7 @@ class Block:
     Attributes:
         mask: int32, shape (num_rows, request columns).
         effect: int32, shape (num_rows, reply columns); unmasking subtracts it.
-        slots: says which rows are left.
+        slots: says which rows are unused.
     """
 
     mask: torch.Tensor = field(repr=False)
@@ -59,7 +59,8 @@ class Block:
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
-"""Maps (group, direction, rows wanted) to fresh blocks, or pieces of blocks, with at least so many rows."""
+"""Maps (group, direction, number of rows) to new blocks, or pieces of blocks, that have at least this number of
+rows."""
 
 
 class _Shelf:
@@ -72,13 +73,13 @@ class _Shelf:
         self.is_wanted = self.is_being_made = False
 
     def note_call(self, num_rows: int) -> None:
-        """Stores the smaller number of rows of the last two calls. One long prompt before single tokens thus does not
-        count."""
+        """Records how many rows a call took. `rows_a_call` becomes the smaller number of the last two calls, so that
+        one long prompt before single tokens does not count."""
         self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
 
     @property
     def features(self) -> int:
-        """Returns how many numbers a row of mask and effect has: the columns of a request and its reply."""
+        """Returns how many numbers a row of mask and a row of effect have together."""
         return self.group.in_features + self.group.out_features
 
     @property
@@ -104,13 +105,13 @@ class MaskPool:
         Args:
             make: makes blocks. It is called from any thread, but for one group and direction only by one thread at a
                 time.
-            block_rows: the rows in a block; a shelf with fewer than half of them is refilled.
+            block_rows: how many rows a block has; a shelf with fewer than half of them is refilled.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
             background: whether a worker thread makes blocks; if not, each is made when it is used.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
-            features: how many numbers a row of mask and effect has, over all groups in one direction, if that is known.
-                Without it, the first groups would get too much of the budget until the last group was used.
+            features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown. If
+                it is unknown, the first groups get too much of the budget until the last group is used.
             on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
@@ -143,7 +144,7 @@ class MaskPool:
             return {key: shelf.num_rows for key, shelf in self._shelves.items()}
 
     def describe(self, what: str) -> str:
-        """Returns a line that tells the user how much is ready; `what` is the mask's own word for its rows."""
+        """Returns a line that tells the user how much is ready; `what` names the rows in this line."""
         size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
         line = f"{size} of {what} and effects ready, in memory only"
         if rows := self.ready_rows():
@@ -188,8 +189,7 @@ class MaskPool:
         """Returns how many rows for later calls are worth making together with the rows of this call, since blocks made
         together share transforms.
 
-        It counts as many later calls as every shelf could keep within the budget, once a cycle through all shelves has
-        been seen.
+        The later calls are at most `_MOST_CALLS_BEYOND`, and no more than the budget could hold for every shelf.
         """
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
@@ -219,8 +219,8 @@ class MaskPool:
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
-        """Tells whether the caller must make rows itself. If another thread is making rows for the shelf, this waits
-        for that thread and returns False."""
+        """Returns True, and marks the shelf as being filled, if the caller must make rows itself. If another thread is
+        making rows for the shelf, this waits for that thread and returns False."""
         if shelf.is_being_made:
             self._state.wait_for(lambda: not shelf.is_being_made or self._closed)
             return False
@@ -228,7 +228,7 @@ class MaskPool:
         return True
 
     def _fill(self, key: Key, shelf: _Shelf, num_rows: int) -> None:
-        """Makes blocks for a shelf that the calling thread has claimed."""
+        """Makes blocks for a shelf that the calling thread has claimed (marked as being filled)."""
         try:
             with all_cores():
                 blocks = self._make(shelf.group, key[1], num_rows)
@@ -247,8 +247,8 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Updates how many numbers a row of every shelf has in total, including shelves still to come, and how many
-        rows of a block are made at a time.
+        """Updates two numbers: how many numbers one row of every shelf takes in total, counting shelves that are not in
+        use yet, and how many rows of a block are made at a time (a piece).
 
         A piece is half of the rows that the budget holds for every shelf, so that all shelves can be refilled before
         one has run out.
@@ -281,8 +281,8 @@ class MaskPool:
         return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
-        """Returns how many rows a shelf should hold: enough for a few calls, but not so many that the last layers get
-        no budget."""
+        """Returns how many rows a shelf should hold: enough for a few calls, within a bound that leaves some of the
+        budget to the last layers."""
         if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
             return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
@@ -303,8 +303,8 @@ class MaskPool:
         return self.rounded(num_rows) * shelf.features * ITEM_BYTES
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
-        """Claims the first shelf, in the order of use, that fits into the budget. Returns its key, the shelf and the
-        rows to make. The caller must hold the lock."""
+        """Claims the first shelf, in the order of use, whose rows fit the budget. Returns the shelf's key, the shelf
+        and how many rows to make. The caller must hold the lock."""
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
@@ -318,7 +318,7 @@ class MaskPool:
         return None
 
     def _refill_one(self) -> bool:
-        """Does one round of the worker thread; returns False if the pool was closed."""
+        """Refills at most one shelf, which is one round of the worker thread. Returns False if the pool was closed."""
         with self._state:
             found = self._next_wanted()
             if found is None and not self._closed:

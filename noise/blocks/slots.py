@@ -1,7 +1,7 @@
-"""This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. It is the
-half of "no slot is used twice" that needs no file; a slot is one row of a block.
+"""This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
+one row of a block. This module is the part of the rule "no slot is used twice" that needs no file.
 
-Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it. A forked
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
 child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
 noise/ledger/ledger.py does.
 """
@@ -26,11 +26,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SlotsExhausted(MaskError):
-    """The block has fewer unused rows than were asked for. No row was burnt."""
+    """The block has fewer unused rows than were asked for. No row was marked as used."""
 
 
 class Origin:
-    """Remembers the process in which an object was made; `check` refuses every other process."""
+    """Remembers the process in which an object was made. `check` raises an error in every other process."""
 
     __slots__ = ("_num_forks", "_pid")
 
@@ -66,20 +66,21 @@ class Slots:
 
     @property
     def remaining(self) -> int:
-        """Returns the number of unburnt rows. Another thread may take some of them at any moment."""
+        """Returns how many rows are unused. Another thread may take some of them at any moment."""
         return self._num_rows - self._next
 
     def take(self, num_rows: int) -> range:
-        """Burns the next rows and returns their numbers.
+        """Burns the next `num_rows` rows (marks them as used) and returns their numbers.
 
         Raises:
-            SlotsExhausted: fewer rows are left; nothing was burnt.
+            SlotsExhausted: fewer rows are unused; no row was burnt.
             MaskReused: this is a forked child.
         """
         return self._take(num_rows, num_rows)
 
     def take_up_to(self, num_rows: int) -> range:
-        """Burns the next rows, at most `num_rows`, and returns their numbers; the range is empty if no row is left."""
+        """Burns at most `num_rows` of the next rows (marks them as used) and returns their numbers; an empty range if
+        all rows are used."""
         return self._take(0, num_rows)
 
     def _take(self, at_least: int, at_most: int) -> range:

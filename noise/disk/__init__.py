@@ -1,1 +1,1 @@
-"""This package writes files that must not be lost or read by others: durably, under a lock, for their owner alone."""
+"""This package writes files that survive a crash and that only their owner can read, and locks files."""

@@ -18,15 +18,15 @@ from pathlib import Path
 def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
     """Holds the lock while the block runs; raises OSError if the file cannot be opened.
 
-    The file is opened anew each time, so that threads exclude each other too.
+    The file is opened anew each time, so the lock also works between threads of one process.
 
     Args:
         lock: the file, which is created if it is missing.
-        wait: whether to wait for the lock. If not, the block runs without the lock while another thread or process
-            holds it.
+        wait: whether to wait for the lock. If this is False and another thread or process holds the lock, the block
+            runs without it.
 
     Returns:
-        Whether the lock is held.
+        Whether the block holds the lock.
     """
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

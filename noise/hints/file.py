@@ -27,8 +27,8 @@ from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
 TILE_FEATURES = 64
-"""The columns of a tile: about as many as the chunk in which effects are computed. Wider tiles would not decode faster;
-narrower tiles would decode slower."""
+"""How many columns a tile of a hint file has. This is close to the size of the chunks in which effects are computed.
+Wider tiles would not decode faster; narrower tiles would decode slower."""
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
@@ -43,8 +43,8 @@ class Layout:
     """Says where the numbers of one hint lie in its file.
 
     Attributes:
-        rows: the rows of the hint, rank·N.
-        features: the columns of the hint, which are those of a reply.
+        rows: the number of rows of the hint, rank·N.
+        features: the number of columns of the hint, which equals that of a reply.
         dropped_bits: t, the low bits of each number that are rounded away.
     """
 
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
-        """Returns the size of the whole file."""
+        """Returns the size of the whole file in bytes."""
         return sum(self.span(self.num_tiles - 1, range(self.rows)))
 
     def header(self, key: Mapping[str, str], verified: bool) -> bytes:
@@ -149,7 +149,8 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
     Args:
         buffer: an object with the buffer protocol; at least one byte lies before `offset`.
-        offset: where the first wanted number of the first row begins, at a whole group.
+        offset: the byte at which the first wanted number of the first row begins. This number must be the first of a
+            group.
         row_bytes: the bytes from one row to the next.
         out: int32, shape (rows, columns), for the numbers; columns is a multiple of `_GROUP[t]`. The low
             t bits become zero.
@@ -210,7 +211,7 @@ class Hint(ABC):
 
 
 class MappedHint(Hint):
-    """Reads a complete hint file that is mapped into memory. Each tile's checksum is compared when the tile is first
+    """Reads a complete hint file that is mapped into memory. Each tile's checksum is verified when the tile is first
     used."""
 
     def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:

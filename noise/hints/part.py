@@ -24,7 +24,8 @@ from wire.errors import ConfigurationError, MaskError
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turns an operating system's error while writing into a ConfigurationError of one line that says what to do."""
+    """Turns an operating system's error that the block raises into a ConfigurationError with one line that says what to
+    do."""
     try:
         yield
     except OSError as exc:
@@ -48,8 +49,8 @@ class PartFile:
         Args:
             path: the finished file's name.
             layout: the hint's shape and rounding.
-            verified: whether the ranges written from now on have passed a check. If so, older ranges that have not
-                passed one count as missing; if not, the whole hint counts as unchecked.
+            verified: whether the ranges written from now on have passed the session's check. If so, older ranges that
+                have not passed a check count as missing; if not, the whole hint counts as unchecked.
 
         Raises:
             ConfigurationError: the disk is full or cannot be written.

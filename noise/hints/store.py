@@ -5,8 +5,8 @@ Guarantees: a hint is used only if it was made for exactly this weight, seed, sh
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
 caller's `verify` checks each fetched range of a hint's rows at the full 32 bits, before the range is rounded. Such a
 session does not use a hint that was fetched without this check, but fetches the hint again. An interrupted fetch
-continues with the missing rows. A file appears under its name whole or not at all. If several processes want one hint,
-it is fetched once.
+continues with the missing rows. A file gets its final name only when it is complete. If several processes want one
+hint, it is fetched once.
 
 Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
 mix-ups, not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md, "lattice").
@@ -38,9 +38,9 @@ from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
 
 DEFAULT_DROPPED_BITS = 8
-"""The low bits that are rounded away on disk, which leaves 24 bits for each number. The rounding then stays below e·W̃,
-the error that the mask adds to a reply (docs/decisions/0006-lattice.md), with a gradient norm error of 4e-5 on SmolLM2
-(docs/masks.md, "lattice")."""
+"""How many low bits of each number are rounded away on disk, which leaves 24 bits. The rounding error then stays below
+e·W̃, the error that the mask adds to a reply (docs/decisions/0006-lattice.md). On SmolLM2 the error of gradient norms
+is then 4e-5 (docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
 """The most bytes of hints kept open, 4 GiB. A step uses every hint in turn, and hints that do not fit would be mapped
 and checked anew in each step. SmolLM2 has 1.2 GB of hints."""
@@ -50,7 +50,7 @@ _MOST_MAPPED = 256
 
 @dataclass(frozen=True)
 class HintKey:
-    """Names what a hint belongs to.
+    """Identifies a hint by its weight, seed, layer group and direction.
 
     Attributes:
         weights: the group's weight digest, 64 hex digits. In a session that verifies, the tenant has computed this
@@ -85,7 +85,8 @@ class HintKey:
 
 
 class Reply(Protocol):
-    """Stands for rows that have been asked for and are not there yet, such as a `Pending` of wire/transport."""
+    """Stands for hint rows that were requested and may not have been received yet, such as a `Pending` of
+    wire/transport."""
 
     def result(self) -> torch.Tensor:
         """Waits for the rows and returns them: int32, shape (num_rows, features)."""
@@ -102,7 +103,7 @@ checkpoint."""
 
 @dataclass(frozen=True)
 class _Source:
-    """Says where one hint's rows come from."""
+    """Fetches the rows of one hint and checks them."""
 
     fetch: Fetch
     verify: Verify | None
@@ -342,8 +343,8 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of `locked`, and makes the lock's folder if it is missing; raises ConfigurationError if the folder
-    cannot be made."""
+    """Holds a file lock (`noise.disk.lock.locked`) while the block runs, and makes the lock's folder if it is missing.
+    Raises ConfigurationError if the folder cannot be made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         while not is_held:
@@ -356,7 +357,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None:
-    """Fetches the rows that no earlier attempt has stored, and puts the whole file in place."""
+    """Fetches the rows of a hint that no earlier attempt has stored, and gives the complete file its final name."""
     key, layout = slot
     with PartFile(path, layout, verified=source.verify is not None) as part:
         try:
@@ -369,7 +370,7 @@ def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None
 
 
 class _StreamedHint(Hint):
-    """Holds an exact hint in memory."""
+    """Holds a hint in memory, unrounded, for a store that has no folder."""
 
     def __init__(self, layout: Layout, verified: bool) -> None:
         super().__init__(layout, verified, layout.rows * layout.features * ITEM_BYTES)

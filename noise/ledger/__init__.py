@@ -1,1 +1,1 @@
-"""This package records the public seeds and the blocks that were reserved under them."""
+"""This package records the public seeds of masks and the blocks of mask rows that were reserved under each seed."""

@@ -60,7 +60,8 @@ class Seed:
 
 
 class Book:
-    """Adds up the records read so far. A book knows no file: it takes lines and gives totals."""
+    """Adds up the records read so far. A book reads no file itself: callers pass lines to `read`, and `seeds` has the
+    totals."""
 
     def __init__(self, name: str, identity: str) -> None:
         self._name, self._identity = name, identity
@@ -70,7 +71,8 @@ class Book:
         self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
 
     def read(self, data: bytes) -> None:
-        """Reads complete lines from `mark` on; ignores a torn last line."""
+        """Adds the records of the complete lines in `data`, which follows the lines read so far; ignores a torn last
+        line."""
         *lines, _torn = data.split(b"\n")
         for line in lines:
             offset, chain, num_records = self.mark
@@ -84,7 +86,7 @@ class Book:
             self.mark = (offset + len(line) + 1, check, num_records + 1)
 
     def damaged(self, number: int) -> ConfigurationError:
-        """Returns the one error for a file that cannot be trusted."""
+        """Returns the error for a file whose record `number` is damaged."""
         return ConfigurationError(
             f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
             "with new seeds (nothing was sent)"
@@ -129,22 +131,22 @@ class Book:
         )
 
     def compacted(self) -> list[dict[str, Any]]:
-        """Returns records that state the same totals in one line for each seed."""
+        """Returns the records of a shorter file with the same totals: a header, and one record for each seed."""
         return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
 
 
 def header(identity: str) -> dict[str, Any]:
-    """Returns the first record of a file."""
+    """Returns the first record of a ledger file, which names the format's version and the identity."""
     return {"op": "ledger", "version": VERSION, "identity": identity}
 
 
 def seed_record(seed: Seed) -> dict[str, Any]:
-    """Returns the record of a seed and what it has served so far."""
+    """Returns the record of a seed and of the secrets reserved under the seed so far."""
     return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
 
 
 def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
-    """Returns the record that reserves blocks of a seed. It names the process, the time and the purpose."""
+    """Returns the record that reserves blocks of a seed, with the process's id, the time and the purpose."""
     origin = {"pid": os.getpid(), "time": int(time.time())}
     return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
 

@@ -39,8 +39,8 @@ from wire.errors import ConfigurationError, MaskError, MaskReused
 
 SEED_BYTES = 32
 COMPACT_BYTES = 1 << 20
-"""The bytes of reservations above which they are replaced by totals: about 7,000 records, which take some 30 ms to
-parse at start."""
+"""The number of bytes of reservation records above which the file is rewritten with totals in their place. These are
+about 7,000 records, which take some 30 ms to parse at start."""
 ONE_TIME_BATCH = 1024
 """How many one-time seeds one record counts, so that many calls share the cost of one fsync (milliseconds)."""
 
@@ -48,12 +48,13 @@ _SEED_ID_CHARS = 16
 
 
 class SeedExhausted(MaskError):
-    """The seed has no room for so many more secrets. The caller must call `Ledger.renew`."""
+    """The requested secrets would exceed the number that the seed may serve. The caller must call `Ledger.renew`."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Names blocks that are on record and not used yet. `first_block` counts from 0 over the seed's whole life."""
+    """Identifies blocks of mask rows that the ledger has recorded as reserved and that are not used yet. `first_block`
+    counts from 0 over the seed's whole life."""
 
     seed_id: str
     num_blocks: int
@@ -73,8 +74,8 @@ class Reservation:
 
 
 class Ledger:
-    """Keeps the file of one tenant identity; `open` makes one. It is safe under threads and processes, and refuses a
-    forked child."""
+    """Keeps the ledger file of one tenant identity; `Ledger.open` makes a ledger. A ledger is safe under threads and
+    processes, and refuses a forked child."""
 
     def __init__(self, path: Path, identity: str, compact_bytes: int) -> None:
         self._path, self._identity, self._compact_bytes = path, identity, compact_bytes
@@ -91,7 +92,7 @@ class Ledger:
         Args:
             path: the file, on a local file system; `path` + `.lock` is made next to it and must stay there.
             identity: the name of the identity that owns the ledger.
-            compact_bytes: the bytes of reservations above which they are replaced by totals.
+            compact_bytes: see `COMPACT_BYTES`.
 
         Raises:
             ConfigurationError: the file is damaged, of another identity or version, open to other users, or not
@@ -127,15 +128,15 @@ class Ledger:
             max_secrets: the set's budget for each seed.
 
         Raises:
-            MaskError, ConfigurationError: the file cannot be kept.
+            MaskError, ConfigurationError: the ledger's file cannot be read or written.
         """
         with self._transaction() as book:
             seed = book.current(parameters_name, max_secrets)
             return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
 
     def renew(self, seed_id: str) -> Seed:
-        """Returns the seed that follows `seed_id`. The first caller draws it, and all later callers get the same
-        seed."""
+        """Returns the seed that follows `seed_id`. The first caller draws the new seed, and all later callers get the
+        same one."""
         with self._transaction() as book:
             old = self._known(seed_id)
             seed = book.current(old.parameters, old.budget)
@@ -208,7 +209,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Book]:
-        """Excludes other threads and processes while the block runs, after reading what they have written."""
+        """Locks out other threads and processes while the block runs, and first reads the records that they have
+        written."""
         self._origin.check()  # A fork may have copied the lock locked, so this comes first.
         with self._lock:
             if self._fd < 0:
@@ -261,8 +263,8 @@ class Ledger:
         )
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Writes and fsyncs one record. After a failure the file is as before, or holds the record too, which only
-        over-counts."""
+        """Writes and fsyncs one record. If this fails, the file either is unchanged or holds the record, which only
+        makes the count too high."""
         offset, chain, _ = self._book.mark
         records, num_torn = [record], os.fstat(self._fd).st_size - offset
         if num_torn:
@@ -283,7 +285,8 @@ class Ledger:
                 self._attach()  # The next record belongs in the new file.
 
     def _replace_file(self, records: Iterable[dict[str, Any]]) -> None:
-        """Puts a whole new file in place. Every process notices the new inode number in `_catch_up`."""
+        """Replaces the ledger's file by a new one with these records. Every process notices the new inode number in
+        `_catch_up`."""
         scratch = self._path.with_name(self._path.name + ".new")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:

@@ -1,1 +1,1 @@
-"""This package computes products in Z_q[X]/(X^N + 1) by transforms, in torch and in a compiled form."""
+"""This package computes products in Z_q[X]/(X^N + 1) by Fourier transforms, with torch or with compiled code."""

@@ -25,9 +25,9 @@ from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 LANES = 4
-"""How many features go through the transforms at once."""
+"""How many features (columns of a matrix) the compiled code transforms at once."""
 WIDTH = 16
-"""How many features are written at once."""
+"""How many features (columns of a product) the compiled code writes at once."""
 
 _VERSION = 2
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
@@ -113,8 +113,8 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 class Combiner:
-    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since it holds
-    scratch memory."""
+    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since a combiner
+    holds scratch memory."""
 
     def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
         """Checks the arguments and allocates scratch memory for products with these secrets.
@@ -163,8 +163,8 @@ class Combiner:
         return self._combine(groups.data_ptr(), None, 0, start, stop)
 
     def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
-        """Does the same as `by_transforms` with these features of the matrix itself: int32, shape (k·N, stop − start),
-        any strides."""
+        """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `matrix` holds
+        these features of the matrix itself: int32, shape (k·N, stop − start), any strides."""
         _, rank, degree = self._shape
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
@@ -199,11 +199,12 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
-    """Returns the roots of i in the order in which kernels.c reads them, with real and imaginary parts alternating.
+    """Returns the complex roots of the imaginary unit i in the order in which kernels.c reads them, with real and
+    imaginary parts alternating.
 
-    The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}), and its four children for the fourth roots of
-    e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in extended precision, so each part is
-    within a unit in the last place.
+    The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}). Its four children stand for C[X]/(X^(size/4) −
+    r), one for each fourth root r of e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in
+    extended precision, so each part is within a unit in the last place.
     """
     angles: list[Fraction] = []
     nodes = [Fraction(1, 2)]

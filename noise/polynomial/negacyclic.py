@@ -17,7 +17,7 @@ of a float64 of that size.
 
 The vendor's FFT is not proven. Every call of torch's form therefore measures the distance to the nearest integer on
 some features (see `_CHECK_EVERY`), on all of them if k·N > 2048, and raises MaskError past 1/4. The compiled form
-measures all.
+measures all features.
 
 There are two forms: the compiled form (noise/polynomial/kernels.py, if it was built and the processor has AVX2 and FMA)
 and torch's form. They keep transforms in different orders, and give the same numbers, since both are exact. The
@@ -230,8 +230,8 @@ def product(
     secrets_hat: torch.Tensor,
     parameters: LatticeParameters,
 ) -> torch.Tensor:
-    """Does the same as `combine`, without an error, for a matrix whose transforms are not kept, such as a hint. Each
-    chunk is transformed once for all blocks.
+    """Multiplies a matrix by the secrets of blocks, as `combine` does, but adds no error. This is for a matrix whose
+    transforms are not kept, such as a hint. Each chunk is transformed once for all blocks.
 
     Args:
         matrix: int32, shape (k·N, features), or an object that loads its columns.
@@ -275,8 +275,8 @@ def _output(num_blocks: int, degree: int, features: int) -> torch.Tensor:
 
 
 class _Inverse:
-    """Multiplies, transforms back, untwists, rounds and writes out. Its buffers are reused for all chunks of one
-    thread."""
+    """Multiplies transforms, transforms the products back, rounds them and writes them out. The object's buffers are
+    reused for all chunks of one thread."""
 
     def __init__(self, num_blocks: int, rank: int, half: int) -> None:
         self._shape = num_blocks, rank, half
@@ -371,8 +371,8 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
-    """Returns the bounds of chunks; their sizes are multiples of what the compiled form writes at once, except for the
-    last."""
+    """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is a
+    multiple of `kernels.WIDTH`."""
     num_threads = torch.get_num_threads()
     widths = -(-features // kernels.WIDTH)
     size = min(_COMPILED_CHUNK, kernels.WIDTH * max(1, -(-widths // num_threads)))
@@ -380,8 +380,8 @@ def _compiled_chunks(features: int) -> list[tuple[int, int]]:
 
 
 def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, int]]:
-    """Returns the bounds of chunks of features. A chunk takes at most `_CHUNK_BYTES`, with `num_transforms` of 8·N
-    bytes for each feature.
+    """Returns the bounds (start, stop) of chunks of features for torch's form. A chunk takes at most `_CHUNK_BYTES`,
+    with `num_transforms` of 8·N bytes for each feature.
 
     All chunks are multiples of 8 features, as packed hints are read, and of one size except for the last. The threads
     share them evenly.

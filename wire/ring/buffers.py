@@ -19,8 +19,8 @@ KiB; malloc has room in its heap for smaller ones. The largest buffers have 16 M
 mapped for one use."""
 
 _KEPT_BYTES = 16 << 20
-"""The most bytes kept for each power of two. A process therefore keeps at most 128 MiB, until it ends. A step of
-SmolLM2 uses three sizes."""
+"""The most bytes of free buffers kept for each buffer size, which is a power of two. A process therefore keeps at most
+128 MiB, until it ends. A step of SmolLM2 uses three sizes."""
 
 _free: dict[int, deque[npt.NDArray[np.uint8]]] = {
     bits: deque(maxlen=_KEPT_BYTES >> bits) for bits in range(_LEAST_BITS, _MOST_BITS + 1)
@@ -30,15 +30,15 @@ lock, since the garbage collector may return a buffer in a thread that already h
 are atomic by themselves."""
 _lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
 """Holds the weak references to lent buffers, since a reference must live for its callback to be called. Setting and
-popping a key are atomic, too."""
+popping a key are atomic, so this needs no lock."""
 
 
 def unwritten(num_bytes: int) -> memoryview:
     """Returns writable bytes with any content, possibly another tenant's rows: the caller must write every byte before
     any is read.
 
-    The bytes are not zeroed, so that a frame of 49 bytes does not cost the time of 64 MiB of zeros. The buffer returns
-    to this module when its last view or tensor is gone.
+    The bytes are not zeroed, so that a frame of 49 bytes that announces 64 MiB does not cost the time to zero them. The
+    buffer returns to this module when its last view or tensor is gone.
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:

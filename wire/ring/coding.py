@@ -21,8 +21,8 @@ __all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products"
 
 HALF_MODULUS = 2.0**31
 _ROUND_OFF = 1.0 - 2.0**-20
-"""The factor that shrinks the budget of an encoded row. It takes off more than the fp32 rounding errors of norm, scale
-and quotient together, each of which is below 2^-23."""
+"""The factor by which `_budget` reduces the largest norm of an encoded row. The reduction is more than the fp32
+rounding errors of norm, scale and quotient together, each of which is below 2^-23."""
 _SMALLEST_SCALE = 2.0**-100
 """The smallest scale that a row may have, so that no scale is denormal. A row that would need a smaller scale is sent
 with fewer bits."""
@@ -95,7 +95,7 @@ class RowCodec:
         alpha: torch.Tensor | None,
         reply_alpha: torch.Tensor | None,
     ) -> None:
-        """Computes the constants that encode and decode the rows of one group and direction.
+        """Computes the constants that encode and decode the rows of one layer group in one direction.
 
         Args:
             widths: how many numbers a request row and a reply row have.

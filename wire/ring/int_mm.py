@@ -1,7 +1,8 @@
 """This module is the only caller of torch's private `_int_mm`, which multiplies bytes and sums the products in int32.
 
-It does not guarantee exact numbers, since older CPU kernels saturate. Callers must first check `int_mm_is_exact` of
-wire/ring/product.py or `is_exact` of wire/ring/product_cuda.py, and compute the product another way if that is False.
+This module does not guarantee exact numbers, since older CPU kernels saturate. Callers must first check
+`int_mm_is_exact` of wire/ring/product.py or `is_exact` of wire/ring/product_cuda.py, and compute the product another
+way if that is False.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Loads what is compiled when the package is built, for x86-64 processors with AVX2, some with VNNI too: products and
-the coding of rows.
+"""This module loads the kernels that are compiled when the package is built. They compute products and code rows, on
+x86-64 processors with AVX2, and use VNNI if the processor has it.
 
-Guarantees: products are exact mod 2^32 for every number, shape and memory order, like every kernel of
-wire/ring/product.py; coded rows are as torch's operations give them, but a β may differ in its last place, since
-squares are summed in another order. Where the library was not built, or the processor lacks AVX2, `available()` is
-False and nothing else may be called: wire/ring/product.py and wire/ring/coding.py then use torch.
+Guarantees: products are exact mod 2^32 for every number, shape and memory order. Rows are encoded and decoded as by
+torch's operations, except that a row's scale β may differ in its last bit, since squares are summed in another order.
+If the library was not built, or the processor lacks AVX2, `available()` returns False and callers must call nothing
+else of this module. wire/ring/product.py and wire/ring/coding.py then use torch.
 
-What the compiled code is given is checked here: it checks nothing itself.
+This module checks all arguments of the compiled code, which checks nothing itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from wire.ring.threads import share
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
 _VERSION = 5
-"""Version of the functions' signatures, as in kernels.c: an older library may lie beside newer sources."""
+"""The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 _BYTE: Any = ctypes.c_char
@@ -73,13 +73,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Tells whether this machine has the compiled kernels; VEILBASE_KERNELS=none makes it say no."""
+    """Tells whether this machine can use the compiled kernels; returns False if VEILBASE_KERNELS is `none`."""
     return _library() is not None
 
 
 @functools.cache
 def has_vnni() -> bool:
-    """Tells whether products use AVX-512 with VNNI, twice as fast as AVX2; VEILBASE_KERNELS=avx2 makes it say no."""
+    """Tells whether products use AVX-512 with VNNI; returns False if VEILBASE_KERNELS is `avx2`."""
     if os.environ.get("VEILBASE_KERNELS", "") == "avx2":
         return False
     library = _library()
@@ -87,17 +87,17 @@ def has_vnni() -> bool:
 
 
 def suits(weight: torch.Tensor) -> bool:
-    """Tells whether a weight can be read as it lies: on the CPU, with contiguous rows or columns."""
+    """Tells whether the kernels can read a weight: it is on the CPU and its rows or columns are contiguous."""
     return weight.is_cpu and 1 in weight.stride()
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Sequence[torch.Tensor]) -> None:
-    """Writes the product of each matrix with the weight.
+    """Multiplies each matrix of rows by the weight, mod 2^32, and writes the products to `replies`.
 
     Args:
-        parts: at least one, each int32, shape (its rows, d), CPU, any strides.
-        weight: int8, shape (d, m), for which `suits` holds.
-        replies: int32, shape (its rows, m) each, CPU, contiguous; they overlap nothing.
+        parts: one matrix or more, each int32, shape (its number of rows, d), CPU, any strides.
+        weight: int8, shape (d, m), for which `suits` returns True.
+        replies: memory for each product, int32, shape (number of rows, m), CPU, contiguous, apart from all else.
 
     Raises:
         InvalidTensor: an argument is anything else.
@@ -138,16 +138,17 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
 
 
 class OneRow:
-    """A weight that is multiplied with one row at a time. What `products` checks at each call is checked once here.
+    """Multiplies one row at a time by a weight. The constructor checks the weight once for all.
 
-    A decode step is a hundred products of a few dozen microseconds, and a tensor around their bytes costs some of it.
+    A decode step computes a hundred products, each in a few dozen microseconds. Rows are passed as bytes, since making
+    tensors costs time.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Keeps `weight`: int8, shape (d, m), not empty, for which `suits` holds.
+        """Checks and keeps `weight`: int8, shape (d, m), not empty, for which `suits` returns True.
 
         Raises:
-            InvalidTensor: the weight is anything else, or there are no kernels here.
+            InvalidTensor: the weight is anything else, or `available()` is False.
         """
         library = _library()
         if (
@@ -168,15 +169,15 @@ class OneRow:
         self._address, self._has_vnni = _POINTER(weight.data_ptr()), has_vnni()
 
     def multiply(self, row: memoryview, reply: memoryview) -> None:
-        """Writes the product of one row.
+        """Computes the product of one row and the weight, mod 2^32, and writes it to `reply`.
 
         Args:
-            row: d int32 numbers in this machine's byte order, as bytes at an address that is a multiple of 4. It must
-                be writable, as ctypes asks, but is not written to.
-            reply: the same for m numbers; written.
+            row: d int32 numbers in this machine's byte order, as bytes at an address that is a multiple of 4. The
+                memory must be writable, since ctypes demands it, but nothing is written to it.
+            reply: memory of the same kind for the m int32 numbers of the product.
 
         Raises:
-            InvalidTensor: one of them has another size, or is read-only.
+            InvalidTensor: an argument has another size or alignment, or is read-only.
         """
         if row.nbytes != self._row_bytes or reply.nbytes != self._reply_bytes or row.readonly or reply.readonly:
             raise InvalidTensor("bytes that are no row of this weight")
@@ -192,7 +193,7 @@ class OneRow:
 
 
 def codes(matrix: torch.Tensor) -> bool:
-    """Tells whether a matrix can be coded as it lies: 32-bit numbers on the CPU, those of a row side by side."""
+    """Tells whether the kernels can read a matrix: 32-bit numbers, on the CPU, each row contiguous."""
     if not matrix.is_cpu or matrix.itemsize != 4 or matrix.dim() != 2:
         return False
     return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # The first is cheaper to ask for.
@@ -201,18 +202,17 @@ def codes(matrix: torch.Tensor) -> bool:
 def encode(
     rows: torch.Tensor, alpha: torch.Tensor | None, budget: float, smallest: float, encoded: torch.Tensor
 ) -> torch.Tensor | None:
-    """Rounds rows onto the ring; see `wire.ring.coding.encode`. A decode step is a hundred calls: checks are few and
-    cheap.
+    """Scales rows and rounds them to int32; see `wire.ring.coding.encode`. The checks are few and cheap.
 
     Args:
-        rows: float32, shape (num_rows, d), for which `codes` holds.
-        alpha: float32, shape (d,), contiguous, CPU; None for ones.
+        rows: float32, shape (num_rows, d), for which `codes` returns True.
+        alpha: float32, shape (d,), contiguous, CPU; the rows are first multiplied by it. None stands for ones.
         budget: the largest 2-norm of a rounded row, below 2^31.
-        smallest: the least β.
-        encoded: int32, shape (num_rows, d), contiguous, CPU; written.
+        smallest: the smallest allowed scale β.
+        encoded: the memory for the encoded rows, int32, shape (num_rows, d), contiguous, CPU.
 
     Returns:
-        β, float32, shape (num_rows, 1); None when a row holds NaN or infinity.
+        β, the scale of each row, float32, shape (num_rows, 1); None if a row holds NaN or infinity.
 
     Raises:
         InvalidTensor: an argument is anything else.
@@ -251,16 +251,16 @@ def encode(
 def decode(
     reply: torch.Tensor, effect: torch.Tensor | None, betas: torch.Tensor, alpha: torch.Tensor | None
 ) -> torch.Tensor:
-    """Unmasks and scales replies; see `wire.ring.coding.decode`.
+    """Subtracts the mask's effect from the rows of a reply and scales them; see `wire.ring.coding.decode`.
 
     Args:
-        reply: int32, shape (num_rows, m), for which `codes` holds.
-        effect: the same, subtracted mod 2^32; None for nothing.
-        betas: float32, shape (num_rows, 1), contiguous, CPU.
-        alpha: float32, shape (m,), contiguous, CPU; None for ones.
+        reply: int32, shape (num_rows, m), for which `codes` returns True.
+        effect: what is subtracted mod 2^32, with the dtype and shape of `reply`; None to subtract nothing.
+        betas: the scales that `encode` returned, float32, shape (num_rows, 1), contiguous, CPU.
+        alpha: the scales of the weight's columns, float32, shape (m,), contiguous, CPU; None stands for ones.
 
     Returns:
-        float32, shape (num_rows, m).
+        The real product, float32, shape (num_rows, m).
 
     Raises:
         InvalidTensor: an argument is anything else.
@@ -295,7 +295,7 @@ def decode(
 
 
 class RowCodec:
-    """Does `encode` and `decode` for one row at a time; what can be checked before is checked once, as in `OneRow`."""
+    """Encodes and decodes one row at a time. The constructor checks the constants, so calls need not do so."""
 
     def __init__(
         self,
@@ -309,12 +309,12 @@ class RowCodec:
         """Checks and keeps the constants of `encode` and `decode`.
 
         Args:
-            request_alpha, reply_alpha: the scales α of the numbers in `encode` and `decode`; None for ones.
-            d, m: how many numbers a request and its reply have.
+            request_alpha, reply_alpha: the `alpha` of the functions `encode` and `decode`.
+            d, m: how many numbers a request row and a reply row have.
             budget, smallest: see the function `encode`.
 
         Raises:
-            InvalidTensor: scales have another size or type, the budget is none, or there are no kernels here.
+            InvalidTensor: a number or scale is out of range or of another type, or `available()` is False.
         """
         library = _library()
         if library is None or not 0 < budget < 1 << 31 or d <= 0 or m <= 0:
@@ -329,14 +329,14 @@ class RowCodec:
         self._shape, self._reply_shape = (1, d), (1, m)
 
     def encode(self, row: torch.Tensor, out: memoryview) -> Any:
-        """Rounds a row onto the ring.
+        """Scales a row and rounds it to int32.
 
         Args:
             row: float32, shape (1, d), contiguous, CPU.
-            out: 4·d bytes, writable; written.
+            out: writable memory of 4·d bytes, to which the encoded row is written.
 
         Returns:
-            β, for `decode`; None when the row holds NaN or infinity.
+            β, the row's scale, for `decode`; None if the row holds NaN or infinity.
 
         Raises:
             InvalidTensor: an argument is anything else.
@@ -351,11 +351,11 @@ class RowCodec:
         return beta if done == 1 else None
 
     def add(self, mask: torch.Tensor, out: memoryview) -> None:
-        """Adds a row of a mask to one that was encoded, mod 2^32.
+        """Adds a row of a mask to an encoded row, mod 2^32.
 
         Args:
             mask: int32, shape (1, d), contiguous, CPU.
-            out: the bytes that `encode` wrote.
+            out: the memory that `encode` wrote to; it receives the sum.
 
         Raises:
             InvalidTensor: an argument is anything else.
@@ -365,10 +365,10 @@ class RowCodec:
         self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d)
 
     def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
-        """Unmasks one row of a reply, and scales it to the product's numbers.
+        """Subtracts the mask's effect from a reply row and returns the real product.
 
         Args:
-            reply, effect: int32, shape (1, m), contiguous, CPU; the effect may be None.
+            reply, effect: int32, shape (1, m), contiguous, CPU; `effect` None subtracts nothing.
             beta: the β that `encode` returned.
 
         Returns:
@@ -393,7 +393,7 @@ class RowCodec:
         return made
 
     def _numbers(self, out: memoryview) -> Any:
-        """Returns an object that keeps the memory alive and stands for its address."""
+        """Returns a ctypes object at the address of `out`, whose memory the object keeps alive."""
         if out.nbytes != 4 * self._shape[1] or out.readonly:
             raise InvalidTensor("memory for a coded row has another size than the row asks for")
         return _BYTE.from_buffer(out)
@@ -420,7 +420,7 @@ def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
 
 
 def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns the address of each row of each matrix."""
+    """Returns the memory address of each row of each matrix."""
     found = [
         matrix.data_ptr() + np.arange(matrix.shape[0], dtype=np.int64) * (matrix.stride(0) * matrix.itemsize)
         for matrix in matrices
@@ -441,7 +441,7 @@ def _most_few_rows() -> int:
 
 
 def _scratch(num_bytes: int) -> int:
-    """Returns the address of this thread's scratch, which is kept: fresh pages cost more than packing into them."""
+    """Returns the address of this thread's scratch memory, kept between calls since fresh pages cost time."""
     kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
     if kept is None or kept[0].size < num_bytes:
         made = np.empty(num_bytes, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """This module cuts the work of one operation into pieces that threads take one after another (wire/ring/threads.py).
 
-Each size here is the smallest for which waking another thread was measured to pay. The block sizes are those of
+Each size here is the smallest for which waking another thread saved time in measurements. The block sizes are those of
 wire/ring/kernels.c.
 """
 
@@ -10,33 +10,36 @@ import torch
 
 _REGISTER_ROWS, _BLOCK_ROWS = 3, 48
 _SHARED_ROWS = 2 * _BLOCK_ROWS
-"""The number of rows from which threads share the rows; with fewer rows they share the columns. Each thread packs both
-operands of its piece, so a piece of the shared operand must be large beside what the thread packs of the other
-operand."""
+"""The number of rows from which a product is cut by rows; a product of fewer rows is cut by columns. A thread packs
+(copies) both operands of its piece. If the product is cut by rows, every thread packs the whole weight, which pays only
+if its piece has many rows."""
 _SHARED_COLUMNS = 256
 _SHARED_NUMBERS = 1 << 18
-"""How many numbers there must be to encode or decode before other threads help; one thread takes 0.2 ms for so many."""
+"""The least count of numbers to encode or decode with which other threads help. One thread takes 0.2 ms for this
+count."""
 _SHARED_WORK = 1 << 24
-"""How many multiplications there must be before other threads help. One thread takes 0.7 ms for so many, and waking a
-thread was measured to take 0.1 ms."""
+"""The least count of multiplications with which other threads help. One thread takes 0.7 ms for this count, and waking
+a thread was measured to take 0.1 ms."""
 _VNNI_SPEED = 4
-"""How many times as much work there must be with VNNI. One thread takes 0.15 ms for 2^24 multiplications then; sharing
-the widest products of 16 rows made all products of a model take 1.2 times the processor time."""
+"""The factor by which `_SHARED_WORK` is larger if products use VNNI, with which one thread takes 0.15 ms for 2^24
+multiplications. Without the factor, the widest products of 16 rows were shared, and all products of a model took 1.2
+times the processor time."""
 
 Piece = tuple[int, int, int, int]
-"""A piece of a product: start and end row, start and end column; the ends are not included."""
+"""A piece of a product: (start row, end row, start column, end column). The ends are not included."""
 
 
 def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
-    """Returns the pieces, each as (first row, number of rows), that threads take one after another."""
+    """Cuts the encoding or decoding of rows into pieces, which threads take one after another. Returns each piece as
+    (first row, number of rows)."""
     num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
     step = max(1, -(-num_rows // num_pieces))
     return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
 
 
 def product_pieces(num_rows: int, d: int, m: int, with_vnni: bool = False) -> list[Piece]:
-    """Returns the pieces that threads take. There are about two for each thread, so that a core that is busy elsewhere
-    does not delay the others."""
+    """Cuts a product into pieces, which threads take one after another. There are about two pieces for each thread, so
+    that a core that is busy with other work does not delay the product."""
     num_pieces = 2 * torch.get_num_threads()
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK * (_VNNI_SPEED if with_vnni else 1):
         return [(0, num_rows, 0, m)]

@@ -1,13 +1,15 @@
-"""The product mod 2^32 of int32 rows and int8 weights, by the kernel that suits the machine and the number of rows.
+"""This module multiplies int32 rows by int8 weights mod 2^32, with the kernel that suits the machine and the number of
+rows.
 
-Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so that the choice changes nothing
-but the time. On a CPU these are tried in turn: the compiled kernels of wire/ring/kernels.py, where they were built and
-the processor has AVX2; byte limbs by the private `torch._int_mm`, where that is exact and fast (processors with VNNI)
-and the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. CUDA devices
-use wire/ring/product_cuda.py where it is exact. Other devices take the plain form, which tests compare with, too.
+Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so the choice of a kernel changes
+nothing but the time. On a CPU the first of these that applies is used: the compiled kernels of wire/ring/kernels.py, if
+`_int_mm` is not fast or they use VNNI; the private `torch._int_mm` on the four bytes of each number (limbs), if that is
+exact and fast; an integer loop for few rows; float64 products of blocks for many rows. CUDA devices use
+wire/ring/product_cuda.py if that is exact on the device. All other devices use `plain_product`, with which tests
+compare every kernel.
 
-Memory: a thread keeps `_SCRATCH_BYTES` of scratch between calls, and a call takes nothing else but its reply. Fresh
-pages are what costs: converting a 2048 × 2048 weight into a new float64 tensor takes 20 ms, into a warm one 1 ms.
+Memory: each thread keeps about `_SCRATCH_BYTES` of scratch memory between calls, since fresh pages cost time:
+converting a 2048 × 2048 weight to float64 takes 20 ms in a new tensor and 1 ms in a tensor that was used before.
 """
 
 from __future__ import annotations
@@ -27,33 +29,35 @@ from wire.ring.buffers import unwritten_tensor
 from wire.ring.threads import use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
-"""Inner rows whose products sum without rounding in float64: 2^31 · 128 · 2^15 = 2^53."""
+"""The most products of an int32 and an int8 number that float64 sums without rounding: 2^31 · 128 · 2^15 = 2^53."""
 _ROUNDER = 1.5 * 2.0**52
-"""A float64 for which the low 32 bits of x + this are x mod 2^32, for an integer |x| <= 2^51; see `_multiply_piece`."""
+"""A float64 r such that the low 32 bits of x + r are x mod 2^32 for every integer |x| <= 2^51; see
+`_multiply_piece`."""
 _EXACT_ROUNDER_ROWS = 1 << 13
-"""Inner rows whose products sum exactly beside `_ROUNDER`: 2^31 · 128 · 2^13 = 2^51."""
+"""The most products that may be added to `_ROUNDER` without rounding: 2^31 · 128 · 2^13 = 2^51."""
 _FAST_INNER_ROWS = 1 << 11
-"""Inner rows taken at a time, fewer than would be exact: with 11,008 of them a product took 15% less time so than in
-pieces of 2^13."""
+"""The rows of the weight that are multiplied at a time. Larger pieces would be exact too, but with a weight of 11,008
+rows a product took 15% less time in pieces of 2^11 rows than in pieces of 2^13."""
 _BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32, device="cpu")
 _FEW_ROWS = 4
 _FEW_ROWS_BY_INT32 = 48
-"""Most rows for the integer loop, after division by torch's threads and one. The loop always runs in one thread, and is
-faster than float64 up to 24 rows against one thread and 16 against two, measured on an AVX2 machine."""
+"""The bound of (number of rows) · (1 + torch's threads) up to which the integer loop is used. The loop always runs in
+one thread. On an AVX2 machine it was faster than float64 in one thread up to 24 rows, and than float64 in two threads
+up to 16 rows."""
 _SCRATCH_BYTES = 32 << 20
-"""Most bytes of scratch that each multiplying thread keeps, or what 32 rows need where that is more; for a layer with
-3,072 outputs a block has 600 rows."""
+"""The most bytes of scratch memory that each multiplying thread keeps, unless 32 rows need more. If a layer has 3,072
+outputs, 600 rows fit."""
 _LEAST_BLOCK = 32
 _SLOWER = 8.0
-"""How many times as long as the int32 loop `_int_mm` may take to count as fast. On one core `_int_mm` of the limbs
-takes 25 times as long where it is a plain loop itself. With VNNI it should take about as long: reckoned from the 850
-GOP/s of noise/polynomial/negacyclic.py, not measured."""
+"""`_int_mm` counts as fast if it takes less than this many times the time of the int32 loop. On one core it takes 25
+times as long if it is a plain loop itself. With VNNI it should take about as long as the int32 loop; this was computed
+from the 850 GOP/s of noise/polynomial/negacyclic.py and not measured."""
 _local = threading.local()
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""Some rows and the memory for their product."""
+"""A pair of some rows and the memory for their product."""
 Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
-"""(matrices, weight) → the product of each, with memory of its own."""
+"""Maps (matrices of rows, weight) to the product of each matrix with the weight. Each product has memory of its own."""
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -61,28 +65,28 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: int32, shape (num_rows, d), contiguous or not, CPU or CUDA.
-        weight: int8, shape (d, m), same device; a transposed view is as good as a contiguous one.
+        weight: int8, shape (d, m), same device; contiguous or a transposed view.
 
     Returns:
         int32, shape (num_rows, m).
 
     Raises:
-        InvalidTensor: a dtype is wrong, or the shapes do not meet.
+        InvalidTensor: a dtype is wrong, or the inner widths differ.
     """
     _check(rows, weight)
     return KERNELS[choose(rows.shape[0], weight)]([rows], weight)[0]
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Computes `product` of each matrix, by one multiplication of all their rows together; only a few rows are copied
-    for it.
+    """Computes `product` of each matrix, multiplying the rows of all matrices together, which is faster than one by
+    one.
 
     Args:
-        parts: at least one, each int32, shape (its rows, d), contiguous or not, same device.
-        weight: int8, shape (d, m).
+        parts: one matrix or more, each int32, shape (its number of rows, d), contiguous or not, all on one device.
+        weight: int8, shape (d, m), on the same device.
 
     Returns:
-        int32, shape (its rows, m) each, with memory of their own.
+        For each matrix its product, int32, shape (its number of rows, m), with memory of its own.
 
     Raises:
         InvalidTensor: see `product`.
@@ -98,11 +102,11 @@ def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def choose(num_rows: int, weight: torch.Tensor) -> str:
-    """Returns the name in `KERNELS` of the kernel that suits this machine, the weight and so many rows.
+    """Returns the name, a key of `KERNELS`, of the kernel that suits this machine, the weight and the number of rows.
 
     Args:
         num_rows: the rows of all matrices that are multiplied together.
-        weight: int8, shape (d, m); its numbers do not matter.
+        weight: int8, shape (d, m); only its shape, strides and device count.
     """
     if weight.is_cuda:
         return "CUDA"
@@ -121,7 +125,7 @@ def _plainly(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
 
 
 def plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `product` in the plainest way, on any device: every kernel must give the same numbers.
+    """Computes `product` in the simplest way, on any device. Every kernel must give the same numbers.
 
     Args:
         rows: int32, shape (num_rows, d).
@@ -138,14 +142,14 @@ def plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def to_int32(wide: torch.Tensor) -> torch.Tensor:
-    """Reduces int64 numbers mod 2^32 into the int32 that stands for them."""
+    """Reduces int64 numbers mod 2^32 to the range of int32."""
     return ((wide + (1 << 31)).remainder(1 << 32) - (1 << 31)).to(torch.int32)
 
 
 def _together(
     kernel: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Multiplies by a kernel for one matrix: with few rows, copying costs less than avoiding copies."""
+    """Joins the matrices, multiplies them with a kernel that takes one matrix, and splits the product."""
     if len(parts) == 1:
         return [kernel(parts[0], weight)]
     reply = kernel(torch.cat(list(parts)), weight)
@@ -180,7 +184,8 @@ def _few_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 
 
 def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Runs one int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
+    """Computes the product with one int8 GEMM, in which the four bytes of each number are rows of their own. This
+    requires a little-endian machine."""
     num_rows = rows.shape[0]
     parts = int_mm.multiply(_limbs(rows).reshape(4 * num_rows, -1), weight)
     # This is one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast.
@@ -188,13 +193,14 @@ def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _limbs(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the four bytes of each number, uint8, shape (4, num_rows, d)."""
+    """Returns the four bytes of each int32 number, lowest first, uint8, shape (4, num_rows, d)."""
     num_rows, d = rows.shape
     return rows.contiguous().view(torch.uint8).view(num_rows, d, 4).permute(2, 0, 1)
 
 
 def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Does the same for many rows, a block at a time, in scratch memory that is kept: fresh pages cost a third more."""
+    """Multiplies many rows as `_few_by_limbs` multiplies a few, but a block at a time, in scratch memory that is kept,
+    since fresh pages took a third more time."""
     d, m = weight.shape
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)
@@ -225,7 +231,8 @@ def _few_by_int32(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 
 
 def _product_by_int32(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Runs the plain loop over a converted weight, some columns at a time: int32 wraps mod 2^32 by itself."""
+    """Converts the weight to int32, some columns at a time, and multiplies with torch's int32 loop, which wraps mod
+    2^32."""
     d, m = weight.shape
     step = max(_LEAST_BLOCK, _SCRATCH_BYTES // (8 * max(1, d)))
     if m <= step:
@@ -244,7 +251,7 @@ def _widened(narrow: torch.Tensor) -> torch.Tensor:
 
 
 def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Runs float64 GEMMs of a block of rows by a block of the weight, both converted in scratch memory."""
+    """Converts blocks of rows and of the weight to float64, in scratch memory, and multiplies them."""
     replies = _empty_replies(parts, weight.shape[1])
     inner, columns, step = _block_shape(sum(rows.shape[0] for rows in parts), weight)
     for block in _blocks(parts, replies, step):
@@ -254,8 +261,8 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
 
 
 def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
-    """Returns how many of the weight's inner rows and columns, and how many rows, fit the scratch memory; half is for
-    the weight."""
+    """Returns the block sizes that fit the scratch memory: rows of the weight, columns of the weight, and rows to
+    multiply. The weight's block takes at most about half."""
     room = _SCRATCH_BYTES // 8
     inner = max(1, min(weight.shape[0], _EXACT_ROUNDER_ROWS, _FAST_INNER_ROWS))
     columns = max(_LEAST_BLOCK, min(weight.shape[1], room // 2 // inner))
@@ -264,12 +271,13 @@ def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, columns: int) -> None:
-    """Multiplies one block with some inner rows of the weight: writes if they are the first, else adds.
+    """Multiplies a block of rows by the weight's rows in the slice `inner`. The first slice's product is written to the
+    reply; later ones are added to it.
 
     Sums begin at 1.5 · 2^52. Between 2^52 and 2^53 a float64 has unit spacing and ends in the integer's low 52 bits, of
-    which the lowest 32 are the sum mod 2^32, in two's complement. It is exact in any order in which a library may add,
-    fused or not: a product is an integer below 2^38; a partial sum without the 1.5 · 2^52 is at most 2^51 in size; one
-    with it lies from 2^52 to 2^53. No such number is ever rounded.
+    which the lowest 32 are the sum mod 2^32, in two's complement. The sum is exact in whatever order a library adds,
+    with or without fused operations: a product is an integer of at most 2^38 in size, a partial sum without the 1.5 ·
+    2^52 is at most 2^51 in size, and a partial sum with it lies between 2^52 and 2^53. No such number is ever rounded.
     """
     weight, count = weight[inner], sum(rows.shape[0] for rows, _ in block)
     width = min(columns, weight.shape[1])
@@ -291,7 +299,7 @@ def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, colu
 
 
 def _gathered(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copies the rows of all parts, below each other, into the buffer."""
+    """Copies the rows of all matrices into the buffer, as the rows of one matrix, and returns that matrix."""
     if len(parts) == 1:
         return _filled(buffer, parts[0])
     together, place = buffer.view(-1, parts[0].shape[1]), 0
@@ -302,8 +310,8 @@ def _gathered(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _filled(buffer: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Copies the matrix into the buffer, whose dtype it takes, in its own memory order: a copy that transposes is
-    slow."""
+    """Copies a matrix into the buffer, converted to the buffer's dtype, and returns the copy. The copy has the matrix's
+    memory order, since a transposing copy is slow."""
     height, width = matrix.shape
     strides = (1, height) if matrix.stride(0) < matrix.stride(1) else (width, 1)
     return buffer.as_strided((height, width), strides).copy_(matrix)
@@ -318,7 +326,8 @@ KERNELS: dict[str, Kernel] = {
     "int32": _few_by_int32,
     "float64": _many_by_float64,
 }
-"""Every kernel by the name that `choose` gives. All take what `products` takes and give the same numbers."""
+"""Maps the name that `choose` returns to the kernel. All kernels take the arguments of `products` and give the same
+numbers."""
 
 
 # Blocks and scratch memory
@@ -334,7 +343,8 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step: int) -> Iterator[list[_Pair]]:
-    """Yields rows and the memory for their product, `step` rows at a time, no matter which parts they belong to."""
+    """Yields blocks of `step` rows (the last may be smaller) as pairs of rows and memory for their product. A block may
+    span several matrices."""
     block: list[_Pair] = []
     room = step
     for rows, reply in zip(parts, replies, strict=True):
@@ -351,15 +361,15 @@ def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step
 
 
 def _scratch(*sizes: int) -> list[torch.Tensor]:
-    """Cuts `_buffer` into one piece of each size in bytes."""
+    """Returns one piece of this thread's scratch memory for each size in bytes."""
     ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))  # Each piece begins on a cache line.
     buffer = _buffer(ends[-1])
     return [buffer[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
 
 def _buffer(least: int) -> torch.Tensor:
-    """Returns this thread's memory, uint8, a multiple of 64 bytes and at least so many, which its next call may use
-    again."""
+    """Returns this thread's scratch memory, uint8, at least `least` bytes. The thread's next call may return the same
+    memory."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.shape[0] < least:
         # A buffer made in inference mode could not be written to outside of it, for this thread's life.
@@ -373,15 +383,15 @@ def _buffer(least: int) -> torch.Tensor:
 
 @functools.cache
 def int_mm_is_fast() -> bool:
-    """Tells whether `torch._int_mm` is exact here and fast too. This is found once, by multiplying for some
+    """Tells whether `torch._int_mm` is exact and fast on this machine. The first call measures it for some
     milliseconds."""
     return int_mm_is_exact() and _int_mm_keeps_up()
 
 
 @functools.cache
 def int_mm_is_exact() -> bool:
-    """Tells whether this machine's private `torch._int_mm` multiplies uint8 by int8 exactly; older kernels
-    saturated."""
+    """Tells whether torch's private `_int_mm` multiplies uint8 by int8 exactly on this machine; older CPU kernels
+    saturate."""
     limbs = torch.full((4, 512), 255, dtype=torch.uint8, device="cpu")
     weight = torch.full((512, 16), -127, dtype=torch.int8, device="cpu")
     weight[:, 1::2] = 127
@@ -394,11 +404,11 @@ def int_mm_is_exact() -> bool:
 
 
 def _int_mm_keeps_up() -> bool:
-    """Tells whether a product by limbs takes less than `_SLOWER` times that of the int32 loop, at a middling size.
+    """Tells whether a product of limbs (the bytes of the numbers) by `_int_mm` takes less than `_SLOWER` times the time
+    of the int32 loop, at a medium size.
 
-    The comparison runs in a thread of its own, which uses one core: an OpenMP team whose other core is busy waits 8 ms
-    for it, every time, and that says nothing about kernels. Each has several tries, since other work can only slow
-    them.
+    The comparison runs in a thread of its own, which uses one core: OpenMP threads on several cores would wait 8 ms for
+    a core that is busy with other work. The fastest of several tries counts, since other work can only slow a try.
     """
     ones = functools.partial(torch.ones, device="cpu")
     limbs, narrow = ones(4 * 8, 256, dtype=torch.uint8), ones(256, 256, dtype=torch.int8)

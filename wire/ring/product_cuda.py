@@ -40,7 +40,7 @@ _HALF_STEPS = 0x00808080
 """The int32 with 128 in each byte but the highest; `_limbs` uses it."""
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Maps a weight to its version at the time of copying and to the copy."""
+"""Maps a weight to a pair: the weight's version number when it was copied, and the copy."""
 _lock = threading.Lock()
 
 
@@ -49,7 +49,8 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: int32, shape (num_rows, d), any strides.
-        weight: int8, shape (d, m), same device, any strides. A weight is prepared once, as long as it does not change.
+        weight: int8, shape (d, m), same device, any strides. A weight of another layout is copied at its first use, and
+            again only if it has changed.
 
     Returns:
         int32, shape (num_rows, m), contiguous.
@@ -66,7 +67,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> None:
-    """Writes rows · weight to `reply`, one piece of the inner width at a time. The weight is a result of
+    """Writes rows · weight to `reply`, one piece of the inner width at a time. `weight` must be a result of
     `_prepared`."""
     num_rows, m = reply.shape
     for start in range(0, rows.shape[1], _EXACT_INNER):
@@ -171,8 +172,8 @@ def is_exact(device: torch.device) -> bool:
 
 
 def _is_exact_for(num_rows: int, d: int, m: int, device: torch.device) -> bool:
-    """Compares products of random and extreme numbers with int64 on the CPU; the extreme ones show a kernel that
-    saturates."""
+    """Tells whether products of random and extreme numbers on the device equal those of int64 arithmetic on the CPU.
+    The extreme numbers reveal a kernel that saturates."""
     generator = torch.Generator().manual_seed(d)
     rows = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator, device="cpu").to(torch.int32)
     rows[::3], rows[1::3] = 0x7F7F7F7F, 0x7F7F7F80  # All limbs are 127, or all are -128.

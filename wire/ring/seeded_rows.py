@@ -1,10 +1,10 @@
-"""This module expands a seed into rows. It is normative (wire/SPEC.md, section 5). The public matrix A and the rows of
-the masks `pad` and `shares` come from it.
+"""This module expands a seed into rows. The expansion is normative (wire/SPEC.md, section 5). The public matrix A and
+the rows of the masks `pad` and `shares` are expanded from seeds.
 
 Guarantees: the same seed and row number give the same numbers on every machine, which tests/vectors/expand.json checks.
 Every row is a stream of its own, so that any range of rows can be expanded alone, and a layer with fewer features uses
-the first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: the seed's owner must see
-to that. Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
+the first columns of the same rows. This module does not guarantee that a seed is fresh or kept secret: the seed's owner
+must see to that. Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ DOMAIN = b"veilbase expand v1\0"
 """Bytes that are hashed in front of the seed. A seed that is also used elsewhere thus gives another key here."""
 SEED_BYTES = 32
 MAX_ROWS = 1 << 40
-"""The bound of row numbers. It is far below 2^64, at which row numbers would wrap, and exact in float64 and JSON."""
+"""Row numbers are below this bound. It is far below 2^64, at which row numbers would wrap, and exact in float64 and
+JSON."""
 _PACKED = struct.Struct("<32sQQ")
 PACKED_BYTES = _PACKED.size
 _BLOCK_BYTES = 16
 _BLOCK_NUMBERS = 4
 _PIECE_BYTES = 1 << 18
-"""Bytes of counter blocks that are made at a time, since all at once would double the memory. Pieces of 128 KiB to 4
-MiB were equally fast (5.6 GB/s)."""
+"""How many bytes of counter blocks are made at a time. Making all counter blocks at once would double the memory.
+Pieces of 128 KiB to 4 MiB were equally fast (5.6 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class SeededRows:
     num_rows: int
 
     def __post_init__(self) -> None:
-        """Raises InvalidTensor if the seed does not have 32 bytes, or if a row is outside [0, 2^40]."""
+        """Raises InvalidTensor if the seed does not have 32 bytes, or if the range is not within 0 to 2^40."""
         if not isinstance(self.seed, bytes) or len(self.seed) != SEED_BYTES:
             raise InvalidTensor(f"expected a seed of {SEED_BYTES} bytes")
         if self.first_row < 0 or self.num_rows < 0 or self.first_row + self.num_rows > MAX_ROWS:
             raise InvalidTensor("expected seeded rows within 0 and 2^40")
 
     def __reduce__(self) -> NoReturn:
-        """Refuses pickling and copying, since a seed may be a mask, and a mask is never written down."""
+        """Refuses pickling and copying, since a seed may stand for a mask, and masks are never serialised."""
         raise TypeError("seeded rows are not pickled or copied")
 
     def pack(self) -> bytes:
@@ -141,5 +142,5 @@ Rows = torch.Tensor | SeededRows
 
 
 def count_rows(rows: Rows) -> int:
-    """Returns how many rows a request carries or stands for."""
+    """Returns how many rows a request holds, or how many rows the provider expands from the request's seed."""
     return rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]

@@ -37,7 +37,8 @@ _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 that they are for."""
 _let_others_go_first: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 _looks_until_s = 0.0
-"""The end of the poll that runs in this process, on `perf_counter`'s clock; a time in the past if no thread polls."""
+"""The time, on `perf_counter`'s clock, at which the running poll of this process ends; a past time if no thread
+polls."""
 
 
 def is_worthwhile() -> bool:
@@ -51,10 +52,11 @@ def is_worthwhile() -> bool:
 
 
 def tenants_most_s() -> float:
-    """Returns for how many seconds a tenant polls: the value of the variable `VARIABLE`, or `MOST_S`.
+    """Returns for how many seconds a tenant polls: the time in the environment variable `VARIABLE`, or `MOST_S` if it
+    is not set.
 
     Raises:
-        ConfigurationError: the variable does not hold such a time.
+        ConfigurationError: the variable's value is not a number of milliseconds from 0 to 10.
     """
     text = os.environ.get(VARIABLE, "").strip()
     try:
@@ -67,7 +69,7 @@ def tenants_most_s() -> float:
 
 
 class BusyPoll:
-    """Polls for one connection. Only the thread that receives may use it."""
+    """Polls for the next message of one connection. Only the thread that receives may use it."""
 
     def __init__(self, most_s: float = MOST_S, may_look: Callable[[], bool] = lambda: True) -> None:
         """Sets up the polls of one connection. The first wait always sleeps, since no earlier wait was short.
@@ -82,7 +84,7 @@ class BusyPoll:
         self._began_s = 0.0
 
     def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
-        """Polls until a message has come or it is time to sleep. Callers must call this before every sleep.
+        """Polls until a message has come or the thread should sleep. Callers must call this before every sleep.
 
         Args:
             has_come: tells whether a message has come, without waiting for one.

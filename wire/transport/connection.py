@@ -1,4 +1,4 @@
-"""This module defines what every transport offers to the code that uses it.
+"""This module defines the interface that every transport implements.
 
 A `Connection` carries many requests at once. Each `submit` returns a `Pending`, whose `result` waits for the reply or
 for the request's own deadline. Connections are safe under threads and refuse to work in a forked child.
@@ -20,7 +20,8 @@ from wire.payload import Payload
 
 @dataclass
 class Traffic:
-    """Counts what crossed the wire, including frame headers but not the framing of TLS and HTTP/2."""
+    """Counts the bytes and calls that crossed the wire. Bytes include frame headers but not the framing of TLS and
+    HTTP/2."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -60,7 +61,7 @@ class Connection(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Returns the counts of what has crossed since the connection was made."""
+        """Returns the counts of bytes and calls since the connection was made."""
         ...
 
     def manifest(self) -> Manifest:
@@ -68,7 +69,7 @@ class Connection(Protocol):
         ...
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file."""
+        """Yields the chunks of one file of the bundle (the model's files without the base layers' weights)."""
         ...
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:

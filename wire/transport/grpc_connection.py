@@ -77,8 +77,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _ConnectionDropped(Unavailable):
-    """The other side closed the connection before TLS began. It refused no identity, since the tenant had not shown one
-    yet."""
+    """The other side closed the connection before TLS began. This was no refusal of the tenant's identity, which the
+    tenant had not shown yet."""
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -124,7 +124,7 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
 
 
 def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
-    """Returns this side's error for a gRPC status. The peer's details are not passed on.
+    """Returns the error of wire/errors.py that stands for a gRPC status. It holds no text from the peer.
 
     Args:
         exc: the error that grpc raised.
@@ -177,15 +177,15 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
 
 
 class GrpcConnection:
-    """Implements `Connection` with gRPC and the tensor port. It opens at first use, so that a program may fork before
-    that."""
+    """Implements `Connection` with gRPC and the tensor port. The connection opens at first use, so that a program may
+    fork before that."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
         """Keeps the address of the provider, and does not connect yet.
 
         Args:
             url: the address, grpcs://host:port.
-            identity: the identity in a folder that `provider enroll` made; None without TLS.
+            identity: the tenant's certificate and key; None to connect without TLS.
         """
         self.url = url
         self.traffic = Traffic()
@@ -203,11 +203,11 @@ class GrpcConnection:
 
     @property
     def carrier(self) -> str | None:
-        """Returns what carries the newest stream: "gRPC", or "tensor port" and its number; None before the first
-        stream.
+        """Returns how the newest stream is carried: "gRPC", or "tensor port" and the port's number; None before the
+        first stream.
 
-        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md). It carries the
-        stream, without an error, if the tensor port cannot be reached.
+        gRPC takes several times as long as the tensor port for a small message (docs/decisions/0007-tensor-port.md).
+        gRPC carries the stream, without an error, if the tensor port cannot be reached.
         """
         if self._stream is None:
             return None

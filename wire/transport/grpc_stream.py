@@ -22,8 +22,8 @@ class MessageStream(Protocol):
         ...
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits at most `seconds` until more bytes can be sent. It is for a thread that sends while another thread
-        calls `step`."""
+        """Waits at most `seconds` until more bytes can be sent. This method is for a thread that sends while another
+        thread calls `step`."""
         ...
 
     def step(self) -> bytes | memoryview | None:
@@ -44,7 +44,7 @@ class MessageStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the stream at once. Any thread may call this, also twice."""
+        """Ends the stream at once. Any thread may call this, more than once."""
         ...
 
 

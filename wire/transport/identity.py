@@ -17,8 +17,8 @@ from wire.errors import ConfigurationError, Unauthenticated
 
 @dataclass(frozen=True)
 class TlsIdentity:
-    """Holds the PEM bytes of an identity: the CA's certificate, its own certificate and its private key. `repr` shows
-    none of them."""
+    """Holds the PEM bytes of an identity: the CA's certificate, and the identity's certificate and private key. `repr`
+    shows none of them."""
 
     ca_pem: bytes
     cert_pem: bytes
@@ -48,7 +48,8 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
             tenant.
 
     Raises:
-        ConfigurationError: a file is missing, unreadable or not what its name says, or the key is open to other users.
+        ConfigurationError: a file is missing, unreadable or does not hold what its name says, or the key is open to
+            other users.
         Unauthenticated: the certificate has expired.
     """
     folder = Path(folder)

@@ -19,7 +19,7 @@ from wire.transport.connection import Pending, Traffic
 
 
 class Handler(Protocol):
-    """Defines what an embedded provider offers to this transport."""
+    """Defines the methods of an embedded provider (one in the tenant's process) that this transport calls."""
 
     def manifest(self) -> Manifest:
         """Returns the manifest that the provider would send over the wire."""
@@ -30,7 +30,7 @@ class Handler(Protocol):
         ...
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns one product, computed before this returns."""
+        """Computes one product and returns it."""
         ...
 
 
@@ -39,7 +39,7 @@ class _Done:
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, which was computed before."""
+        """Returns the reply, which `submit` has computed already."""
         return self.reply
 
 
@@ -60,7 +60,7 @@ class InprocConnection:
         return self._handler.read_file(file_name)
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        """Computes the product at once; raises what the provider raises."""
+        """Computes the product at once; raises the errors that the provider raises."""
         payload.check(call)
         with all_cores():  # A provider elsewhere would use all its cores too, and this thread only waits.
             reply = self._handler.compute(call, payload.rows(call))

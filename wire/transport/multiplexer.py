@@ -38,7 +38,7 @@ from wire.transport.grpc_stream import MessageStream
 
 HANDSHAKE_S = 20.0
 WATCH_S = 0.5
-"""Seconds between two checks of the deadlines, which are tens of seconds long."""
+"""The watchdog looks for passed deadlines at this interval in seconds. Deadlines are tens of seconds long."""
 _LOOK_S = 0.05
 _WELCOME = Call(0, Direction.FORWARD, Arithmetic.RING)
 _ENDED = "the provider ended the stream; the run can go on from its last checkpoint"
@@ -59,7 +59,7 @@ class Request:
             request_id: the request's number on the stream.
             call: the call that the request asks for.
             rows, cols: the shape of the reply.
-            held: the bytes of request and reply together.
+            held: how many payload bytes the request and its reply have together.
         """
         self.request_id, self.call = request_id, call
         self.rows, self.cols, self.held_bytes = rows, cols, held
@@ -126,12 +126,11 @@ class Multiplexer:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_welcome(self) -> None:
-        """Waits until the handshake is done."""
+        """Waits until the provider has sent WELCOME, which ends the handshake."""
         self._welcome.result()
 
     def is_usable(self) -> bool:
-        """Tells whether a request could be sent. This also notices that the provider went away while no thread was
-        reading."""
+        """Tells whether the stream still takes requests; returns False also if it ended while no thread was reading."""
         if self.failure is None and not self._stream.is_active():
             self.fail(Unavailable(_ENDED))
         return self.failure is None
@@ -201,7 +200,7 @@ class Multiplexer:
         self._is_idle.set()
 
     def _listen(self) -> None:
-        """Reads while no request is pending. When the stream has ended, this reads what is left in it, so that the
+        """Reads while no request is pending. When the stream has ended, this reads its remaining messages, so that the
         stream can be freed."""
         while not self._ended.is_set():
             self._is_idle.wait()
@@ -239,8 +238,8 @@ class Multiplexer:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
-        """Sends one request. This waits while too many bytes are in flight, and until the request's last chunk has been
-        sent.
+        """Sends one request and returns it when its last chunk has been sent. Waits first while too many bytes are in
+        flight.
 
         Args:
             payload, reply_cols: see `Connection.submit`.

@@ -1,5 +1,5 @@
-"""This module sends a refused request again once the provider allows it. The request came too early, or the provider is
-restoring a shard (wire/SPEC.md, section 6).
+"""This module sends a refused request again once the provider allows it. A provider refuses requests that come too
+early, and requests while it restores a shard (wire/SPEC.md, section 6).
 
 Guarantees: a retry sends the same payload and so the same bytes, and never uses a mask's slot (one row of a mask) for
 other rows. A retry is never sent before the time that the provider named. Retries are bounded in number and in time, so

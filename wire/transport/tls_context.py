@@ -14,7 +14,7 @@ ALPN = "veilbase/1"
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Returns the TLS context of the tenant's end, which also checks the host's name.
+    """Returns the TLS context of the tenant's end. The context also checks the name of the provider's host.
 
     Raises:
         ssl.SSLError: OpenSSL does not accept a certificate or the key.

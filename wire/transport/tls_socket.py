@@ -46,7 +46,7 @@ _FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
 """How many bytes of a message share a TLS record with its length prefix. They are copied for this; copying all of a
 large message would cost more."""
 _PIECE_BYTES = 1 << 17
-"""Bytes of a large message that are encrypted at a time."""
+"""How many bytes of a large message are encrypted at a time."""
 _NOTHING = memoryview(b"")
 """An empty view that keeps no memory alive. It replaces an empty slice of a message, which would keep the whole message
 alive."""
@@ -117,8 +117,8 @@ def _left(give_up_at: float) -> float:
 
 
 def _leave_pacing(plain: socket.socket) -> None:
-    """Chooses Reno if both ends are on this machine. BBR, some systems' default, uses timers that loopback does not
-    need."""
+    """Chooses Reno as the connection's congestion control if both ends are on this machine. BBR, the default of some
+    systems, delays packets by timers, which loopback does not need."""
     try:
         peer = ipaddress.ip_address(plain.getpeername()[0])
     except (OSError, ValueError):
@@ -167,8 +167,8 @@ class MessageSocket:
         self._pid = os.getpid()
         self._is_closed = self._has_ended = False
         self._fault: str | None = None
-        """Says what is malformed. The exception itself is not kept, since its traceback would hold this object in a
-        reference cycle."""
+        """The error text if the peer sent malformed bytes, else None. The exception itself is not kept, since its
+        traceback would hold this object in a reference cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
@@ -208,7 +208,7 @@ class MessageSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Tells whether queued bytes are waiting until the connection takes more."""
+        """Tells whether any bytes of queued messages have not been sent yet."""
         return bool(self._unsent or self._cipher or self._begun)
 
     def flush(self) -> None:
@@ -227,8 +227,8 @@ class MessageSocket:
                 self._cipher = self._cipher[sent:] or _NOTHING
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits at most `seconds` until the connection takes more bytes, then flushes. It is for a thread that does not
-        receive."""
+        """Waits at most `seconds` until the connection takes more bytes, then flushes. This method is for a thread that
+        does not receive."""
         with contextlib.suppress(ValueError):  # The connection was closed meanwhile, and `flush` says so.
             self._poll(select.POLLOUT, seconds)
         self.flush()
@@ -250,7 +250,8 @@ class MessageSocket:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def next_message(self) -> bytes | memoryview | None:
-        """Returns a message that has been received, or None. Only the thread that receives may call this."""
+        """Returns the next message that has been received whole, or None if there is none. Only the thread that
+        receives may call this."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -264,7 +265,7 @@ class MessageSocket:
         Raises:
             EOFError: the peer has said that it sends no more messages.
             MalformedFrame: the peer announced a length that no message may have.
-            OSError: the connection is broken or closed, or the peer ended it without saying so.
+            OSError: the connection is broken or closed, or the peer ended the connection without announcing this.
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
@@ -409,7 +410,7 @@ class MessageSocket:
                     return
 
     def close(self) -> None:
-        """Ends the connection at once and wakes the threads that wait. Any thread may call it, also twice."""
+        """Ends the connection at once and wakes the threads that wait. Any thread may call this, more than once."""
         self._is_closed = True
         # Without the lock, `release` might have closed the socket, and its descriptor might be another connection's.
         with self._end_lock, contextlib.suppress(OSError):

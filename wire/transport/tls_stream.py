@@ -13,7 +13,7 @@ from wire.transport.tls_socket import MessageSocket, handshake
 
 _CONNECT_TIMEOUT_S = 3.0
 """The most seconds to wait for the TCP connection. If a firewall silently drops packets to the tensor port, the first
-request is delayed by so long, and gRPC carries the stream."""
+request is delayed by this time, and gRPC carries the stream."""
 
 
 def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
@@ -25,7 +25,7 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
         identity: the tenant's certificate and key.
 
     Raises:
-        ConfigurationError: see `wire.transport.busy_poll.tenants_most_s`.
+        ConfigurationError: the environment variable for polling is wrong; see `busy_poll.tenants_most_s`.
         OSError: nothing listens there, or the peer is not the expected provider (`ssl.SSLError`).
     """
     busy_poll_s = tenants_most_s()
