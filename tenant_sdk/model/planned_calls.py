@@ -87,7 +87,8 @@ class Course:
         return torch.zeros_like(rows)
 
     def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Returns the product that the model gets for these rows: zeros in a run that continues with zeros."""
+        """Returns what the model gets as these rows' product: zeros in a run that continues with zeros, else
+        `product`."""
         return torch.zeros_like(product) if self.sends_zeros else product
 
     def finish(self) -> None:
@@ -119,24 +120,27 @@ class PlannedCalls:
 
     @property
     def course(self) -> Course:
-        """Returns the calling thread's own course; threads without one, such as autograd's, use the model's course."""
+        """Returns the calling thread's own course, its run state; for other threads, such as autograd's, the model's
+        course."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager
     def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """Gives the calls of this thread inside the context a course of their own, for an answer of `generate`.
+        """Inside the context, gives this thread's calls a course (a run state) of their own, for an answer of
+        `generate`.
 
         Backward calls, which autograd's threads make, would not belong to this course.
 
         Args:
-            may_stop: whether a value that is not finite raises an error at once; with `verify` it always does.
+            may_stop: whether a value that is not finite raises an error at once; with `verify` such a value always
+                does.
         """
         with self.on_course(Course(may_stop or self._stops)) as course:
             yield course
 
     @contextlib.contextmanager
     def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
-        """Makes the calls of this thread inside the context belong to `course`."""
+        """Inside the context, makes this thread's calls belong to `course`, which is the state of a run."""
         before = getattr(self._local, "course", None)
         self._local.course = course
         try:
@@ -149,11 +153,12 @@ class PlannedCalls:
 
 
 AT_ONCE = PlannedCalls(may_stop=True)
-"""The courses of calls that belong to no model: a value that is not finite raises an error at once."""
+"""The courses (run states) of calls that belong to no model: a value that is not finite raises an error at once."""
 
 
 def planned_calls(model: Any) -> PlannedCalls:
-    """Returns the courses of a model with remote layers, adapted or not; returns AT_ONCE for any other model."""
+    """Returns the courses (run states) of a model with remote layers, with or without adapters; returns AT_ONCE for any
+    other model."""
     for module in model.modules():
         found = getattr(module, "planned_calls", None)
         if isinstance(found, PlannedCalls):
@@ -179,7 +184,7 @@ def trainable(model: Any) -> Iterator[torch.Tensor]:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns whether no value is NaN or infinite; all tensors together cost one copy from the device."""
+    """Returns True if no value is NaN or infinite; all tensors together cost one copy from the device."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -202,7 +207,7 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
         self._course = course
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Replaces the gradients by zeros in a run that continues with zeros."""
+        """Checks that the gradients are finite, and replaces them by zeros in a run that continues with zeros."""
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self._course.check(gradients)
         if self._course.sends_zeros:
