@@ -354,8 +354,8 @@ class TenantClient:
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the lattice mask's hints, which are products of weights and a public matrix; other masks have no
-        hints.
+        """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks
+        have no hints.
 
         Args:
             backward: whether hints for gradients, which fine-tuning needs, are fetched too.

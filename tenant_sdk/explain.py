@@ -73,7 +73,7 @@ def _row_counts(verified: bool, plan: Plan) -> str:
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:
-    """Returns the text that says how many bytes each token sends and receives in the forward and the backward pass.
+    """Returns the text that says how many bytes are sent and received for a token in the forward and the backward pass.
 
     With `shares` both providers send replies, and only one receives rows. The other receives 48 bytes a call, which are
     not counted.

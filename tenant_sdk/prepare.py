@@ -22,7 +22,8 @@ from wire.manifest import Manifest
 def prefetch_hints(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
 ) -> None:
-    """Fetches every hint (see the module) that is not on disk; a repeated call continues an interrupted fetch.
+    """Fetches every hint (a weight's product with the public matrix) that is not on disk; a repeated call continues an
+    interrupted fetch.
 
     Args:
         scheme: the mask; nothing is fetched unless the mask is a `Lattice` that stores hints.

@@ -285,7 +285,8 @@ class _Shared:
 
 
 class RemoteGroup:
-    """Computes the outputs of one group of layers that read the same input; one call serves all layers of the group."""
+    """Computes the outputs of one layer group, such as q, k and v; one call serves all its layers that get the same
+    input."""
 
     def __init__(
         self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls

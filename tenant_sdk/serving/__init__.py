@@ -1,1 +1,1 @@
-"""Serves many requests at once over one provider: the engine, its scheduler, its KV cache and what goes with them."""
+"""Serves many requests at once over one provider: it holds the engine, scheduler, KV cache and adapters."""

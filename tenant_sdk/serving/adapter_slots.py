@@ -15,11 +15,12 @@ from typing import Protocol
 from wire.errors import ConfigurationError, VeilbaseError
 
 NO_ADAPTER = 0
-"""The slot of requests that are answered by the base model alone."""
+"""The slot number of requests that are answered by the base model alone."""
 
 
 class Ticket(Protocol):
-    """Stands for one request's hold on one adapter. A held adapter keeps its slot."""
+    """Stands for one request's hold on one adapter. A held adapter keeps its slot (its numbered place on the
+    device)."""
 
     def is_ready(self) -> bool:
         """Returns whether the adapter is on the device, so that `slot` is valid."""
@@ -34,8 +35,8 @@ class Ticket(Protocol):
 
     @property
     def digest(self) -> str:
-        """Returns the digest of the adapter's contents. KV that was computed with an adapter of another digest is never
-        used for a request with this adapter."""
+        """Returns the digest of the adapter's contents. Keys and values that were computed with an adapter of another
+        digest are never used for a request with this adapter."""
 
     def release(self) -> None:
         """Ends the hold on the adapter; a second call does nothing."""
@@ -49,7 +50,8 @@ class AdapterSlots(Protocol):
     """
 
     def reserve(self, name: str) -> Ticket:
-        """Holds an adapter for one request, and begins to load the adapter if it is not on the device.
+        """Returns a ticket that holds an adapter for one request; begins to load the adapter if it is not on the
+        device.
 
         Raises:
             ConfigurationError: there is no adapter of this name, or the adapter cannot be used with this model.
@@ -85,7 +87,7 @@ class NoAdapters:
     """Implements a store that has no adapters, for an engine that serves only the base model."""
 
     def reserve(self, name: str) -> Ticket:
-        """Raises ConfigurationError for every name."""
+        """Raises ConfigurationError for every name, since the store has no adapters."""
         raise ConfigurationError(f"there is no adapter {ascii(name)[:80]}: this engine serves the base model alone")
 
     @contextlib.contextmanager

@@ -88,8 +88,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SlotNumbers:
-    """Numbers the slots. Number 0 means no adapter; the next numbers are `num_slots` slots for each rank, the smallest
-    rank first."""
+    """Numbers the slots. Number 0 means no adapter; then each rank has `num_slots` numbers, the smallest rank first."""
 
     ranks: tuple[int, ...]
     num_slots: int
@@ -103,7 +102,7 @@ class SlotNumbers:
         return 1 + self.ranks.index(rank) * self.num_slots + place
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns the rank of a slot's stacks and the slot's index in them. The slot must not be 0."""
+        """Returns the rank of a slot's stacks, and the slot's index in these stacks. The slot must not be 0."""
         index, place = divmod(slot - 1, self.num_slots)
         return self.ranks[index], place
 

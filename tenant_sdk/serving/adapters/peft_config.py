@@ -40,7 +40,7 @@ _KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-"""The settings with which PEFT makes another kind of adapter from a LoraConfig, and the name of this kind."""
+"""Maps each setting with which PEFT makes another kind of adapter from a LoraConfig to the name of this kind."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 

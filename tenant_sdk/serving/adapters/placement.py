@@ -1,4 +1,4 @@
-"""This module gives slots to tickets, and makes a ticket wait if its rank has no slot left.
+"""This module gives slots (numbered places on the device) to tickets; a ticket waits if its rank has no free slot.
 
 Guarantees: a ticket has one slot from the time that it is ready until it is released. Tickets that wait for a slot of
 one rank get slots in the order in which they began to wait. Tickets whose adapter already has a slot overtake a waiting
@@ -95,7 +95,7 @@ class Placement:
             return rank if self._waiting[rank] else None
 
     def next_job(self, rank: int) -> Job | None:
-        """Removes the first job that waits for a slot of a rank from the queue and returns it.
+        """Returns the first job that waits for a slot of a rank, and removes the job from the rank's queue.
 
         Returns:
             None if no job waits, or if the first one cannot get a slot now.
