@@ -45,7 +45,8 @@ class TextSession(ModelSource, Protocol):
         """Returns the largest number of tokens that the model has positions for."""
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the hints that the mask needs once per layer; with `backward` also those for gradients."""
+        """Fetches the lattice mask's hints (products of weights and a public matrix); with `backward` also hints for
+        gradients."""
 
 
 class TrainingSession(TextSession, Protocol):

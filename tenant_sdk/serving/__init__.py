@@ -1,1 +1,1 @@
-"""Serves many requests at once over one provider: it holds the engine, scheduler, KV cache and adapters."""
+"""This package serves many requests at once over one provider, with an engine, a scheduler, a KV cache and adapters."""

@@ -6,7 +6,7 @@ again. All other threads submit requests, read answers and cancel.
 
 Guarantees:
 - a request gets the same tokens as from `TenantClient.generate`, up to rounding. Other requests, and the time at which
-  the request joined, do not change its tokens;
+  the request joined, do not change these tokens;
 - a failure that concerns one request ends only that request, with an error of one line. Such failures are an adapter
   that cannot be loaded, a logits hook or `on_text` that raises, a tokenizer that fails, and a value that is not finite
   (lost_rows.py). If the provider fails in a step, the requests of that step fail, and waiting requests are still

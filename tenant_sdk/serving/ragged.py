@@ -9,9 +9,9 @@ The step that is being computed is in a context variable, so that engines in sev
 
 Guarantees: a request's logits depend only on its own tokens, up to the rounding of floating-point sums. The module
 supports causal attention, with or without a sliding window and soft-capping. Models with any other attention are
-refused with an error of one line, so that no answer is wrong. Refused are other mask shapes, extra arguments such as
-attention sinks or position biases, rotary embeddings whose frequencies depend on the longest row of a batch, and models
-that keep another state than keys and values.
+refused with an error of one line, so that no answer is wrong. These models are refused: models with other mask shapes,
+extra arguments such as attention sinks or position biases, rotary embeddings whose frequencies depend on the longest
+row of a batch, and models that keep another state than keys and values.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> _Window:
-    """Returns what the attention function needs to know in place of a mask. Model code calls this function to make a
+    """Returns the window, which the attention function gets in place of a mask. Model code calls this function for a
     mask.
 
     Raises:

@@ -28,7 +28,8 @@ tenant_sdk/fixed_length.py."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt's tokens. `num_padding` tokens `pad` come before them, to which no token attends."""
+    """Holds a prompt's tokens. Before them come `num_padding` padding tokens with the id `pad`; no token attends to the
+    padding."""
 
     token_ids: list[int] = field(repr=False)
     num_padding: int
@@ -61,7 +62,7 @@ class Ending:
 class Request:
     """Holds the state of a request, which only the engine's thread changes.
 
-    The scheduler also uses the request as its `scheduler.Adapter`.
+    This class also implements the protocol `scheduler.Adapter`.
     """
 
     number: int
@@ -77,7 +78,7 @@ class Request:
     reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        """Sets the request's tokens to those of the prompt, and its text to nothing."""
+        """Sets the request's tokens to the prompt's tokens, and starts with an empty text."""
         self._stream = TextStream(self.decoding, self.ending.stops)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
@@ -93,15 +94,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of rows of the prompt and of the longest answer. An answer's last token needs no row."""
+        """Returns the number of rows of the prompt and the longest allowed answer together. An answer's last token
+        needs no row."""
         return self.prompt.num_rows + self.ending.max_new_tokens - 1
 
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
-        """Describes a segment's rows for the model; allocates the request's KV before its first segment.
+        """Returns the description of a segment's rows for the model; allocates keys and values (KV) at the first
+        segment.
 
         Args:
             segment: a segment of this request.
-            make_kv: allocates KV for a given number of tokens.
+            make_kv: a function that allocates KV for a given number of tokens.
         """
         if self.kv is None:
             self.kv = make_kv(self.num_tokens)
@@ -110,7 +113,8 @@ class Request:
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
-        """Returns the token ids and positions of a segment's rows; padding has position 0."""
+        """Returns the token ids and positions of a segment, which is the request's rows in a step; padding has position
+        0."""
         offset = self.prompt.num_padding
         places = [place - offset for place in range(segment.start, segment.stop)]
         ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in places]

@@ -104,7 +104,8 @@ def named_text(source: LocalSource, folder: Path) -> TenantText:
 
 
 def provider_text(folder: Path) -> TenantText:
-    """Returns the provider's own tokenizer, restricted as this module's guarantees say.
+    """Returns the provider's own tokenizer, which has only allowed components, and whose chat template never sees a
+    text.
 
     Raises:
         ConfigurationError: the bundle has no tokenizer, or the tokenizer has a component that is not allowed.

@@ -56,7 +56,7 @@ class _Weights:
 
     Attributes:
         model: the model; its tensors have no storage if `streamed`.
-        read: a function that returns the tensor with a state-dict name.
+        read: a function that takes a state-dict name and returns the tensor of this name.
         streamed: whether `read` reads from disk; otherwise all tensors are in memory.
     """
 
@@ -382,7 +382,7 @@ def _hold(source: LocalSource) -> _Weights:
 
 @contextlib.contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides its progress
+    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides the progress
     bar.
 
     transformers has no option for either, so functions are replaced inside the context; see provider/model/load.py.

@@ -90,7 +90,7 @@ class Pins:
     """Reads and writes the pins in one folder, under a lock, so that several processes may do so at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Uses `pins.json` in `folder`, the folder of the identity, or the cache if there is no identity."""
+        """Uses `pins.json` in `folder`, which is the identity's folder, or the cache if there is no identity."""
         self._folder = folder
         self._path = folder / "pins.json"
 

@@ -130,7 +130,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def fetch(name: str, entry: Entry, cache: Path, max_file_bytes: int) -> None:
-    """Downloads an adapter into a subfolder of `cache` that is named by the adapter's digest, unless it exists already.
+    """Downloads an adapter into a subfolder of `cache` that is named by the adapter's digest; does nothing if this
+    subfolder exists.
 
     Args:
         name: the adapter's name, for error messages.
