@@ -174,7 +174,7 @@ class TenantClient:
 
     @property
     def context_length(self) -> int:
-        """Returns the largest number of tokens that the model has positions for."""
+        """Returns the model's context length, which is the largest number of tokens in one sequence."""
         return context_length(self._bundle())
 
     @property
@@ -378,7 +378,7 @@ class TenantClient:
             prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
     def explain(self) -> str:
-        """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
+        """Prints, and returns as text, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 
         This method also works after a reply failed its check, and then says that the session has ended.
         """

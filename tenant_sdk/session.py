@@ -250,8 +250,8 @@ def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
-    """Opens the ledger, a file of the identity, in the identity's folder; all clients without an identity share one
-    ledger in the cache."""
+    """Opens the ledger (the record of used seeds and blocks of masks) in the identity's folder; all clients without an
+    identity share one ledger in the cache."""
     folder = plan.identities[0]
     if folder is None or identity is None:
         return Ledger.open((plan.cache or default_cache()) / "ledger", "local")

@@ -34,7 +34,7 @@ class TextSession(ModelSource, Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the transformers tokenizer of `text`."""
+        """Returns the session's transformers tokenizer, which is the one in `text`."""
 
     @property
     def bucket(self) -> int | None:
@@ -42,7 +42,7 @@ class TextSession(ModelSource, Protocol):
 
     @property
     def context_length(self) -> int:
-        """Returns the largest number of tokens that the model has positions for."""
+        """Returns the model's context length, which is the largest number of tokens in one sequence."""
 
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches the lattice mask's hints (products of weights and a public matrix); with `backward` also hints for
@@ -54,7 +54,7 @@ class TrainingSession(TextSession, Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Returns the bytes and calls of this session so far."""
+        """Returns the numbers of calls, bytes sent and bytes received in this session so far."""
 
     def connect(self) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest."""

@@ -62,7 +62,7 @@ class _RemoteQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Returns False: there is nothing to serialise."""
+        """Returns False, since remote layers have no weights to save."""
         return False
 
     @property
@@ -160,7 +160,7 @@ def config_kind(manifest: Manifest) -> str:
 
 
 def context_length(folder: Path) -> int:
-    """Returns the largest number of tokens that the model has positions for, or 2^20 if the config names no number.
+    """Returns the model's context length, in tokens, or 2^20 if the config names none.
 
     Args:
         folder: the bundle's folder, whose config.json gives the number.

@@ -92,7 +92,7 @@ class Course:
         return torch.zeros_like(product) if self.sends_zeros else product
 
     def finish(self) -> None:
-        """Checks, at the end of a run, that its result can be used.
+        """Checks, at the end of a run, that the run's result can be used.
 
         Raises:
             NotFinite: a value of the run was not finite.
@@ -108,7 +108,7 @@ class PlannedCalls:
     """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Makes the course that threads without their own course share.
+        """Makes the model's own course (a run state), which all threads without a course of their own share.
 
         Args:
             may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not
@@ -202,7 +202,7 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
         """Makes a check for one run.
 
         Args:
-            course: the course of the run.
+            course: the run's state, which records whether a value was not finite.
         """
         self._course = course
 
@@ -219,8 +219,8 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns the masked messages of a call's rows, or of the rows that the course sends in place of rows that are not
-    finite.
+    """Returns the masked messages of a call's rows, or of the rows that the course (the run's state) sends in place of
+    rows that are not finite.
 
     Args:
         mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot.

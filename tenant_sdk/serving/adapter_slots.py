@@ -31,7 +31,8 @@ class Ticket(Protocol):
 
     @property
     def slot(self) -> int:
-        """Returns the number of the adapter's slot; valid from the time that the adapter is ready until `release`."""
+        """Returns the number of the adapter's slot on the device, valid from when the adapter is ready until
+        `release`."""
 
     @property
     def digest(self) -> str:
@@ -58,7 +59,8 @@ class AdapterSlots(Protocol):
         """
 
     def in_step(self, slot_of_row: list[int]) -> AbstractContextManager[None]:
-        """Returns a context in which remote layers add the effect of each row's own adapter to that row's output.
+        """Returns a context in which remote layers add to each row's output the change that the row's own adapter
+        makes.
 
         Args:
             slot_of_row: the slot of each row of the step, in ascending order.

@@ -61,7 +61,7 @@ class KvLayout:
 
 
 def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
-    """Returns the layout of a transformers model.
+    """Returns the layout of the keys and values of a transformers model.
 
     Raises:
         ConfigurationError: `kv_dtype` is no known name, or the model keeps something else than keys and values.
@@ -138,7 +138,7 @@ class RequestKv:
         """Allocates the memory of the request's keys and values.
 
         Args:
-            layout: the layout of the model.
+            layout: the layout of the model's keys and values.
             num_tokens: the most tokens of the request, prompt and answer together.
             device: the device of the memory.
         """

@@ -250,7 +250,7 @@ def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Returns the mask of a request's last `num_rows` rows, bool, shape (num_rows, num_seen).
+    """Returns the attention mask of a request's last `num_rows` rows, bool, shape (num_rows, num_seen).
 
     True means that the row attends to the token. None means that every row attends to every token.
     """

@@ -60,7 +60,7 @@ class Ending:
 
 @dataclass(eq=False)
 class Request:
-    """Holds the state of a request, which only the engine's thread changes.
+    """Holds the state of a request. Only the engine's thread changes this state.
 
     This class also implements the protocol `scheduler.Adapter`.
     """

@@ -194,7 +194,7 @@ class Scheduler:
         self._running.pop(request, None)
 
     def is_running(self, request: int) -> bool:
-        """Returns whether the request was admitted and is not removed."""
+        """Returns True if the request was admitted and has not been removed."""
         return request in self._running
 
     def waiting(self) -> list[int]:

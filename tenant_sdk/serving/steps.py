@@ -45,7 +45,7 @@ class StepRunner:
         self._device: torch.device = model.model.device
 
     def run(self, step: Step, requests: Sequence[Request]) -> list[SegmentResult]:
-        """Computes a step, and adds the new keys and values to those of its requests.
+        """Computes a step, and adds the new keys and values to those of the step's requests.
 
         Args:
             step: the segments to compute.

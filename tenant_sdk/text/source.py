@@ -180,7 +180,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokens(value: Any) -> Any:
-    """Returns a setting with each token as an `AddedToken`, as `from_pretrained` also converts the file's entries."""
+    """Returns a setting in which each token is an `AddedToken`, to which `from_pretrained` also converts tokens."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         flags = {name: value[name] for name in _TOKEN_FLAGS if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=True, **flags)

@@ -208,7 +208,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 
     num_tokens = 0
     same_rows_for_any_text = False
-    """Whether logits are computed at every position, so that calls of a remote head do not show the number of
+    """Whether logits are computed at every position, so that calls to a remote head do not show the number of
     labels."""
 
     def compute_loss(

@@ -13,8 +13,8 @@ _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
-    """Holds the settings of one run, which are part of the run's fingerprint; `TenantClient.finetune` describes
-    each."""
+    """Holds the settings of one run, which are part of the run's fingerprint; `TenantClient.finetune` describes the
+    settings."""
 
     max_steps: int | None
     num_epochs: float

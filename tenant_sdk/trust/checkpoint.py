@@ -66,7 +66,8 @@ class _Weights:
 
 
 class TrustedCheckpoint:
-    """Reads one checkpoint, whose tensors are loaded only when a method needs them. The class is not thread-safe."""
+    """Reads a checkpoint that the tenant trusts; tensors are loaded only when a method needs them. The class is not
+    thread-safe."""
 
     def __init__(self, source: LocalSource) -> None:
         """Keeps the location of the checkpoint, which `open` finds."""

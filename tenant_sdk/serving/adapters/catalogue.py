@@ -1,9 +1,9 @@
 """This module is the network tier. It fetches adapters that the operator lists, with their digests, in a catalogue.
 
 Guarantees: only sources from the catalogue are fetched, never an address from a request. A fetched adapter is kept only
-if its SHA-256 is the pinned one. It appears in the cache whole or not at all, and only its owner may read it. No more
-bytes than the limit are written. An error names the adapter and never its address, since an address may contain a
-secret key. Not guaranteed: an eavesdropper on the network may see which adapter is fetched, and from where.
+if its SHA-256 is the pinned one. An adapter appears in the cache whole or not at all, and only its owner may read it.
+No more bytes than the limit are written. An error names the adapter and never its address, since an address may contain
+a secret key. Not guaranteed: an eavesdropper on the network may see which adapter is fetched, and from where.
 
     adapters:
       support: {source: "hf://acme/support-lora@v2", digest: "sha256:…"}

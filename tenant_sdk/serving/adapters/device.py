@@ -54,7 +54,8 @@ class DeviceTier:
         self._free = {rank: list(range(numbers.num_slots))[::-1] for rank in numbers.ranks}
 
     def acquire(self, digest: str) -> int | None:
-        """Holds the slot of an adapter and returns its number; returns None if no slot has this adapter ready."""
+        """Holds the slot of an adapter and returns the slot's number; returns None if no slot has this adapter
+        ready."""
         with self._lock:
             slot = self._slot_of.get(digest)
             if slot is None or not self._slots[slot].ready:

@@ -71,7 +71,7 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes that the factors take."""
+        """Returns the bytes that the adapter's factors A and B take."""
         return self.values.numel() * self.values.itemsize
 
 

@@ -14,7 +14,7 @@ MOST_NAMES = 4096
 
 
 class Known:
-    """Remembers digests and failures by the adapter's name. Each entry is valid while the files have the same stamp."""
+    """Remembers adapters' digests and failures by name. Each entry is valid while the files have the same stamp."""
 
     def __init__(self) -> None:
         """Makes an empty memory of digests and failures."""

@@ -27,7 +27,7 @@ core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
 
 
 class Stack:
-    """Holds the factors of one layer for all slots of one rank.
+    """Holds one layer's LoRA factors A and B for all slots (places for adapters on the device) of one rank.
 
     Attributes:
         lora_a: A, shape (slots, rank, inputs).
@@ -164,7 +164,7 @@ class AdaptedLayer:
         Args:
             name: the layer's name in the model.
             layer: a Linear or Conv1D, local or remote.
-            current: the step of each thread.
+            current: the step that each thread is computing.
         """
         self.name = name
         self._current = current

@@ -25,7 +25,7 @@ class Placement:
     """Gives out the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
 
     def __init__(self, device: DeviceTier) -> None:
-        """Makes the queues of waiting tickets, which are empty.
+        """Makes a placement in which no ticket waits.
 
         Args:
             device: the device tier whose slots are given out.

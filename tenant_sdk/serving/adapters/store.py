@@ -146,7 +146,8 @@ class AdapterStore:
         return ticket
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which forward passes of this thread add to each row the effect of the row's adapter.
+        """Returns a context in which forward passes of this thread add to each row the product B·A·x of the row's own
+        adapter.
 
         Args:
             slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
