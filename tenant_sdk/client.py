@@ -388,7 +388,8 @@ class TenantClient:
         return text
 
     def _problem(self, session: Session) -> str | None:
-        """Returns the error text with which an unverified session will be refused when it is used, or None."""
+        """Returns the error text with which an unverified session will be refused when used; None if no such error is
+        known."""
         if session.verifier is not None:
             return None
         try:

@@ -194,7 +194,8 @@ def unverified(plan: Plan) -> str:
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError if both URLs lead to one provider: it would receive both shares of every row."""
+    """Raises ConfigurationError if both URLs lead to one provider, since that provider would receive both shares of
+    every row."""
     networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):

@@ -42,7 +42,7 @@ FAILED = (
 
 
 class NotFiniteWarning(UserWarning):
-    """A model continues with zeros after a value that was not finite; the result of its run is worthless."""
+    """A model continues with zeros after a value that was not finite; the result of the run is worthless."""
 
 
 @dataclass(eq=False)

@@ -177,7 +177,7 @@ class RemoteExecutor:
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled."""
+        """Raises TypeError, so that this object is never pickled."""
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
@@ -209,7 +209,7 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Checked:
-    """Holds a pending reply, and verifies it before any other code sees it."""
+    """Holds a pending reply, and verifies the reply before any other code gets it."""
 
     pending: Pending
     call: Call
@@ -217,7 +217,7 @@ class _Checked:
     executor: RemoteExecutor
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply, checks it while it is still masked, and returns it."""
+        """Waits for the reply, checks the reply while it is still masked, and returns the masked reply."""
         reply = self.pending.result()
         self.executor.check(self.call, self.payload, reply)
         return reply
@@ -228,7 +228,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs of the group's members; keeps only shape and dtype of the input for the backward pass."""
+        """Returns the outputs of the group's layers; keeps only shape and dtype of the input for the backward pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -356,5 +356,5 @@ class RemoteGroup:
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled."""
+        """Raises TypeError, so that this object is never pickled."""
         raise TypeError("a remote layer group cannot be pickled: save the adapter instead")

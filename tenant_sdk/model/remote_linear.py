@@ -47,7 +47,7 @@ class RemoteWeight(torch.Tensor):
 
 
 class _Remote(nn.Module):
-    """Holds the bias of a RemoteLinear or RemoteConv1D and its place in a layer group, but no weight."""
+    """Holds the bias of a RemoteLinear or RemoteConv1D and the layer's place in a layer group, but no weight."""
 
     bias: nn.Parameter | None
 
@@ -76,8 +76,8 @@ class _Remote(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def attach(self, group: RemoteGroup, index: int, device: torch.device) -> None:
-        """Makes this module layer number `index` of a layer group; callers must first load the bundle's tensors, which
-        include the bias."""
+        """Assigns this module to a layer group, as the group's layer number `index`; callers must first load the
+        bundle's tensors, which include the bias."""
         self._group, self._index, self._device = group, index, device
         if self.bias is not None:
             self.base_bias = self.bias.detach().clone()

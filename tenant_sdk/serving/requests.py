@@ -89,7 +89,8 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Returns the number of the adapter's slot; 0, which means no adapter, if the request was lost."""
+        """Returns the number of the adapter's slot on the device; 0, which means no adapter, if the request was
+        lost."""
         return NO_ADAPTER if self.is_lost else self.ticket.slot
 
     @property
@@ -158,7 +159,8 @@ class Request:
                 self.on_text(text)
 
     def lose(self) -> None:
-        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its KV."""
+        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its keys
+        and values."""
         self.is_lost = True
         self._token_ids = [self.prompt.pad] * len(self._token_ids)
         if self.kv is not None:

@@ -63,7 +63,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds the segments that are computed together, one for each request, in ascending order of their slots."""
+    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter slots."""
 
     segments: tuple[Segment, ...]
 

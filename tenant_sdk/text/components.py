@@ -135,7 +135,7 @@ _ALLOWED: Mapping[str, _Rules] = {
         "Strip": _strips_at_most_one,
     },
 }
-"""The check that a component's settings must pass, by slot (a top-level entry) of tokenizer.json and by the component's
+"""The checks that components' settings must pass, by slot (a top-level entry) of tokenizer.json and by component
 type."""
 
 _ONCE = {
@@ -143,7 +143,7 @@ _ONCE = {
     "pre_tokenizer": ("ByteLevel", "Metaspace"),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
 }  # fmt: skip
-"""The components that may lengthen a text, by slot (a top-level entry) of tokenizer.json; each of them may therefore
+"""The components that may lengthen a text, by slot (a top-level entry) of tokenizer.json; each component may therefore
 occur only once."""
 
 _CHILDREN = {
@@ -175,7 +175,7 @@ def check_components(content: Mapping[str, Any]) -> None:
 
 
 def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
-    """Checks all components in one slot (a top-level entry) of tokenizer.json, and returns their types."""
+    """Checks all components in one slot (a top-level entry) of tokenizer.json, and returns the components' types."""
     if part is None and slot != "model":
         return []
     kind = part.get("type") if isinstance(part, dict) else None

@@ -30,8 +30,8 @@ class FinetuneSettings:
     gradient_checkpointing: bool
 
     def check(self) -> None:
-        """Raises ConfigurationError for an impossible value; callers must call it before they send rows or write
-        files."""
+        """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
+        write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
         for name in positive:

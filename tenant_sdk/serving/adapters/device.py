@@ -21,8 +21,8 @@ from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
 
 @dataclass
 class _Slot:
-    """Holds the state of a slot with an adapter. The slot is idle if it has no holders, and `ready` once it is
-    filled."""
+    """Holds the state of a slot (a place on the device) with an adapter. The slot is idle if it has no holders, and
+    `ready` once it is filled."""
 
     digest: str
     holders: int

@@ -51,7 +51,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Run:
-    """Describes the rows `begin` to `end` of a step, which have one adapter. `place` is the adapter's index in the
+    """Describes the rows `begin` to `end` of a step, which share one adapter. `place` is the adapter's index in the
     stacks of its rank."""
 
     place: int
@@ -141,13 +141,13 @@ class SlotNumbers:
 
 
 class CurrentStep(threading.local):
-    """Holds the step that the current thread computes; None outside a step."""
+    """Holds the step (one forward pass) that the current thread computes; None outside a step."""
 
     value: Step | None = None
 
     @contextlib.contextmanager
     def of(self, step: Step) -> Iterator[None]:
-        """Makes `step` the current step inside the context, and restores the previous step after it."""
+        """Makes `step` the current step inside the context, and restores the previous step afterwards."""
         before, self.value = self.value, step
         try:
             yield

@@ -34,12 +34,12 @@ from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
 RANKS = (8, 16, 32, 64, 128, 256)
-"""The ranks of the stacks. An adapter is padded to the next of these ranks, and is refused if its rank is larger than
-all of them."""
+"""The ranks of the stacks. An adapter is padded to the smallest of these ranks that is large enough, and is refused if
+its rank is larger than all of them."""
 HOST_BYTES = 1 << 30
 """The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
 MOST_SLOTS = 64
-"""The most slots of a rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
+"""The most slots (adapters on the device) of one rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
 NUM_FETCHERS = 2
 """The number of adapters that are fetched from the network at the same time."""
 

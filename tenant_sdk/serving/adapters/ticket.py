@@ -55,7 +55,7 @@ class AdapterTicket:
         return self.placed[1]
 
     def release(self) -> None:
-        """Ends the hold on the adapter, or stops waiting for it; a second call does nothing."""
+        """Ends the hold on the adapter, or stops waiting for the adapter; a second call does nothing."""
         self._release(self)
 
 
