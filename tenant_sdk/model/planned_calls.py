@@ -179,7 +179,7 @@ def check_run(model: Any) -> None:
 
 
 def trainable(model: Any) -> Iterator[torch.Tensor]:
-    """Yields the trainable parameters of a model, detached."""
+    """Yields the trainable parameters of a model, detached from autograd."""
     return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -311,7 +311,7 @@ class RemoteGroup:
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """Calls `RemoteExecutor.run` in float32 with autocast off."""
+        """Returns the product that `RemoteExecutor.run` gives, computed in float32 with autocast off."""
         kind = rows.device.type
         if not torch.is_autocast_enabled(kind):
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)

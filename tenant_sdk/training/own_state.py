@@ -31,7 +31,7 @@ _DRAWS = frozenset({
     torch.normal, torch.bernoulli, torch.multinomial,
     nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # a mode sees a call of these as one call
 })  # fmt: skip
-"""The random operations that take a generator as an argument; others, such as dropout, always use torch's own
+"""The random operations that take a generator as an argument; other operations, such as dropout, always use torch's own
 generator."""
 
 

@@ -325,7 +325,7 @@ def _generation_config(folder: Path) -> Any:
 
 
 def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
-    """Returns (file, key in the file) of every tensor of the model, by name and with tied names; returns None if the
+    """Returns (file, key in the file) of every tensor of the model, by name, tied names included; returns None if the
     names alone do not determine where the tensors are."""
     places: dict[str, tuple[Path, str]] = {}
     transforms = get_model_conversion_mapping(model)

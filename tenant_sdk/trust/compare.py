@@ -38,8 +38,8 @@ _PRIVATE_KEYS = frozenset(
         *("is_local", "local_files_only", "auto_map"),
     }
 )
-"""The config keys that an honest provider removes (provider/model/bundle.py). They are removed from the trusted config
-too, so that a bundle with such a key differs."""
+"""The config keys that an honest provider removes (provider/model/bundle.py). The same keys are removed from the
+trusted config, so that a bundle with such a key differs."""
 _HARMLESS_KEYS = frozenset({"transformers_version"})
 
 ReadTensor = Callable[[str], torch.Tensor]

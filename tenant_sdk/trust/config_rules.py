@@ -112,8 +112,8 @@ def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 
 def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Returns the allowed entries of a config inside a config. If `config_class` allows any class, the entry
-    `model_type` names the class."""
+    """Returns the allowed entries of a config that is nested in another config. If `config_class` allows any class, the
+    entry `model_type` names the class."""
     kind = content.get("model_type")
     if config_class is AutoConfig:
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

@@ -30,7 +30,7 @@ class _Slot:
 
 
 class DeviceTier:
-    """Keeps adapters in slots on the device, the same number of slots for each rank."""
+    """Keeps adapters in slots on the device; each rank has the same number of slots."""
 
     def __init__(
         self, layers: Mapping[str, AdaptedLayer], shapes: Mapping[str, tuple[int, int]], numbers: SlotNumbers,

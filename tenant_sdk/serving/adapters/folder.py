@@ -26,7 +26,7 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 
 class AdapterFolder:
-    """Finds and opens the adapters of a folder, each of which is a subfolder."""
+    """Finds and opens the adapters of a folder, each of which has its own subfolder."""
 
     def __init__(self, root: Path, base: Base, max_file_bytes: int) -> None:
         """Checks the names in the folder, without opening its adapters.

@@ -38,7 +38,7 @@ class PackedLayer:
 
     @property
     def num_weights(self) -> int:
-        """Returns how many numbers A and B have together."""
+        """Returns how many numbers the factors A and B have together."""
         return self.rank * (self.in_features + self.out_features)
 
     def factors(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +104,8 @@ def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAd
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
-    """Describes a layer for packing. The layer's scaling is multiplied into B if this rounds nothing, and is kept as a
-    separate number otherwise."""
+    """Returns the description of a layer in a packed adapter. The layer's scaling is multiplied into B if this rounds
+    nothing, and is kept as a separate number otherwise."""
     exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
@@ -142,7 +142,7 @@ class HostTier:
 
     def make_room(self, num_bytes: int) -> bool:
         """Drops the adapters that were used longest ago until `num_bytes` are free; returns False, and drops nothing,
-        if the whole budget is smaller than that."""
+        if the whole budget is smaller than `num_bytes`."""
         with self._lock:
             if num_bytes > self.budget_bytes:
                 return False

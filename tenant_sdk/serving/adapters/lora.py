@@ -88,7 +88,8 @@ class Step:
 
 @dataclass(frozen=True)
 class SlotNumbers:
-    """Numbers the slots. Number 0 means no adapter; then each rank has `num_slots` numbers, the smallest rank first."""
+    """Numbers the slots (places for adapters on the device). Number 0 means no adapter; then each rank has `num_slots`
+    numbers, the smallest rank first."""
 
     ranks: tuple[int, ...]
     num_slots: int
