@@ -160,8 +160,8 @@ def open_bundle(plan: Plan, session: Session) -> Path:
 
 
 def _pinned_as(plan: Plan) -> str:
-    """Returns the key of a provider's pins (digests from first use): certificate authority and tenant, or the URL if
-    there is no identity."""
+    """Returns the key under which a provider's pins (digests from first use) are kept: certificate authority and
+    tenant, or the URL if there is no identity."""
     folder = plan.identities[0]
     if folder is None:
         return _place(plan.urls[0])

@@ -34,7 +34,7 @@ _NEEDLESS = frozenset({
     "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "output_hidden_states",
     "logits_to_keep", "return_dict", "cache_position", "position_embeddings", "num_items_in_batch",
 })  # fmt: skip
-"""The arguments of attention functions that are ignored. The window comes with the mask that the model asks for."""
+"""The arguments that the attention function here ignores. The window comes with the mask that the model asks for."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
 batch."""
@@ -168,7 +168,7 @@ def check_servable(model: Any) -> None:
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yields the kinds of rotary embeddings that a config names, of all layer types."""
+    """Yields the kinds of rotary embeddings that a config names for its layer types."""
     if isinstance(parameters, dict):
         yield str(parameters.get("rope_type", "default"))
         for value in parameters.values():

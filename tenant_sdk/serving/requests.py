@@ -37,7 +37,7 @@ class Prompt:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of the prompt's rows, padding included, which is what the provider sees."""
+        """Returns the number of the prompt's rows, padding included; the provider sees this number."""
         return self.num_padding + len(self.token_ids)
 
 

@@ -164,7 +164,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Returns the number of requests that are admitted and not removed."""
+        """Returns the number of requests that were admitted and have not been removed."""
         return len(self._running)
 
     @property

@@ -82,5 +82,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of the text with which the stop string begins."""
+    """Returns the length of the longest suffix of the text that is a prefix of the stop string."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -335,7 +335,8 @@ class AdapterStore:
                 self._loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives free slots of a rank to the tickets that wait for one, in order. Only the loading thread runs this."""
+        """Gives free slots of a rank to the tickets that wait for a slot, in the order of waiting. Only the loading
+        thread runs this."""
         while (job := self._placement.next_job(rank)) is not None:
             self._load(job, first=True)
 
