@@ -1,7 +1,7 @@
-"""This package fine-tunes and runs adapters on a base model that a provider holds; it exports all that a user needs.
+"""This package fine-tunes and runs adapters on a base model that a provider holds, and exports all that a user needs.
 
 The import of this package does not load torch, fetches nothing and sets no environment variable. An exported name that
-needs torch is imported when the name is first used. Call `tune` before that, as in
+needs torch is imported when the name is first used. Call `tune` before the first such use, as in
 
     import tenant_sdk
 
@@ -125,12 +125,12 @@ _MODULE_OF = {
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
 }
-"""The module of each exported name that is imported only when it is first used. These modules load torch, which takes
-seconds."""
+"""Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
+takes seconds."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `_MODULE_OF` when it is first used."""
+    """Imports and returns an exported name that needs torch, when the name is first used."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

@@ -63,7 +63,8 @@ def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:
 
 
 def virtual_tokens(peft_config: Any) -> int:
-    """Returns the number of tokens that an adapter puts before every row: 0 except for prompt-learning methods.
+    """Returns the number of tokens that an adapter puts before every prompt or training row: 0 except for
+    prompt-learning methods.
 
     Raises:
         ConfigurationError: the number is not a positive whole number.

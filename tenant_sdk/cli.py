@@ -162,7 +162,7 @@ def generate(
         bool, typer.Option("--fixed-length", help="Send the calls of the longest answer, whatever the text is.")
     ] = False,
 ) -> None:
-    """Answer a prompt, printed as it is made."""
+    """Answer a prompt, and print the answer piece by piece."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if adapter is not None and not adapter.is_dir():
         from wire.errors import ConfigurationError

@@ -80,7 +80,8 @@ class TenantClient:
             weights: `int8` or `native`, for an inproc: provider only; a networked provider's operator chooses.
             dtype: the dtype of activations and of the tenant's own tensors.
             device: the device on which attention, norms and adapters run.
-            cache: folder for bundles and hints; $VEILBASE_CACHE or ~/.cache/veilbase by default.
+            cache: folder for providers' bundles and for the lattice mask's hints; $VEILBASE_CACHE or ~/.cache/veilbase
+                by default.
             progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched.
             tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
                 as the provider's tokenizer does. Without `tokenizer` and `verify`, the provider's tokenizer decides how
@@ -173,13 +174,13 @@ class TenantClient:
 
     @property
     def context_length(self) -> int:
-        """Returns the largest number of tokens that the model has positions for."""
+        """Returns the model's context length, which is the largest number of tokens in one sequence."""
         return context_length(self._bundle())
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the session's tokenizer; the chat template of an unverified provider's tokenizer does not see
-        text."""
+        """Returns the session's tokenizer; the chat template of an unverified provider's tokenizer is never rendered
+        over the messages' contents."""
         return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:
@@ -232,7 +233,7 @@ class TenantClient:
             peft_config: the config of any PEFT method that does not read base weights; LoRA on all linear layers by
                 default. The object is not changed.
             output_dir: the adapter's folder; checkpoints are kept in `OUTPUT_DIR.checkpoints` until the run ends.
-            max_steps: number of optimizer steps; None for as many as `num_epochs` takes.
+            max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
             num_epochs: number of passes over the data; ignored if `max_steps` is given.
             batch_size: rows that go through the model together.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
@@ -301,10 +302,11 @@ class TenantClient:
             adapter: a PEFT adapter folder; None for the base model.
             max_new_tokens: the most tokens of the answer, which has to fit into the context together with the prompt
                 and the adapter's virtual tokens; None for 128, or for fewer if the context has less room.
-            on_text: a function that is called with each piece of text as it is ready; not possible with beam search.
-            fixed_length: whether the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are;
-                the text still ends at the first stop token. Not possible with beam search or with options that end an
-                answer early.
+            on_text: a function that is called with each piece of text as soon as the piece is ready; not possible with
+                beam search.
+            fixed_length: whether the provider always gets the calls of an answer of `max_new_tokens` tokens, whatever
+                the tokens are; the text still ends at the first stop token. Not possible with beam search or with
+                options that end an answer early.
             options: arguments of transformers' `generate`, such as do_sample, temperature, top_p or num_beams.
 
         Returns:
@@ -352,7 +354,8 @@ class TenantClient:
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the hints that the lattice mask needs once per layer, with a progress bar; other masks have no hints.
+        """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks
+        have no hints.
 
         Args:
             backward: whether hints for gradients, which fine-tuning needs, are fetched too.
@@ -375,9 +378,9 @@ class TenantClient:
             prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
     def explain(self) -> str:
-        """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
+        """Prints, and returns as text, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 
-        This method also works after a failed check, and then says that the session has ended.
+        This method also works after a reply failed its check, and then says that the session has ended.
         """
         session = self._open()
         text = explain(session, self._plan, self._problem(session))
@@ -385,7 +388,8 @@ class TenantClient:
         return text
 
     def _problem(self, session: Session) -> str | None:
-        """Returns the error text with which an unverified session will be refused when it is used, or None."""
+        """Returns the error text with which an unverified session will be refused when used; None if no such error is
+        known."""
         if session.verifier is not None:
             return None
         try:
@@ -405,7 +409,7 @@ class TenantClient:
                 self._session.close()
 
     def __enter__(self) -> TenantClient:
-        """Connects, so that a wrong URL or identity raises its error at once."""
+        """Connects and returns the client, so that a wrong URL or identity raises an error at once."""
         try:
             self.connect()
         except BaseException:

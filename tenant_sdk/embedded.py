@@ -14,7 +14,7 @@ SCHEME = "inproc:"
 
 
 def connect_inproc(url: str, weights: str | None = None) -> Connection:
-    """Loads the model named by `inproc:MODEL` and connects to it.
+    """Loads the model that `inproc:MODEL` names, and returns a connection to a provider of this model.
 
     Args:
         url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.

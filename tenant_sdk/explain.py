@@ -55,7 +55,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
 
 
 def _row_counts(verified: bool, plan: Plan) -> str:
-    """Says which party decides how many rows a text takes, and whether the number of rows depends on the text."""
+    """Returns the text that says whether the number of rows depends on a text, and which party decides this number."""
     if plan.bucket is not None:
         return (
             f"prompts and training rows take {plan.bucket} rows each, whatever they say; an answer's length shows "
@@ -73,7 +73,7 @@ def _row_counts(verified: bool, plan: Plan) -> str:
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:
-    """Says how many bytes a token takes in the forward and in the backward pass.
+    """Returns the text that says how many bytes are sent and received for a token in the forward and the backward pass.
 
     With `shares` both providers send replies, and only one receives rows. The other receives 48 bytes a call, which are
     not counted.

@@ -27,7 +27,7 @@ _OF_GUESSING = (
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight",
 )  # fmt: skip
-"""Settings of the options in `_GUESSING`; every GenerationConfig has default values for these settings."""
+"""Settings that belong to the options in `_GUESSING`; every GenerationConfig has default values for these settings."""
 _ENDS_EARLY: dict[str, Any] = dict.fromkeys(
     (
         "max_time", "stop_strings", "stopping_criteria", "early_stopping", "min_length", "min_new_tokens",
@@ -75,7 +75,8 @@ def fixed_settings() -> dict[str, Any]:
 
 
 def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
-    """Returns the tokens of an answer up to and including its first stop token, or all of them if it has none."""
+    """Returns the tokens of an answer up to and including the first stop token, or all tokens if none is a stop
+    token."""
     for position, token_id in enumerate(token_ids):
         if token_id in stop_ids:
             return token_ids[: position + 1]
@@ -90,7 +91,7 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         """Makes a check for one answer.
 
         Args:
-            course: records whether a value of this answer was NaN or infinite.
+            course: the answer's run state, which records whether a value was NaN or infinite.
             bounds: whether large logits are cut, so that sampling never overflows.
         """
         self._course, self._bounds = course, bounds

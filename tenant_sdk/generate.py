@@ -84,7 +84,7 @@ def generate(
     """Answers a prompt; `TenantClient.generate` describes arguments and errors.
 
     Args:
-        session: the tenant's session, which is connected here if it is not yet.
+        session: the tenant's session, which this function connects if the session is not connected yet.
         prompt, adapter, max_new_tokens, on_text, fixed_length, options: the arguments of `TenantClient.generate`.
 
     Returns:
@@ -181,7 +181,8 @@ def prompt_tokens(
 
 
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt; if an unverified provider's tokenizer fails on it, warns and returns no ids.
+    """Returns the token ids of a prompt; if an unverified provider's tokenizer fails on the prompt, warns and returns
+    no ids.
 
     Such a provider may choose the texts on which its tokenizer fails, and a refusal would show the provider that
     the prompt is one of these texts.
@@ -254,8 +255,8 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _raised_by_generation(exc: Exception) -> bool:
-    """Returns whether an error was raised in transformers' generation code, not in a model or in a function of the
-    user's."""
+    """Returns True if an error was raised in transformers' generation code, and False if a model or the user's own
+    function raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 

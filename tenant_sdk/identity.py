@@ -39,7 +39,8 @@ def issuer_of(identity: TlsIdentity) -> bytes:
 
 
 def tenant_name(identity: TlsIdentity) -> str:
-    """Returns the name in the certificate's alternative name, `veilbase://tenant/NAME` (wire/SPEC.md, section 1).
+    """Returns the tenant's name, which is NAME in the certificate's alternative name `veilbase://tenant/NAME`
+    (wire/SPEC.md, section 1).
 
     Raises:
         ConfigurationError: the certificate has no such name.

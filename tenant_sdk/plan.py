@@ -93,7 +93,8 @@ def make_plan(
 def _providers(
     url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None
 ) -> tuple[tuple[str, ...], tuple[Path | None, ...]]:
-    """Returns the providers' URLs, and for each provider the folder of the identity to use there, or None."""
+    """Returns the providers' URLs, and for each provider the folder of the identity to use with that provider, or
+    None."""
     urls = (url,) if isinstance(url, str) else tuple(url or ())
     if not urls or not all(isinstance(each, str) for each in urls):
         raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
@@ -104,8 +105,8 @@ def _providers(
 
 
 def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weights: str | None) -> None:
-    """Raises ConfigurationError if a provider gets an identity or `weights` and takes none, or if a folder is no
-    identity."""
+    """Raises ConfigurationError if an identity or `weights` is given for a provider that takes none, or if a folder
+    holds no identity."""
     for each, folder in zip(urls, identities, strict=True):
         inproc = each.startswith(embedded.SCHEME)
         if inproc and folder is not None:

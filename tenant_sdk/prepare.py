@@ -22,10 +22,11 @@ from wire.manifest import Manifest
 def prefetch_hints(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
 ) -> None:
-    """Fetches every hint that is not on disk; a repeated call continues an interrupted fetch.
+    """Fetches every hint (a weight's product with the public matrix) that is not on disk; a repeated call continues an
+    interrupted fetch.
 
     Args:
-        scheme: the mask; nothing is fetched unless it is a `Lattice` that stores its hints.
+        scheme: the mask; nothing is fetched unless the mask is a `Lattice` that stores hints.
         manifest, folder: the provider's manifest and its bundle's folder.
         directions: FORWARD, and BACKWARD for fine-tuning.
         progress: whether to show a bar.
@@ -42,7 +43,7 @@ def prefetch_hints(
 def prepare_masks(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
 ) -> None:
-    """Makes masks for `num_rows` tokens, or for fewer if the pool cannot hold as many for every layer."""
+    """Makes masks for `num_rows` tokens in every layer, or for fewer tokens if the pool of masks is too small."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
         features = sum(group.in_features + group.out_features for group, _ in wanted)

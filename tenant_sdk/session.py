@@ -128,9 +128,10 @@ def _find_tokenizer(name: str) -> LocalSource:
 
 
 def open_bundle(plan: Plan, session: Session) -> Path:
-    """Returns the folder of the provider's bundle, which is downloaded at most once.
+    """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded at most once.
 
-    The bundle of an unverified provider over the network is also compared with the bundle at first use.
+    The bundle of an unverified provider over the network is also compared with the digests that were pinned at first
+    use.
 
     Raises:
         ProviderChanged: an unverified provider changed what the tenant has used before.
@@ -159,7 +160,8 @@ def open_bundle(plan: Plan, session: Session) -> Path:
 
 
 def _pinned_as(plan: Plan) -> str:
-    """Returns the key of the pins: certificate authority and tenant, or the URL if there is no identity."""
+    """Returns the key under which a provider's pins (digests from first use) are kept: certificate authority and
+    tenant, or the URL if there is no identity."""
     folder = plan.identities[0]
     if folder is None:
         return _place(plan.urls[0])
@@ -192,7 +194,8 @@ def unverified(plan: Plan) -> str:
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError if both URLs lead to one provider: it would receive both shares of every row."""
+    """Raises ConfigurationError if both URLs lead to one provider, since that provider would receive both shares of
+    every row."""
     networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
@@ -248,7 +251,8 @@ def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
-    """Opens the ledger in the identity's folder; all clients without an identity share one ledger in the cache."""
+    """Opens the ledger (the record of used seeds and blocks of masks) in the identity's folder; all clients without an
+    identity share one ledger in the cache."""
     folder = plan.identities[0]
     if folder is None or identity is None:
         return Ledger.open((plan.cache or default_cache()) / "ledger", "local")

@@ -19,7 +19,8 @@ class ModelSource(Protocol):
     """Describes a session that builds models over the provider's base layers."""
 
     loaded: tuple[Any, Any] | None
-    """(key of the adapter, model) of the last `adapted_model`, which reuses the model for the same adapter; or None."""
+    """(key of the adapter, model) of the last call of `adapted_model`, which reuses the model for the same adapter; or
+    None."""
 
     def load_model(self) -> PreTrainedModel:
         """Returns a new transformers model, in eval mode and with frozen parameters."""
@@ -34,7 +35,7 @@ class TextSession(ModelSource, Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the transformers tokenizer of `text`."""
+        """Returns the session's transformers tokenizer, which is the one in `text`."""
 
     @property
     def bucket(self) -> int | None:
@@ -42,10 +43,11 @@ class TextSession(ModelSource, Protocol):
 
     @property
     def context_length(self) -> int:
-        """Returns the largest number of tokens that the model has positions for."""
+        """Returns the model's context length, which is the largest number of tokens in one sequence."""
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the hints that the mask needs once per layer; with `backward` also those for gradients."""
+        """Fetches the lattice mask's hints (products of weights and a public matrix); with `backward` also hints for
+        gradients."""
 
 
 class TrainingSession(TextSession, Protocol):
@@ -53,7 +55,7 @@ class TrainingSession(TextSession, Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Returns the bytes and calls of this session so far."""
+        """Returns the numbers of calls, bytes sent and bytes received in this session so far."""
 
     def connect(self) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest."""

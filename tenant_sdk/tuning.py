@@ -34,8 +34,8 @@ def tune() -> None:
 
     With GOMP_SPINCOUNT, OpenMP's idle threads soon leave the cores to others. With GRPC_EXPERIMENTS, the thread that
     waits for a reply polls the network itself. A variable that is already set is not changed. Child processes inherit
-    both. A library that is already loaded has read its variable: then the variable is not set, and a NotTunedWarning
-    says so, once in a process.
+    both variables. A library that is already loaded has read its variable: then the variable is not set, and a
+    NotTunedWarning says so, once in a process.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault(SPIN_COUNT, SHORT_SPINNING)

@@ -1,4 +1,5 @@
-"""Issues warnings that cannot end a run: a run that ended at a warning would show the provider that there was one."""
+"""Issues warnings that cannot end a run: a run that ended at a warning would show the provider that there was a
+warning."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _METHOD = "veilbase-remote"
 
 @register_quantization_config(_METHOD)
 class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Carries the manifest's layers into `from_pretrained`; this config is never saved."""
+    """Carries the base layers of the provider's manifest into `from_pretrained`; this config is never saved."""
 
     def __init__(self, layers: dict[str, LayerInfo] | None = None, **_: Any) -> None:
         """Keeps the base layers, by module name."""
@@ -62,7 +62,7 @@ class _RemoteQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Returns False: there is nothing to serialise."""
+        """Returns False, since remote layers have no weights to save."""
         return False
 
     @property
@@ -160,10 +160,10 @@ def config_kind(manifest: Manifest) -> str:
 
 
 def context_length(folder: Path) -> int:
-    """Returns the largest number of tokens that the model has positions for, or 2^20 if the config names no number.
+    """Returns the model's context length, in tokens, or 2^20 if the config names none.
 
     Args:
-        folder: the bundle's folder, whose config.json is read; the manifest's copy of the config is not.
+        folder: the bundle's folder, whose config.json gives the number.
 
     Raises:
         MalformedFrame: the number in the config cannot be a context length.
@@ -201,8 +201,8 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
-    """Returns the facts about a group that a mask needs. α, the scales of the int8 weight, is first on `device` and is
-    copied to the rows' device when needed (`GroupSpec.alpha_on`)."""
+    """Returns the facts about a layer group that a mask needs. α, the scales of the int8 weight, is at first on
+    `device` and is copied to the rows' device when needed (`GroupSpec.alpha_on`)."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
     return GroupSpec(
         group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest

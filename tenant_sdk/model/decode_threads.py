@@ -1,4 +1,4 @@
-"""Runs the tenant's layers of a decode step on one core: one token's operations are small.
+"""Runs the tenant's layers of a decode step on one core, since one token's operations are too small for more.
 
 Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
 asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on
@@ -7,10 +7,9 @@ provider polls for requests. Together this took a tenth of the time of a SmolLM2
 "Decode"). The head, which is not in the decoder, uses all cores.
 
 Guarantees: a step's numbers are the same up to the order of sums. The calling thread may use all cores again after
-every step, also after a step that failed; after a step that
-Ctrl-C interrupted, it may do so when the next step starts.
-Training, long prompts, long contexts and other devices are not affected. Masks that have to be made in the middle of a
-step, and products of a provider in this process, use all cores.
+every step, also after a step that failed. If Ctrl-C interrupted a step, the thread may use all cores again when the
+next step starts. Training, long prompts, long contexts and other devices are not affected. Masks that have to be made
+in the middle of a step, and products of a provider in this process, use all cores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ one core reads in about 0.1 ms. With more keys, several cores are faster."""
 
 
 def watch(decoder: nn.Module) -> None:
-    """Adds hooks to a decoder, which is a model without its head, so that each of its decode steps uses one core."""
+    """Adds hooks to a decoder, which is a model without its head, so that every decode step of the decoder uses one
+    core."""
     decoder.register_forward_pre_hook(_begin, with_kwargs=True)
     decoder.register_forward_hook(_end, always_call=True)
 
@@ -47,7 +47,8 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Returns whether this is a decode step with a short context on the CPU; False if the arguments do not show it."""
+    """Returns whether this is a decode step with a short context on the CPU; False if the arguments do not show the
+    step's size."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     tokens = args[0] if args else options.get("input_ids")

@@ -42,7 +42,7 @@ FAILED = (
 
 
 class NotFiniteWarning(UserWarning):
-    """A model continues with zeros after a value that was not finite; the result of its run is worthless."""
+    """A model continues with zeros after a value that was not finite; the result of the run is worthless."""
 
 
 @dataclass(eq=False)
@@ -87,11 +87,12 @@ class Course:
         return torch.zeros_like(rows)
 
     def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Returns the product that the model gets for these rows: zeros in a run that continues with zeros."""
+        """Returns what the model gets as these rows' product: zeros in a run that continues with zeros, else
+        `product`."""
         return torch.zeros_like(product) if self.sends_zeros else product
 
     def finish(self) -> None:
-        """Checks, at the end of a run, that its result can be used.
+        """Checks, at the end of a run, that the run's result can be used.
 
         Raises:
             NotFinite: a value of the run was not finite.
@@ -107,7 +108,7 @@ class PlannedCalls:
     """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Makes the course that threads without their own course share.
+        """Makes the model's own course (a run state), which all threads without a course of their own share.
 
         Args:
             may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not
@@ -119,24 +120,27 @@ class PlannedCalls:
 
     @property
     def course(self) -> Course:
-        """Returns the calling thread's own course; threads without one, such as autograd's, use the model's course."""
+        """Returns the calling thread's own course, its run state; for other threads, such as autograd's, the model's
+        course."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager
     def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """Gives the calls of this thread inside the context a course of their own, for an answer of `generate`.
+        """Inside the context, gives this thread's calls a course (a run state) of their own, for an answer of
+        `generate`.
 
         Backward calls, which autograd's threads make, would not belong to this course.
 
         Args:
-            may_stop: whether a value that is not finite raises an error at once; with `verify` it always does.
+            may_stop: whether a value that is not finite raises an error at once; with `verify` such a value always
+                does.
         """
         with self.on_course(Course(may_stop or self._stops)) as course:
             yield course
 
     @contextlib.contextmanager
     def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
-        """Makes the calls of this thread inside the context belong to `course`."""
+        """Inside the context, makes this thread's calls belong to `course`, which is the state of a run."""
         before = getattr(self._local, "course", None)
         self._local.course = course
         try:
@@ -149,11 +153,12 @@ class PlannedCalls:
 
 
 AT_ONCE = PlannedCalls(may_stop=True)
-"""The courses of calls that belong to no model: a value that is not finite raises an error at once."""
+"""The courses (run states) of calls that belong to no model: a value that is not finite raises an error at once."""
 
 
 def planned_calls(model: Any) -> PlannedCalls:
-    """Returns the courses of a model with remote layers, adapted or not; returns AT_ONCE for any other model."""
+    """Returns the courses (run states) of a model with remote layers, with or without adapters; returns AT_ONCE for any
+    other model."""
     for module in model.modules():
         found = getattr(module, "planned_calls", None)
         if isinstance(found, PlannedCalls):
@@ -174,12 +179,12 @@ def check_run(model: Any) -> None:
 
 
 def trainable(model: Any) -> Iterator[torch.Tensor]:
-    """Yields the trainable parameters of a model, detached."""
+    """Yields the trainable parameters of a model, detached from autograd."""
     return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns whether no value is NaN or infinite; all tensors together cost one copy from the device."""
+    """Returns True if no value is NaN or infinite; all tensors together cost one copy from the device."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -197,12 +202,12 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
         """Makes a check for one run.
 
         Args:
-            course: the course of the run.
+            course: the run's state, which records whether a value was not finite.
         """
         self._course = course
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Replaces the gradients by zeros in a run that continues with zeros."""
+        """Checks that the gradients are finite, and replaces them by zeros in a run that continues with zeros."""
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self._course.check(gradients)
         if self._course.sends_zeros:
@@ -214,8 +219,8 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns the masked messages of a call's rows, or of the rows that the course sends in place of rows that are not
-    finite.
+    """Returns the masked messages of a call's rows, or of the rows that the course (the run's state) sends in place of
+    rows that are not finite.
 
     Args:
         mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot.

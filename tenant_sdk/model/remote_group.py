@@ -45,7 +45,7 @@ class RemoteExecutor:
         Args:
             connections: one connection to each provider, in the order of the client's URLs.
             scheme: the mask.
-            limits: for each limit, the smallest of all providers.
+            limits: the limits on requests, each the smallest that any of the providers states.
             verifier: the verifier of every reply, which checks it before it is unmasked; None without `verify`.
         """
         self._connections = tuple(connections)
@@ -76,19 +76,19 @@ class RemoteExecutor:
             raise VerificationFailed(FAILED) from None  # the current exception may hold rows
 
     def planned_calls(self) -> PlannedCalls:
-        """Returns a new `PlannedCalls`, for one model."""
+        """Returns a new `PlannedCalls`, which holds the run states of one model."""
         return PlannedCalls(may_stop=self._verifier is not None)
 
     def run(
         self, group: GroupSpec, direction: Direction, rows: torch.Tensor, planned: PlannedCalls = AT_ONCE
     ) -> torch.Tensor:
-        """Returns the product of rows and a group's weight, computed at the provider.
+        """Returns the product of rows and a layer group's weight, which the provider computes from masked rows.
 
         Args:
             group: the group whose weight is used.
             direction: FORWARD or BACKWARD.
             rows: float32, shape (num_rows, request columns), any device.
-            planned: the courses of the model that the call belongs to.
+            planned: the courses (run states) of the model that the call belongs to.
 
         Returns:
             float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it.
@@ -173,18 +173,18 @@ class RemoteExecutor:
         return self._send(Message(call, payload), reply_cols)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
-        """Returns itself: a copied model uses the same connection."""
+        """Returns this same executor, since a copied model uses the same connection."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled."""
+        """Raises TypeError, so that this object is never pickled."""
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
 def _forward(
     x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype, may_share: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the output of each member of a group, without a gradient.
+    """Returns the output of each layer of a layer group, without a gradient.
 
     Args:
         x: shape (..., in_features).
@@ -209,7 +209,7 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Checked:
-    """Holds a pending reply, and verifies it before any other code sees it."""
+    """Holds a pending reply, and verifies the reply before any other code gets it."""
 
     pending: Pending
     call: Call
@@ -217,18 +217,18 @@ class _Checked:
     executor: RemoteExecutor
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply, checks it while it is still masked, and returns it."""
+        """Waits for the reply, checks the reply while it is still masked, and returns the masked reply."""
         reply = self.pending.result()
         self.executor.check(self.call, self.payload, reply)
         return reply
 
 
 class _Product(torch.autograd.Function):
-    """Computes y = x·W (+ b) over a whole group, and saves no tensor for the backward pass."""
+    """Computes y = x·W (+ b) over a whole layer group, and saves no tensor for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs of the group's members; keeps only shape and dtype of the input for the backward pass."""
+        """Returns the outputs of the group's layers; keeps only shape and dtype of the input for the backward pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -268,14 +268,15 @@ def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torc
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype of a local linear layer: that of autocast if autocast is on, otherwise the input's."""
+    """Returns the output dtype of a local linear layer: autocast's dtype if autocast is on, otherwise the input's
+    dtype."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass
 class _Shared:
-    """Holds the outputs of the last call that other members of the group have not taken yet, with the call's input."""
+    """Holds the input of a group's last call, and those outputs that the group's other layers have not taken yet."""
 
     source: Callable[[], torch.Tensor | None]
     version: int
@@ -284,7 +285,8 @@ class _Shared:
 
 
 class RemoteGroup:
-    """Computes the outputs of one group's members; one call serves all members that get the same input."""
+    """Computes the outputs of one layer group, such as q, k and v; one call serves all its layers that get the same
+    input."""
 
     def __init__(
         self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
@@ -295,7 +297,7 @@ class RemoteGroup:
             executor: the executor that gets the group's products from the provider.
             spec: public facts about the group.
             member_features: the number of output features of each member, in manifest order.
-            planned: the courses of the model that the group belongs to.
+            planned: the courses (run states) of the model that the group belongs to.
         """
         self._executor = executor
         self.planned_calls = planned
@@ -309,7 +311,7 @@ class RemoteGroup:
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """Calls `RemoteExecutor.run` in float32 with autocast off."""
+        """Returns the product that `RemoteExecutor.run` gives, computed in float32 with autocast off."""
         kind = rows.device.type
         if not torch.is_autocast_enabled(kind):
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
@@ -317,10 +319,10 @@ class RemoteGroup:
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of member `index`.
+        """Returns the output of the group's layer number `index`.
 
         Args:
-            index: the member's number in the group, from 0.
+            index: the layer's number in the group, from 0.
             x: shape (..., in_features), any float dtype and device.
 
         Returns:
@@ -350,9 +352,9 @@ class RemoteGroup:
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
-        """Returns itself: a copied model uses the same group."""
+        """Returns this same group, since a copied model uses it too."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled."""
+        """Raises TypeError, so that this object is never pickled."""
         raise TypeError("a remote layer group cannot be pickled: save the adapter instead")

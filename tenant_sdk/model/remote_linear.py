@@ -47,7 +47,7 @@ class RemoteWeight(torch.Tensor):
 
 
 class _Remote(nn.Module):
-    """Holds the group membership and the bias that RemoteLinear and RemoteConv1D have in common, but no weight."""
+    """Holds the bias of a RemoteLinear or RemoteConv1D and the layer's place in a layer group, but no weight."""
 
     bias: nn.Parameter | None
 
@@ -76,16 +76,16 @@ class _Remote(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def attach(self, group: RemoteGroup, index: int, device: torch.device) -> None:
-        """Makes the module member `index` of a group; callers must first load the bundle's tensors, the bias among
-        them."""
+        """Assigns this module to a layer group, as the group's layer number `index`; callers must first load the
+        bundle's tensors, which include the bias."""
         self._group, self._index, self._device = group, index, device
         if self.bias is not None:
             self.base_bias = self.bias.detach().clone()
 
     @property
     def planned_calls(self) -> PlannedCalls | None:
-        """Returns the model's courses, which decide how calls continue after a value that is not finite; None before
-        `attach`."""
+        """Returns the model's courses (run states), which decide how calls continue after a value that is not finite;
+        None before `attach`."""
         return None if self._group is None else self._group.planned_calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class RemoteLinear(_Remote, nn.Linear):  # type: ignore[misc]
     """Replaces an nn.Linear whose weight is at the provider."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        """Takes shapes as nn.Linear does; callers must call `attach` before the module can run."""
+        """Takes the shapes that nn.Linear takes; callers must call `attach` before the module can run."""
         self._init_remote((out_features, in_features), out_features, bias, dtype)
         self.in_features, self.out_features = in_features, out_features
 
@@ -119,6 +119,6 @@ class RemoteConv1D(_Remote, Conv1D):  # type: ignore[misc]
     """Replaces a transformers Conv1D whose weight, stored as (in, out), is at the provider."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        """Takes the shapes of Conv1D(nf=out_features, nx=in_features); callers must call `attach` before it can run."""
+        """Takes the shapes of Conv1D(nf=out_features, nx=in_features); callers must then call `attach`."""
         self._init_remote((in_features, out_features), out_features, bias, dtype)
         self.nx, self.nf = in_features, out_features

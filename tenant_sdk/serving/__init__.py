@@ -1,1 +1,1 @@
-"""Serves many requests at once over one provider: the engine, its scheduler, its KV cache and what goes with them."""
+"""This package serves many requests at once over one provider, with an engine, a scheduler, a KV cache and adapters."""

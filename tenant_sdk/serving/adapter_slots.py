@@ -15,11 +15,12 @@ from typing import Protocol
 from wire.errors import ConfigurationError, VeilbaseError
 
 NO_ADAPTER = 0
-"""The slot of requests that are answered by the base model alone."""
+"""The slot number of requests that are answered by the base model alone."""
 
 
 class Ticket(Protocol):
-    """Stands for one request's hold on one adapter. A held adapter keeps its slot."""
+    """Stands for one request's hold on one adapter. A held adapter keeps its slot (its numbered place on the
+    device)."""
 
     def is_ready(self) -> bool:
         """Returns whether the adapter is on the device, so that `slot` is valid."""
@@ -30,12 +31,13 @@ class Ticket(Protocol):
 
     @property
     def slot(self) -> int:
-        """Returns the number of the adapter's slot; valid from the time that the adapter is ready until `release`."""
+        """Returns the number of the adapter's slot on the device, valid from when the adapter is ready until
+        `release`."""
 
     @property
     def digest(self) -> str:
-        """Returns the digest of the adapter's contents. KV that was computed with an adapter of another digest is never
-        used for a request with this adapter."""
+        """Returns the digest of the adapter's contents. Keys and values that were computed with an adapter of another
+        digest are never used for a request with this adapter."""
 
     def release(self) -> None:
         """Ends the hold on the adapter; a second call does nothing."""
@@ -49,14 +51,16 @@ class AdapterSlots(Protocol):
     """
 
     def reserve(self, name: str) -> Ticket:
-        """Holds an adapter for one request, and begins to load the adapter if it is not on the device.
+        """Returns a ticket that holds an adapter for one request; begins to load the adapter if it is not on the
+        device.
 
         Raises:
             ConfigurationError: there is no adapter of this name, or the adapter cannot be used with this model.
         """
 
     def in_step(self, slot_of_row: list[int]) -> AbstractContextManager[None]:
-        """Returns a context in which remote layers add the effect of each row's own adapter to that row's output.
+        """Returns a context in which remote layers add to each row's output the change that the row's own adapter
+        makes.
 
         Args:
             slot_of_row: the slot of each row of the step, in ascending order.
@@ -85,7 +89,7 @@ class NoAdapters:
     """Implements a store that has no adapters, for an engine that serves only the base model."""
 
     def reserve(self, name: str) -> Ticket:
-        """Raises ConfigurationError for every name."""
+        """Raises ConfigurationError for every name, since the store has no adapters."""
         raise ConfigurationError(f"there is no adapter {ascii(name)[:80]}: this engine serves the base model alone")
 
     @contextlib.contextmanager

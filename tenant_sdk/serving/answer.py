@@ -1,4 +1,5 @@
-"""This module holds the handle of one request, which gives its text piece by piece, waits for its end and cancels it.
+"""This module holds the handle of one request, which gives the answer piece by piece, waits for the end and can cancel
+the request.
 
 Any thread may use the handle.
 """
@@ -25,7 +26,7 @@ class Answer:
 
         Args:
             num_prompt_tokens: the number of tokens of the prompt, without padding.
-            cancel: asks the engine to end the request.
+            cancel: a function that asks the engine to end the request.
         """
         self.num_prompt_tokens = num_prompt_tokens
         self.token_ids: list[int] = []
@@ -73,7 +74,7 @@ class Answer:
             return self._pieces[num_given:]
 
     def result(self, timeout_s: float | None = None) -> str:
-        """Waits for the end of the answer and returns its whole text. A cancelled request has the text up to its
+        """Waits for the end of the answer and returns its whole text. For a cancelled request, the text ends at the
         cancellation.
 
         Args:

@@ -6,20 +6,20 @@ again. All other threads submit requests, read answers and cancel.
 
 Guarantees:
 - a request gets the same tokens as from `TenantClient.generate`, up to rounding. Other requests, and the time at which
-  the request joined, do not change them;
+  the request joined, do not change these tokens;
 - a failure that concerns one request ends only that request, with an error of one line. Such failures are an adapter
   that cannot be loaded, a logits hook or `on_text` that raises, a tokenizer that fails, and a value that is not finite
-  (lost_rows.py). If the provider fails in a step, the requests of that step fail, and waiting requests go on. If a
-  reply fails its check, the session is over and all requests fail;
+  (lost_rows.py). If the provider fails in a step, the requests of that step fail, and waiting requests are still
+  served. If a reply fails its check, the session is over and all requests fail;
 - the engine retries nothing by itself.
 
 The provider sees the number of rows of every step, which is a sum over all requests. So the provider sees prompts join
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
-learn from what its wrong replies visibly change. In the engine, as in `generate`, this is the end of an answer. A
-request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens, stop strings and
-values are, so that only its submission and limit show. The time at which a request is admitted depends on lengths,
-limits and the ends of other requests, never on texts.
+learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
+answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
+stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
+on lengths, limits and the ends of other requests, never on texts.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class Engine:
             self._slots.close()
 
     def _next_step(self) -> Step | None:
-        """Waits until there is something to compute; returns None when the engine is closed."""
+        """Waits until there are rows to compute, and returns the step; returns None when the engine is closed."""
         while True:
             self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
             with self._lock:
@@ -402,8 +402,8 @@ class Engine:
 
 
 def _of_the_users(exc: Exception) -> VeilbaseError:
-    """Returns the error of a request whose hook or `on_text` raised. It leaves out the exception's text, which may show
-    values."""
+    """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
+    exception's text, which may show values."""
     if isinstance(exc, VeilbaseError):
         return exc
     return VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")

@@ -22,7 +22,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
 
     Args:
         layout: how keys and values are kept.
-        budget: what the scheduler may spend.
+        budget: the scheduler's limits.
         context_length: the most tokens of a request.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})

@@ -1,7 +1,7 @@
 """This module keeps the keys and values (KV) of one request, in memory of the largest size that the request may need.
 
 Guarantees: the bytes of a request are known before the request is admitted (`KvLayout.bytes_for`) and are never
-exceeded. A layer with a sliding window keeps no more tokens than the window and the rows of one step. If the same
+exceeded. A layer with a sliding window keeps no more tokens than the window plus the rows of one step. If the same
 positions are written again, for example after a failed step, the result is the same.
 
 fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
@@ -48,19 +48,20 @@ class KvLayout:
     step_tokens: int
 
     def capacity(self, layer: int, num_tokens: int) -> int:
-        """Returns the number of tokens that a layer keeps at most for a request of `num_tokens` tokens."""
+        """Returns the largest number of tokens that a layer keeps for a request of `num_tokens` tokens."""
         window = self.windows[layer]
         return num_tokens if window is None else min(num_tokens, window - 1 + self.step_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns the bytes of KV of a request with `num_tokens` tokens, prompt and answer together."""
+        """Returns the bytes of the keys and values of a request with `num_tokens` tokens, prompt and answer
+        together."""
         capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
         scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
         return 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
 
 def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
-    """Returns the layout of a transformers model.
+    """Returns the layout of the keys and values of a transformers model.
 
     Raises:
         ConfigurationError: `kv_dtype` is no known name, or the model keeps something else than keys and values.
@@ -103,8 +104,8 @@ class _LayerKv:
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
-        """Makes room: moves the keys and values that rows from `position` on attend to to the front, and drops the
-        earlier ones."""
+        """Makes room: drops the keys and values to which no row from `position` on attends, and moves the rest to the
+        front."""
         begin = max(position - (self._window or 1) + 1, self._first)
         for tensor in (self._kept, self._scales):
             if tensor is not None:
@@ -137,7 +138,7 @@ class RequestKv:
         """Allocates the memory of the request's keys and values.
 
         Args:
-            layout: the layout of the model.
+            layout: the layout of the model's keys and values.
             num_tokens: the most tokens of the request, prompt and answer together.
             device: the device of the memory.
         """

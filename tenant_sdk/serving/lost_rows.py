@@ -17,10 +17,11 @@ from tenant_sdk.model.planned_calls import Course
 
 
 class LosesRows(Course):
-    """Plans the calls of an engine's model. A row that is not finite is lost; the other rows of the call are not."""
+    """Plans the calls of an engine's model. A row that is not finite is sent as zeros; the call's other rows are
+    kept."""
 
     def __init__(self) -> None:
-        """Makes a course that never stops the model's calls."""
+        """Makes a course (a run state) that never stops the model's calls."""
         super().__init__(may_stop=False)
         self._is_repaired = False
 

@@ -9,9 +9,9 @@ The step that is being computed is in a context variable, so that engines in sev
 
 Guarantees: a request's logits depend only on its own tokens, up to the rounding of floating-point sums. The module
 supports causal attention, with or without a sliding window and soft-capping. Models with any other attention are
-refused with an error of one line, so that no answer is wrong. Refused are other mask shapes, extra arguments such as
-attention sinks or position biases, rotary embeddings whose frequencies depend on the longest row of a batch, and models
-that keep another state than keys and values.
+refused with an error of one line, so that no answer is wrong. These models are refused: models with other mask shapes,
+extra arguments such as attention sinks or position biases, rotary embeddings whose frequencies depend on the longest
+row of a batch, and models that keep another state than keys and values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEEDLESS = frozenset({
     "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "output_hidden_states",
     "logits_to_keep", "return_dict", "cache_position", "position_embeddings", "num_items_in_batch",
 })  # fmt: skip
-"""The arguments of attention functions that are ignored. The window comes with the mask that the model asks for."""
+"""The arguments that the attention function here ignores. The window comes with the mask that the model asks for."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
 batch."""
@@ -168,7 +168,7 @@ def check_servable(model: Any) -> None:
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yields the kinds of rotary embeddings that a config names, of all layer types."""
+    """Yields the kinds of rotary embeddings that a config names for its layer types."""
     if isinstance(parameters, dict):
         yield str(parameters.get("rope_type", "default"))
         for value in parameters.values():
@@ -176,7 +176,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> _Window:
-    """Returns what the attention function needs to know in place of a mask. Model code calls this function to make a
+    """Returns the window, which the attention function gets in place of a mask. Model code calls this function for a
     mask.
 
     Raises:
@@ -250,7 +250,7 @@ def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Returns the mask of a request's last `num_rows` rows, bool, shape (num_rows, num_seen).
+    """Returns the attention mask of a request's last `num_rows` rows, bool, shape (num_rows, num_seen).
 
     True means that the row attends to the token. None means that every row attends to every token.
     """

@@ -28,7 +28,8 @@ tenant_sdk/fixed_length.py."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt's tokens. `num_padding` tokens `pad` come before them, to which no token attends."""
+    """Holds a prompt's tokens. Before them come `num_padding` padding tokens with the id `pad`; no token attends to the
+    padding."""
 
     token_ids: list[int] = field(repr=False)
     num_padding: int
@@ -36,7 +37,7 @@ class Prompt:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of the prompt's rows, padding included, which is what the provider sees."""
+        """Returns the number of the prompt's rows, padding included; the provider sees this number."""
         return self.num_padding + len(self.token_ids)
 
 
@@ -59,9 +60,9 @@ class Ending:
 
 @dataclass(eq=False)
 class Request:
-    """Holds the state of a request, which only the engine's thread changes.
+    """Holds the state of a request. Only the engine's thread changes this state.
 
-    The scheduler also uses the request as its `scheduler.Adapter`.
+    This class also implements the protocol `scheduler.Adapter`.
     """
 
     number: int
@@ -77,7 +78,7 @@ class Request:
     reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        """Sets the request's tokens to those of the prompt, and its text to nothing."""
+        """Sets the request's tokens to the prompt's tokens, and starts with an empty text."""
         self._stream = TextStream(self.decoding, self.ending.stops)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
@@ -88,20 +89,23 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Returns the number of the adapter's slot; 0, which means no adapter, if the request was lost."""
+        """Returns the number of the adapter's slot on the device; 0, which means no adapter, if the request was
+        lost."""
         return NO_ADAPTER if self.is_lost else self.ticket.slot
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of rows of the prompt and of the longest answer. An answer's last token needs no row."""
+        """Returns the number of rows of the prompt and the longest allowed answer together. An answer's last token
+        needs no row."""
         return self.prompt.num_rows + self.ending.max_new_tokens - 1
 
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
-        """Describes a segment's rows for the model; allocates the request's KV before its first segment.
+        """Returns the description of a segment's rows for the model; allocates keys and values (KV) at the first
+        segment.
 
         Args:
             segment: a segment of this request.
-            make_kv: allocates KV for a given number of tokens.
+            make_kv: a function that allocates KV for a given number of tokens.
         """
         if self.kv is None:
             self.kv = make_kv(self.num_tokens)
@@ -110,7 +114,8 @@ class Request:
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
-        """Returns the token ids and positions of a segment's rows; padding has position 0."""
+        """Returns the token ids and positions of a segment, which is the request's rows in a step; padding has position
+        0."""
         offset = self.prompt.num_padding
         places = [place - offset for place in range(segment.start, segment.stop)]
         ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in places]
@@ -154,7 +159,8 @@ class Request:
                 self.on_text(text)
 
     def lose(self) -> None:
-        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its KV."""
+        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its keys
+        and values."""
         self.is_lost = True
         self._token_ids = [self.prompt.pad] * len(self._token_ids)
         if self.kv is not None:

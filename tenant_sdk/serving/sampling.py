@@ -116,7 +116,7 @@ def check_defaults(defaults: GenerationConfig) -> None:
     """Checks that a checkpoint's generation settings do not make `generate` choose other tokens than a `Sampler` does.
 
     Raises:
-        ConfigurationError: they do; the error names the setting.
+        ConfigurationError: there is a setting that does; the error names this setting.
     """
     for name in _NOT_APPLIED:
         if getattr(defaults, name, None) not in _NEUTRAL:

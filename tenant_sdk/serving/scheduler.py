@@ -43,7 +43,8 @@ class Segment:
 
     Attributes:
         request: the request's number.
-        start, stop: the range of the request's tokens that are computed; prompt and answer are counted through.
+        start, stop: the range of the request's tokens that are computed; positions count from the prompt's start and go
+            on through the answer.
         slot: the slot of the request's adapter.
         samples: whether the range ends with the last token that is known, so that its last row gives the next token.
     """
@@ -62,7 +63,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds the segments that are computed together, one for each request, in ascending order of their slots."""
+    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter slots."""
 
     segments: tuple[Segment, ...]
 
@@ -73,7 +74,7 @@ class Step:
 
     @property
     def slot_of_row(self) -> list[int]:
-        """Returns the slot of each row, ascending."""
+        """Returns the slot (number of the adapter's place on the device) of each row, in ascending order."""
         return [segment.slot for segment in self.segments for _ in range(segment.num_rows)]
 
 
@@ -106,7 +107,7 @@ class Budget:
             )
 
     def check_fits(self, kv_bytes: int) -> None:
-        """Checks that a request with so many bytes of KV can ever be admitted.
+        """Checks that a request that needs `kv_bytes` bytes for its keys and values can ever be admitted.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
@@ -163,12 +164,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Returns the number of requests that are admitted and not removed."""
+        """Returns the number of requests that were admitted and have not been removed."""
         return len(self._running)
 
     @property
     def reserved_bytes(self) -> int:
-        """Returns the bytes of KV that running requests reserve."""
+        """Returns the bytes of keys and values that running requests reserve."""
         return sum(entry.kv_bytes for entry in self._running.values())
 
     def add(self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "") -> None:
@@ -193,7 +194,7 @@ class Scheduler:
         self._running.pop(request, None)
 
     def is_running(self, request: int) -> bool:
-        """Returns whether the request was admitted and is not removed."""
+        """Returns True if the request was admitted and has not been removed."""
         return request in self._running
 
     def waiting(self) -> list[int]:
@@ -259,8 +260,8 @@ class Scheduler:
                 return
 
     def _in_turn(self) -> Iterator[_Entry]:
-        """Yields waiting requests in the order in which they are considered. A request that is admitted between two
-        yields counts for its caller at once."""
+        """Yields waiting requests in the order in which they are considered for admission. A request that is admitted
+        between two yields counts for its caller at once."""
         yield from [entry for entry in self._waiting.values() if entry.blocked_since is not None]
         of_caller: dict[str, deque[_Entry]] = {}
         for entry in self._waiting.values():

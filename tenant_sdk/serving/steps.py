@@ -1,6 +1,6 @@
 """This module computes the rows of one step with the model, and returns a result for each request.
 
-Guarantees: a value that is not finite is reported only for the request whose row it is in.
+Guarantees: a value that is not finite is reported only for the request that has this value in one of its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SegmentResult:
 
 
 class StepRunner:
-    """Computes steps with one model, its adapters and its KV."""
+    """Computes steps with one model, its adapters and its keys and values."""
 
     def __init__(self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots) -> None:
         """Keeps the model, the layout and the store with which steps are computed.
@@ -45,7 +45,7 @@ class StepRunner:
         self._device: torch.device = model.model.device
 
     def run(self, step: Step, requests: Sequence[Request]) -> list[SegmentResult]:
-        """Computes a step, and adds the new keys and values to those of its requests.
+        """Computes a step, and adds the new keys and values to those of the step's requests.
 
         Args:
             step: the segments to compute.

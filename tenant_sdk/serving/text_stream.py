@@ -38,7 +38,7 @@ class TextStream:
         """The text that was handed out so far."""
 
     def put(self, token_id: int) -> str:
-        """Adds a token and returns the text that is now complete; returns nothing after a stop string."""
+        """Adds a token and returns the text that is now complete; returns an empty string after a stop string."""
         if self.is_stopped:
             return ""
         self._token_ids.append(token_id)
@@ -51,7 +51,8 @@ class TextStream:
         return self._hand_out(now[len(before) :], is_end=False)
 
     def end(self) -> str:
-        """Returns the rest of the text, which was held back for a character or a stop string that did not come."""
+        """Returns the rest of the text, which was held back for a character or a stop string that was never
+        completed."""
         if self.is_stopped:
             return ""
         whole = self._decode(0, len(self._token_ids))
@@ -81,5 +82,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of the text with which the stop string begins."""
+    """Returns the length of the longest suffix of the text that is a prefix of the stop string."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

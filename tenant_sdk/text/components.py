@@ -19,7 +19,7 @@ from wire.errors import ConfigurationError
 REMEDY = "name a tokenizer that you trust (tokenizer=, --tokenizer), or a checkpoint (verify=, --verify)"
 
 _MAX_DEPTH = 4
-"""The most levels of `Sequence` inside `Sequence`; real tokenizers have one or two."""
+"""The most levels of `Sequence` inside `Sequence`; published tokenizers have one or two."""
 _MAX_AFFIX = 8
 """The most characters of an affix such as `##` or `</w>`, which marks the inside or the end of a word in a vocabulary.
 For an unknown word the tokenizer emits the affix's characters as tokens, so that a long affix would add many rows."""
@@ -28,10 +28,10 @@ _MAX_REPEATS = 4
 """The most unbounded repetitions in one branch of a regular expression. Published patterns have at most three. Each
 repetition multiplies the time that matching may take by the length of the text."""
 _CUTS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-"""The allowed behaviours of a Split for a separator. The missing one, `Removed`, would delete text of the provider's
-choice."""
+"""The allowed behaviours of a Split for a separator. The behaviour `Removed` is not allowed, since it would delete text
+of the provider's choice."""
 _MAX_CONSTANT_TOKENS = 8
-"""The most tokens that a post-processor may add to every text; real ones add at most two."""
+"""The most tokens that a post-processor may add to every text; those of published tokenizers add at most two."""
 
 _SPACE = "\u2581"
 """SentencePiece's sign for a space."""
@@ -135,14 +135,16 @@ _ALLOWED: Mapping[str, _Rules] = {
         "Strip": _strips_at_most_one,
     },
 }
-"""The check that a component's settings must pass, by slot of tokenizer.json and by the component's type."""
+"""The checks that components' settings must pass, by slot (a top-level entry) of tokenizer.json and by component
+type."""
 
 _ONCE = {
     "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "BertNormalizer", "Prepend", "Replace", "Nmt"),
     "pre_tokenizer": ("ByteLevel", "Metaspace"),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
 }  # fmt: skip
-"""The components, by slot, that may lengthen a text; each of them may therefore occur only once."""
+"""The components that may lengthen a text, by slot (a top-level entry) of tokenizer.json; each component may therefore
+occur only once."""
 
 _CHILDREN = {
     "normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"
@@ -173,7 +175,7 @@ def check_components(content: Mapping[str, Any]) -> None:
 
 
 def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
-    """Checks all components of one slot and returns the types of these components."""
+    """Checks all components in one slot (a top-level entry) of tokenizer.json, and returns the components' types."""
     if part is None and slot != "model":
         return []
     kind = part.get("type") if isinstance(part, dict) else None

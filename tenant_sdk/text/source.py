@@ -104,7 +104,8 @@ def named_text(source: LocalSource, folder: Path) -> TenantText:
 
 
 def provider_text(folder: Path) -> TenantText:
-    """Returns the provider's own tokenizer, restricted as this module's guarantees say.
+    """Returns the provider's own tokenizer, which has only allowed components, and whose chat template never sees a
+    text.
 
     Raises:
         ConfigurationError: the bundle has no tokenizer, or the tokenizer has a component that is not allowed.
@@ -179,7 +180,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokens(value: Any) -> Any:
-    """Returns a setting with each token as an `AddedToken`, as `from_pretrained` also converts the file's entries."""
+    """Returns a setting in which each token is an `AddedToken`, to which `from_pretrained` also converts tokens."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         flags = {name: value[name] for name in _TOKEN_FLAGS if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=True, **flags)

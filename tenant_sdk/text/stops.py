@@ -12,7 +12,8 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Ve
 
 
 def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids of the stop tokens in ascending order, or no ids if the tokenizer and its template name none.
+    """Returns the ids of the stop tokens in ascending order; an empty tuple if the tokenizer and its template name no
+    stop token.
 
     Args:
         tokenizer: a transformers tokenizer, with or without a chat template.
@@ -22,7 +23,7 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _turn_end(tokenizer: Any) -> int | None:
-    """Returns the special token with which the template ends an assistant's turn, if there is one."""
+    """Returns the id of the special token with which the template ends an assistant's turn; None if there is none."""
     if not tokenizer.chat_template:
         return None
     try:

@@ -24,8 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 template."""
 
 _EDGE = "\u2003"
-"""An em space around each placeholder: `strip` and `trim` remove it, which shows the stripping; templates contain
-none."""
+"""An em space around each placeholder: `strip` and `trim` remove it, which shows the stripping; templates contain no
+such space."""
 _MARK = "VeilbasePlaceholder'\"<&{}End"
 """The placeholder of a message's content. Its special characters show whether a template escapes contents for JSON or
 HTML."""

@@ -63,7 +63,7 @@ def finetune(
     """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
 
     Args:
-        session: the tenant's session, which is connected here if it is not yet.
+        session: the tenant's session, which this function connects if the session is not connected yet.
         data, peft_config, output_dir, max_length, resume, progress: the arguments of `TenantClient.finetune`.
         settings: the settings that identify the run, together with its data and its adapter.
 
@@ -208,7 +208,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 
     num_tokens = 0
     same_rows_for_any_text = False
-    """Whether logits are computed at every position, so that calls of a remote head do not show the number of
+    """Whether logits are computed at every position, so that calls to a remote head do not show the number of
     labels."""
 
     def compute_loss(
@@ -339,7 +339,7 @@ def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _full_disk(exc: BaseException) -> str | None:
-    """Returns the reason why a file could not be written, or None for another failure.
+    """Returns the reason why a file could not be written, or None if the failure was another one.
 
     The error's text is searched too, because safetensors and torch do not pass on the OSError.
     """
@@ -351,7 +351,7 @@ def _full_disk(exc: BaseException) -> str | None:
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
-    """Returns the mean loss per labelled token of tokenised rows, without training, to compare models."""
+    """Returns a model's mean loss per labelled token over tokenised rows, for comparing models; nothing is trained."""
     collate, total, count = Collator(pad_token_id), 0.0, 0
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):

@@ -47,9 +47,9 @@ def tokenize(
 
     A conversation is rendered as a whole by the tokenizer's chat template. The labels of an assistant's message start
     after the tokens of the messages before it, rendered with `add_generation_prompt=True`. They end with the tokens of
-    the messages up to and including it, so that they contain the template's end marker. A prompt and a completion are
-    joined as strings and tokenized together; the labels start at the first token that differs from the tokens of the
-    prompt alone. In a `text` every token is a label.
+    the messages up to and including that message, so that they contain the template's end marker. A prompt and a
+    completion are joined as strings and tokenized together; the labels start at the first token that differs from the
+    tokens of the prompt alone. In a `text` every token is a label.
 
     Args:
         rows: the result of `load_rows`.
@@ -94,7 +94,7 @@ class Collator:
         """Pads some rows to the length of the longest and returns them as one batch.
 
         Args:
-            features: dicts of `tokenize`.
+            features: dicts as `tokenize` returns them.
 
         Returns:
             `input_ids`, `labels` and `attention_mask`, each int64 on the CPU, shape (batch, longest row).

@@ -31,7 +31,7 @@ _DRAWS = frozenset({
     torch.normal, torch.bernoulli, torch.multinomial,
     nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # a mode sees a call of these as one call
 })  # fmt: skip
-"""The random operations that take a generator as an argument; others, such as dropout, always use torch's own
+"""The random operations that take a generator as an argument; other operations, such as dropout, always use torch's own
 generator."""
 
 
@@ -47,8 +47,8 @@ def own_accelerate_state() -> Iterator[None]:
 
 
 class _StateOfRun:
-    """Replaces `_shared_state` of a class of accelerate: gives the run's own state, outside runs the process's
-    state."""
+    """Replaces `_shared_state` of a class of accelerate: gives a run its own state, and gives code outside a run the
+    process's state."""
 
     def __init__(self, kind: type, everybodys: _State) -> None:
         self._kind, self._everybodys = kind, everybodys

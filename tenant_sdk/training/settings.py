@@ -13,7 +13,8 @@ _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
-    """Holds the settings of one run, all part of its fingerprint; `TenantClient.finetune` describes each."""
+    """Holds the settings of one run, which are part of the run's fingerprint; `TenantClient.finetune` describes the
+    settings."""
 
     max_steps: int | None
     num_epochs: float
@@ -29,7 +30,8 @@ class FinetuneSettings:
     gradient_checkpointing: bool
 
     def check(self) -> None:
-        """Raises ConfigurationError for an impossible value; callers must call it before they send or write."""
+        """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
+        write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
         for name in positive:

@@ -1,1 +1,2 @@
-"""This package checks what a provider offers: the bundle, its agreement with a trusted checkpoint, pins, the config."""
+"""This package checks a provider's bundle: digests, config, agreement with a trusted checkpoint, and pins of first
+use."""

@@ -161,7 +161,7 @@ def _remove_unsafe_settings(folder: Path) -> None:
 
 
 def without_unsafe(value: Any) -> Any:
-    """Returns a JSON value without unsafe keys, which could load code, at any depth."""
+    """Returns a JSON value from which keys that could make transformers load code are removed at every depth."""
     if isinstance(value, dict):
         return {
             key: without_unsafe(item)

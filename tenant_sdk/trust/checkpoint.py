@@ -56,7 +56,7 @@ class _Weights:
 
     Attributes:
         model: the model; its tensors have no storage if `streamed`.
-        read: a function that returns the tensor with a state-dict name.
+        read: a function that takes a state-dict name and returns the tensor of this name.
         streamed: whether `read` reads from disk; otherwise all tensors are in memory.
     """
 
@@ -66,7 +66,8 @@ class _Weights:
 
 
 class TrustedCheckpoint:
-    """Reads one checkpoint, whose tensors are loaded only when a method needs them. The class is not thread-safe."""
+    """Reads a checkpoint that the tenant trusts; tensors are loaded only when a method needs them. The class is not
+    thread-safe."""
 
     def __init__(self, source: LocalSource) -> None:
         """Keeps the location of the checkpoint, which `open` finds."""
@@ -324,7 +325,7 @@ def _generation_config(folder: Path) -> Any:
 
 
 def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
-    """Returns (file, key in the file) of every tensor of the model, by name and with tied names; returns None if the
+    """Returns (file, key in the file) of every tensor of the model, by name, tied names included; returns None if the
     names alone do not determine where the tensors are."""
     places: dict[str, tuple[Path, str]] = {}
     transforms = get_model_conversion_mapping(model)
@@ -382,7 +383,7 @@ def _hold(source: LocalSource) -> _Weights:
 
 @contextlib.contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides its progress
+    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides the progress
     bar.
 
     transformers has no option for either, so functions are replaced inside the context; see provider/model/load.py.

@@ -38,8 +38,8 @@ _PRIVATE_KEYS = frozenset(
         *("is_local", "local_files_only", "auto_map"),
     }
 )
-"""The config keys that an honest provider removes (provider/model/bundle.py). They are removed from the trusted config
-too, so that a bundle with such a key differs."""
+"""The config keys that an honest provider removes (provider/model/bundle.py). The same keys are removed from the
+trusted config, so that a bundle with such a key differs."""
 _HARMLESS_KEYS = frozenset({"transformers_version"})
 
 ReadTensor = Callable[[str], torch.Tensor]
@@ -47,7 +47,8 @@ ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
 
 
 def differs(part: str) -> VerificationFailed:
-    """Returns the error for a part that differs; `part` may contain names of the trusted side, but no values."""
+    """Returns the error for a part of a provider's offer that differs from the trusted checkpoint; `part` may contain
+    names of the trusted side, but no values."""
     return VerificationFailed(f"the provider does not serve the trusted checkpoint: {part} differs")
 
 
@@ -142,8 +143,8 @@ def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) ->
 
 
 def _canonical(content: dict[str, Any]) -> dict[str, str]:
-    """Returns the JSON text of each value. Unlike values under ==, texts tell 1 from 1.0 and True, and NaN equals
-    NaN."""
+    """Returns the JSON text of each value. A comparison of these texts, unlike ==, tells 1 from 1.0 and True, and finds
+    NaN equal to NaN."""
     return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
 
 
@@ -163,7 +164,7 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
     Args:
         bundle: the bundle's folder.
         model: the trusted model, with or without storage.
-        read: a function that returns the trusted model's tensor with a state-dict name.
+        read: a function that takes a state-dict name and returns the trusted model's tensor of this name.
         manifest: the manifest, which lists the served layers, whose weights are not in the bundle.
 
     Raises:
@@ -183,8 +184,8 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
 
 
 def _client_tensors(model: Any, served: set[str]) -> list[str]:
-    """Returns the names of the tensors in an honest bundle: for a tied tensor, the name that provider/model/bundle.py
-    keeps."""
+    """Returns the names of the tensors that an honest provider's bundle contains: for a tied tensor, the one name that
+    provider/model/bundle.py keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     weights = {f"{name}.weight" for name in served}
     state = model.state_dict(keep_vars=True)

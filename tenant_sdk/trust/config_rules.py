@@ -29,8 +29,8 @@ _LEFT_AT_DEFAULT = frozenset(
         *("transformers_version", "architectures"),
     }
 )
-"""The keys, common to all config classes, for which transformers' defaults are used: they change how a model is called
-or what it returns, but no linear layer."""
+"""The keys, common to all config classes, for which transformers' defaults are used. These keys change how a model is
+called or what the model returns, but no linear layer."""
 _ROWS_BY_CONTENT = ("blt",)
 """The architectures in which results of the provider's layers decide how many rows later layers get. A provider that
 forges these results would choose what the row counts reveal. BLT cuts its input into patches by the entropy that a
@@ -112,8 +112,8 @@ def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 
 def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Returns the allowed entries of a config inside a config. If `config_class` allows any class, the entry
-    `model_type` names the class."""
+    """Returns the allowed entries of a config that is nested in another config. If `config_class` allows any class, the
+    entry `model_type` names the class."""
     kind = content.get("model_type")
     if config_class is AutoConfig:
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

@@ -31,7 +31,7 @@ PARTS = {
     "template": "chat template",
     "config": "config",
 }
-"""The words for each part in error texts, by the part's name in `accept_changes`."""
+"""The words for each pinned part in error texts, by the part's name in `accept_changes`."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -76,7 +76,8 @@ def _value(path: Path) -> Any:
 
 
 def _stable(value: Any) -> Any:
-    """Returns a JSON value without the keys of `_VOLATILE`, which change with each release of transformers."""
+    """Returns a JSON value without the keys of `_VOLATILE`, since these keys change with each release of
+    transformers."""
     if isinstance(value, dict):
         return {key: _stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [_stable(item) for item in value] if isinstance(value, list) else value
@@ -87,10 +88,11 @@ def _digest(value: Any) -> str:
 
 
 class Pins:
-    """Reads and writes the pins in one folder, under a lock, so that several processes may do so at once."""
+    """Reads and writes the pins (digests from first use) in one folder, under a lock, so that several processes may do
+    so at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Uses `pins.json` in `folder`, the folder of the identity, or the cache if there is no identity."""
+        """Uses `pins.json` in `folder`, which is the identity's folder, or the cache if there is no identity."""
         self._folder = folder
         self._path = folder / "pins.json"
 

@@ -1,9 +1,9 @@
 """This module is the network tier. It fetches adapters that the operator lists, with their digests, in a catalogue.
 
 Guarantees: only sources from the catalogue are fetched, never an address from a request. A fetched adapter is kept only
-if its SHA-256 is the pinned one. It appears in the cache whole or not at all, and only its owner may read it. No more
-bytes than the limit are written. An error names the adapter and never its address, since an address may hold a key. Not
-guaranteed: an eavesdropper on the network may see which adapter is fetched, and from where.
+if its SHA-256 is the pinned one. An adapter appears in the cache whole or not at all, and only its owner may read it.
+No more bytes than the limit are written. An error names the adapter and never its address, since an address may contain
+a secret key. Not guaranteed: an eavesdropper on the network may see which adapter is fetched, and from where.
 
     adapters:
       support: {source: "hf://acme/support-lora@v2", digest: "sha256:…"}
@@ -130,7 +130,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def fetch(name: str, entry: Entry, cache: Path, max_file_bytes: int) -> None:
-    """Puts an adapter into `cache`, in a subfolder named by its digest.
+    """Downloads an adapter into a subfolder of `cache` that is named by the adapter's digest; does nothing if this
+    subfolder exists.
 
     Args:
         name: the adapter's name, for error messages.
@@ -172,7 +173,7 @@ def prepare_cache(cache: Path) -> None:
 
 
 def _download(name: str, source: str, folder: Path, max_file_bytes: int) -> str:
-    """Downloads both files of an adapter into a folder, and returns their SHA-256 in hex."""
+    """Downloads both files of an adapter into a folder, and returns the SHA-256 of the two files together, in hex."""
     digest = hashlib.sha256()
     for file, most in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_file_bytes)):
         try:
@@ -222,7 +223,7 @@ def _reading(source: str, file: str) -> Iterator[IO[bytes]]:
 
 
 def _from_hub(source: str, file: str) -> Path:
-    """Returns a file of a hub repository, from the hub's own cache or downloaded."""
+    """Returns the path of a hub repository's file in the hub's own cache, and downloads the file if it is not there."""
     from huggingface_hub import hf_hub_download
 
     found = _HUB_ID.fullmatch(source.removeprefix("hf://"))
@@ -232,7 +233,7 @@ def _from_hub(source: str, file: str) -> Path:
 
 
 class _NoDowngrade(urllib.request.HTTPRedirectHandler):
-    """Follows only redirects to https, since others could read an adapter that is sent by http."""
+    """Follows only redirects to https, since others could read an adapter that is sent over unencrypted http."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         """Returns the redirected request; raises ValueError if its address is not https."""

@@ -1,5 +1,5 @@
 """This module is the device tier. It keeps adapters in numbered slots, stacked layer by layer, so that one matrix
-product computes many adapters.
+product serves many adapters.
 
 Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
 slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
@@ -21,8 +21,8 @@ from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
 
 @dataclass
 class _Slot:
-    """Holds the state of a slot with an adapter. The slot is idle if it has no holders, and `ready` once it is
-    filled."""
+    """Holds the state of a slot (a place on the device) with an adapter. The slot is idle if it has no holders, and
+    `ready` once it is filled."""
 
     digest: str
     holders: int
@@ -30,7 +30,7 @@ class _Slot:
 
 
 class DeviceTier:
-    """Keeps adapters in slots on the device, the same number of slots for each rank."""
+    """Keeps adapters in slots on the device; each rank has the same number of slots."""
 
     def __init__(
         self, layers: Mapping[str, AdaptedLayer], shapes: Mapping[str, tuple[int, int]], numbers: SlotNumbers,
@@ -54,7 +54,8 @@ class DeviceTier:
         self._free = {rank: list(range(numbers.num_slots))[::-1] for rank in numbers.ranks}
 
     def acquire(self, digest: str) -> int | None:
-        """Holds the slot of an adapter and returns its number; returns None if no slot has this adapter ready."""
+        """Holds the slot of an adapter and returns the slot's number; returns None if no slot has this adapter
+        ready."""
         with self._lock:
             slot = self._slot_of.get(digest)
             if slot is None or not self._slots[slot].ready:
@@ -64,12 +65,13 @@ class DeviceTier:
             return slot
 
     def has_room(self, rank: int, digest: str | None = None) -> bool:
-        """Returns whether `assign` would return a slot of this rank now, or the adapter already has a slot."""
+        """Returns True if `assign` would return a slot of this rank now, or if the adapter already has a slot."""
         with self._lock:
             return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
 
     def assign(self, digest: str, rank: int) -> int | None:
-        """Holds a slot for an adapter that is not on the device; callers must then copy the adapter into it by `fill`.
+        """Holds a slot for an adapter that is not on the device; callers must then copy the adapter into the slot by
+        `fill`.
 
         If no slot is free, the slot that has been idle longest loses its adapter and is used.
 
@@ -116,18 +118,18 @@ class DeviceTier:
                 self._idle[self.numbers.place(slot)[0]][slot] = None
 
     def are_held(self, slots: Iterable[int]) -> bool:
-        """Returns whether each of these slots is filled and held."""
+        """Returns True if each of these slots contains an adapter and is held by a request."""
         with self._lock:
             found = [self._slots.get(slot) for slot in slots]
             return all(each is not None and each.ready and each.holders > 0 for each in found)
 
     def usage(self) -> tuple[int, int]:
-        """Returns two numbers: the adapters in slots, and those of them that requests hold."""
+        """Returns the number of adapters in slots, and the number of these adapters that requests hold."""
         with self._lock:
             return len(self._slots), sum(each.holders > 0 for each in self._slots.values())
 
     def slot_bytes(self, rank: int, modules: Iterable[str] | None = None) -> int:
-        """Returns the bytes that one slot of a rank takes on some layers; `modules` None means all layers."""
+        """Returns the bytes that one slot of a rank takes in the layers that `modules` names; None means all layers."""
         names = self._shapes if modules is None else modules
         return sum(rank * sum(self._shapes[name]) for name in names) * self.dtype.itemsize
 
@@ -149,7 +151,7 @@ class DeviceTier:
                 other.stacks[rank].adapted.discard(place)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
-        """Returns a layer's stack for a rank, and makes the stack if the layer has none yet."""
+        """Returns a layer's stack (the factors in all slots) for a rank; makes the stack if the layer has none yet."""
         found = layer.stacks.get(rank)
         if found is None:
             found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
@@ -162,7 +164,7 @@ class DeviceTier:
 
 
 def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) -> None:
-    """Writes a layer's factors, padded with zeros to the stack's rank."""
+    """Writes a layer's LoRA factors A and B, padded with zeros to the stack's rank, into a slot of the stack."""
     target_a, target_b = stack.lora_a[place], stack.lora_b[place]
     if layer.rank == target_a.shape[0]:
         stack.places[place].copy_(values)  # The stack has the same layout as the packed factors.

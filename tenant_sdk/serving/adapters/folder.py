@@ -1,8 +1,9 @@
-"""This module is the disk tier. It opens PEFT adapters in a folder, one subfolder each, without trusting their files.
+"""This module is the disk tier. It opens PEFT adapters in a folder, each in its own subfolder, without trusting their
+files.
 
 Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are regular files.
 No name, no `..` and no symbolic link in the folder leads to a file outside it. Not guaranteed: a hard link to a file
-outside the folder is opened, since it cannot be told from the file. Links in the path of the folder itself are
+outside the folder is opened, since a hard link looks like any other file. Links in the path of the folder itself are
 followed, since the operator made them.
 """
 
@@ -25,7 +26,7 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 
 class AdapterFolder:
-    """Finds and opens the adapters of a folder, each of which is a subfolder."""
+    """Finds and opens the adapters of a folder, each of which has its own subfolder."""
 
     def __init__(self, root: Path, base: Base, max_file_bytes: int) -> None:
         """Checks the names in the folder, without opening its adapters.
@@ -57,7 +58,8 @@ class AdapterFolder:
         return sorted(name for name in folders if _NAME.fullmatch(name))
 
     def find(self, name: str, subfolder: str | None = None) -> Found:
-        """Checks an adapter's settings and header, and returns what they say. Args, Raises: see `reading`."""
+        """Checks an adapter's settings and header, and returns the adapter's description. Args, Raises: see
+        `reading`."""
         with self.reading(name, subfolder) as reading:
             return reading.found
 
@@ -67,7 +69,7 @@ class AdapterFolder:
 
         Args:
             name: the adapter's name, for error messages.
-            subfolder: the adapter's subfolder; None means that it is the name.
+            subfolder: the adapter's subfolder; None means the subfolder called `name`.
 
         Raises:
             ConfigurationError: there is no such adapter, or the adapter cannot be used.
@@ -76,7 +78,7 @@ class AdapterFolder:
             yield Reading(name, config, weights, self._base, self._max_file_bytes)
 
     def stamp(self, name: str, subfolder: str | None = None) -> Stamp | None:
-        """Returns the stamp of an adapter's files, which changes if they change; None if they changed just now.
+        """Returns an adapter's stamp, which changes if the adapter's files change; None if the files changed just now.
 
         Args, Raises: see `reading`; the contents of the files are not checked.
         """
@@ -86,7 +88,7 @@ class AdapterFolder:
 
     @contextlib.contextmanager
     def _open(self, name: str, subfolder: str) -> Iterator[tuple[int, int]]:
-        """Opens both files of an adapter. Each is opened relative to its parent folder, and links are not followed."""
+        """Opens both files of an adapter, each relative to its parent folder and without following links."""
         if not isinstance(subfolder, str) or _NAME.fullmatch(subfolder) is None:
             raise ConfigurationError(f"{ascii(name)[:200]} cannot be an adapter's name")
         with contextlib.ExitStack() as stack:

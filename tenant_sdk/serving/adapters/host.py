@@ -38,7 +38,7 @@ class PackedLayer:
 
     @property
     def num_weights(self) -> int:
-        """Returns how many numbers A and B have together."""
+        """Returns how many numbers the factors A and B have together."""
         return self.rank * (self.in_features + self.out_features)
 
     def factors(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes that the factors take."""
+        """Returns the bytes that the adapter's factors A and B take."""
         return self.values.numel() * self.values.itemsize
 
 
@@ -104,8 +104,8 @@ def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAd
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
-    """Describes a layer for packing. Its scaling goes into the packed B if the multiplication rounds nothing, and
-    otherwise stays apart."""
+    """Returns the description of a layer in a packed adapter. The layer's scaling is multiplied into B if this rounds
+    nothing, and is kept as a separate number otherwise."""
     exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
@@ -141,8 +141,8 @@ class HostTier:
             return found
 
     def make_room(self, num_bytes: int) -> bool:
-        """Drops the adapters that were used longest ago until `num_bytes` are free; returns False if the budget is
-        smaller."""
+        """Drops the adapters that were used longest ago until `num_bytes` are free; returns False, and drops nothing,
+        if the whole budget is smaller than `num_bytes`."""
         with self._lock:
             if num_bytes > self.budget_bytes:
                 return False
@@ -152,7 +152,8 @@ class HostTier:
             return True
 
     def put(self, packed: PackedAdapter) -> None:
-        """Keeps an adapter, and drops others if the budget needs it. An adapter larger than the budget is not kept."""
+        """Keeps an adapter, and drops others if the budget requires this. An adapter larger than the budget is not
+        kept."""
         if not self.make_room(packed.num_bytes):
             return
         with self._lock:

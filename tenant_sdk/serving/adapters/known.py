@@ -10,11 +10,11 @@ from tenant_sdk.serving.adapters.reading import Found, Stamp
 from wire.errors import ConfigurationError, VeilbaseError
 
 MOST_NAMES = 4096
-"""The most adapters that are remembered. If an adapter was forgotten, its files are read again."""
+"""The most adapters that are remembered. The files of any other adapter are read again."""
 
 
 class Known:
-    """Remembers digests and failures by the adapter's name. Each is valid while the files have the same stamp."""
+    """Remembers adapters' digests and failures by name. Each entry is valid while the files have the same stamp."""
 
     def __init__(self) -> None:
         """Makes an empty memory of digests and failures."""

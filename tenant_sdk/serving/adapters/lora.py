@@ -27,7 +27,7 @@ core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
 
 
 class Stack:
-    """Holds the factors of one layer for all slots of one rank.
+    """Holds one layer's LoRA factors A and B for all slots (places for adapters on the device) of one rank.
 
     Attributes:
         lora_a: A, shape (slots, rank, inputs).
@@ -51,7 +51,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Run:
-    """Describes the rows `begin` to `end` of a step, which have one adapter. `place` is the adapter's index in the
+    """Describes the rows `begin` to `end` of a step, which share one adapter. `place` is the adapter's index in the
     stacks of its rank."""
 
     place: int
@@ -88,8 +88,8 @@ class Step:
 
 @dataclass(frozen=True)
 class SlotNumbers:
-    """Numbers the slots. Number 0 means no adapter; the next numbers are `num_slots` slots for each rank, the smallest
-    rank first."""
+    """Numbers the slots (places for adapters on the device). Number 0 means no adapter; then each rank has `num_slots`
+    numbers, the smallest rank first."""
 
     ranks: tuple[int, ...]
     num_slots: int
@@ -103,7 +103,7 @@ class SlotNumbers:
         return 1 + self.ranks.index(rank) * self.num_slots + place
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns the rank of a slot's stacks and the slot's index in them. The slot must not be 0."""
+        """Returns the rank of a slot's stacks, and the slot's index in these stacks. The slot must not be 0."""
         index, place = divmod(slot - 1, self.num_slots)
         return self.ranks[index], place
 
@@ -142,13 +142,13 @@ class SlotNumbers:
 
 
 class CurrentStep(threading.local):
-    """Holds the step that the current thread computes; None outside a step."""
+    """Holds the step (one forward pass) that the current thread computes; None outside a step."""
 
     value: Step | None = None
 
     @contextlib.contextmanager
     def of(self, step: Step) -> Iterator[None]:
-        """Makes `step` the current step inside the context, and restores the previous step after it."""
+        """Makes `step` the current step inside the context, and restores the previous step afterwards."""
         before, self.value = self.value, step
         try:
             yield
@@ -165,7 +165,7 @@ class AdaptedLayer:
         Args:
             name: the layer's name in the model.
             layer: a Linear or Conv1D, local or remote.
-            current: the step of each thread.
+            current: the step that each thread is computing.
         """
         self.name = name
         self._current = current

@@ -32,7 +32,7 @@ _HARMLESS = frozenset({
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "eva_config",
     "megatron_core", "qalora_group_size", "runtime_config",
 })  # fmt: skip
-"""The settings that are read here, or that change nothing once an adapter is trained."""
+"""The settings that this module reads, or that change nothing once an adapter is trained."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """The values of init_lora_weights that leave the base weights unchanged. PiSSA, OLoRA and others change the base
 weights."""
@@ -40,7 +40,7 @@ _KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-"""The settings with which PEFT makes another kind of adapter from a LoraConfig, and the name of this kind."""
+"""Maps each setting with which PEFT makes another kind of adapter from a LoraConfig to the name of this kind."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 

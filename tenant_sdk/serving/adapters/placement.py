@@ -1,4 +1,4 @@
-"""This module gives slots to tickets, and makes a ticket wait if its rank has no slot left.
+"""This module gives slots (numbered places on the device) to tickets; a ticket waits if its rank has no free slot.
 
 Guarantees: a ticket has one slot from the time that it is ready until it is released. Tickets that wait for a slot of
 one rank get slots in the order in which they began to wait. Tickets whose adapter already has a slot overtake a waiting
@@ -17,15 +17,15 @@ from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job
 from wire.errors import ConfigurationError
 
 MOST_PASSED = 64
-"""The number of requests whose adapter already has a slot that may overtake a request that waits for a slot of the same
-rank. Later requests wait behind it, so that a slot becomes free."""
+"""A request that waits for a slot is overtaken by at most this number of requests of the same rank whose adapter
+already has a slot. Later requests wait behind the waiting request, so that a slot becomes free."""
 
 
 class Placement:
     """Gives out the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
 
     def __init__(self, device: DeviceTier) -> None:
-        """Makes the queues of waiting tickets, which are empty.
+        """Makes a placement in which no ticket waits.
 
         Args:
             device: the device tier whose slots are given out.
@@ -95,7 +95,7 @@ class Placement:
             return rank if self._waiting[rank] else None
 
     def next_job(self, rank: int) -> Job | None:
-        """Removes the first job that waits for a slot of a rank from the queue and returns it.
+        """Returns the first job that waits for a slot of a rank, and removes the job from the rank's queue.
 
         Returns:
             None if no job waits, or if the first one cannot get a slot now.
@@ -109,8 +109,8 @@ class Placement:
             return waiting.popleft()
 
     def _slot_for(self, job: Job, digest: str, rank: int, first: bool) -> int | None:
-        """Assigns a slot, which callers must fill; returns None if the ticket got a filled slot or waits. Callers must
-        hold the lock."""
+        """Assigns and returns a slot that callers must fill; returns None if the ticket got a filled slot or has to
+        wait. Callers must hold the lock."""
         waiting, ticket = self._waiting[rank], job.ticket
         if first or self._may_pass(rank):
             slot = self._device.acquire(digest)
@@ -138,8 +138,8 @@ class Placement:
         return waiting[0].ticket.passed <= MOST_PASSED
 
     def _hand_over(self, ticket: AdapterTicket, slot: int, digest: str) -> None:
-        """Gives a ticket a slot that is held for it, or releases the slot if the ticket has been released. Callers must
-        hold the lock."""
+        """Gives a ticket the slot that is held for this ticket, or releases the slot if the ticket has been released.
+        Callers must hold the lock."""
         if ticket.released:
             self._device.release(slot)
         else:

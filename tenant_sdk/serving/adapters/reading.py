@@ -61,7 +61,7 @@ def stamp_of(*files: int) -> Stamp:
 
 
 def is_settled(stamp: Stamp) -> bool:
-    """Returns whether the files' last change is so long ago that another change would show in their stamp."""
+    """Returns True if the files' last change is long enough ago that another change would show in the stamp."""
     return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
 
 

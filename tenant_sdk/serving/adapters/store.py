@@ -4,7 +4,7 @@ memory into a slot on the device.
 Guarantees: until a ticket is released, its slot holds the adapter of the ticket's digest. An adapter that changed on
 disk counts as a new adapter, with its own digest and slot; requests that hold the old adapter keep it. Files are read
 only from the operator's folder and the folder of downloads, and never fetched from an address in a request. One thread
-loads adapters and others fetch them, so that no step waits for them. A callback tells when a ticket is ready or has
+loads adapters and others fetch them, so that no step waits for them. A callback is called when a ticket is ready or has
 failed.
 """
 
@@ -34,11 +34,12 @@ from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
 RANKS = (8, 16, 32, 64, 128, 256)
-"""The ranks of the stacks. An adapter is padded to the next of these ranks, and refused if its rank is above all."""
+"""The ranks of the stacks. An adapter is padded to the smallest of these ranks that is large enough, and is refused if
+its rank is larger than all of them."""
 HOST_BYTES = 1 << 30
 """The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
 MOST_SLOTS = 64
-"""The most slots of a rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
+"""The most slots (adapters on the device) of one rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
 NUM_FETCHERS = 2
 """The number of adapters that are fetched from the network at the same time."""
 
@@ -95,7 +96,8 @@ class AdapterStore:
                 some rows, since the store then cannot tell which adapter a row of logits belongs to.
 
         Raises:
-            ConfigurationError: an option is invalid, two adapters have one name, or one of `preload` cannot be used.
+            ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
+                used.
         """
         if not 1 <= device_slots <= MOST_SLOTS:
             raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_SLOTS}, got {device_slots}")
@@ -144,7 +146,8 @@ class AdapterStore:
         return ticket
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which forward passes of this thread add to each row the effect of the row's adapter.
+        """Returns a context in which forward passes of this thread add to each row the product B·A·x of the row's own
+        adapter.
 
         Args:
             slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
@@ -157,7 +160,7 @@ class AdapterStore:
         return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
 
     def status(self) -> StoreStatus:
-        """Counts the adapters on each tier."""
+        """Returns the number of adapters on each tier (network, disk, host memory and device)."""
         on_disk = len(self._folder.names()) if self._folder is not None else 0
         return StoreStatus(
             *self._device.usage(), self._device.numbers.num_slots, *self._host.usage(), self._host.budget_bytes,
@@ -230,7 +233,8 @@ class AdapterStore:
         return Origin(name, self._folder, name)
 
     def _digest_of(self, origin: Origin) -> str | None:
-        """Returns an adapter's digest if it is known, and checks its settings and header if it is not."""
+        """Returns an adapter's digest; if it is not known yet, checks the adapter's settings and header and returns
+        None."""
         if origin.entry is not None:
             return origin.entry.sha256
         digest = self._known.digest(origin.name, origin.folder.stamp(origin.name, origin.subfolder))
@@ -264,7 +268,8 @@ class AdapterStore:
                 self._fetchers.submit(self._fetch, job.origin.name, entry)
 
     def _fetch(self, name: str, entry: Entry) -> None:
-        """Fetches an adapter, and then loads it for all tickets that wait for it. A fetching thread runs this."""
+        """Fetches an adapter, and then loads it for all tickets that wait for it. Only a fetching thread calls this
+        method."""
         failure: VeilbaseError | None = None
         try:
             fetch(name, entry, self._cache, self._max_file_bytes)
@@ -330,7 +335,8 @@ class AdapterStore:
                 self._loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives free slots of a rank to the tickets that wait for one, in order. Only the loading thread runs this."""
+        """Gives free slots of a rank to the tickets that wait for a slot, in the order of waiting. Only the loading
+        thread runs this."""
         while (job := self._placement.next_job(rank)) is not None:
             self._load(job, first=True)
 
@@ -339,7 +345,7 @@ class AdapterStore:
         self._settle(job.ticket)
 
     def _settle(self, ticket: AdapterTicket) -> None:
-        """Lets the engine know that a ticket is ready or has failed."""
+        """Tells the engine that a ticket is ready or has failed."""
         with self._lock:
             self._pending.discard(ticket)
         if self.on_ready is not None:

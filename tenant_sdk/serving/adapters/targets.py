@@ -17,7 +17,8 @@ class Base:
     Attributes:
         names: the names by which adapters may refer to the model; the first is the model's own name.
         shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
-        head: the module name of the output head if adapters may not add to it; None if they may, or if there is none.
+        head: the module name of the output head if adapters may not add to it; None if adapters may add to the head, or
+            if there is no head.
     """
 
     names: tuple[str, ...]
@@ -42,7 +43,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def base_of(model: nn.Module, also: tuple[str, ...] = (), with_head: bool = True) -> Base:
-    """Describes a model to the code that checks adapters.
+    """Returns the description of a model that is needed to check whether adapters fit the model.
 
     Args:
         model: a transformers model.

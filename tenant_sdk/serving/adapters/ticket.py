@@ -19,7 +19,7 @@ class AdapterTicket:
 
         Args:
             name: the adapter's name.
-            release: called when the ticket is released.
+            release: a function that is called when the ticket is released.
         """
         self.name = name
         self.failure: VeilbaseError | None = None
@@ -55,7 +55,7 @@ class AdapterTicket:
         return self.placed[1]
 
     def release(self) -> None:
-        """Ends the hold on the adapter, or stops waiting for it; a second call does nothing."""
+        """Ends the hold on the adapter, or stops waiting for the adapter; a second call does nothing."""
         self._release(self)
 
 
@@ -65,7 +65,8 @@ class Origin:
 
     Attributes:
         name: the name by which requests ask for the adapter.
-        folder, subfolder: the folder and subfolder of the files, to which they are fetched if necessary.
+        folder, subfolder: the folder of adapters, and in it the subfolder with the files, which are downloaded there if
+            necessary.
         entry: the adapter's entry in the catalogue; None for an adapter of the operator's folder.
     """
 

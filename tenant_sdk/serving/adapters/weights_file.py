@@ -35,7 +35,7 @@ _OTHER_KINDS = {
     "lokr_": "LoKr", "oft_": "OFT", "vera_": "VeRA", "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
 }  # fmt: skip
-"""Maps parts of tensor names to the other kind of adapter that has such tensors."""
+"""Maps parts of tensor names to the kind of adapter, other than plain LoRA, that has such tensors."""
 
 
 @dataclass(frozen=True)
