@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def has_enough_rows(layers: tuple[Layer, ...], num_rows: int) -> bool:
-    """Returns whether there is an equation (one per token) for each unknown of a column, and two to spare."""
+    """Returns whether there are at least two more equations (one per token) than unknowns of a column."""
     return num_rows >= sum(layer.weight.shape[0] for layer in layers) + 2
 
 
@@ -207,7 +207,7 @@ class _Columns:
         return self._act(terms[0]) if len(terms) == 1 else self._act(terms[0]) * terms[1]
 
     def _errors(self, weights: list[torch.Tensor]) -> torch.Tensor:
-        """Returns ‖predicted − seen‖ of each column; a column that overflowed counts as infinitely wrong."""
+        """Returns ‖predicted − seen‖ of each column; the error of a column that overflowed is infinite."""
         errors = (self._predict(self._terms(weights)) - self._outputs).norm(dim=0)
         return torch.nan_to_num(errors, nan=torch.inf)
 

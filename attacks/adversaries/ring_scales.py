@@ -60,8 +60,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns each token's distance from the public layer's result, relative to the residual, and a fit with the public
-    weights."""
+    """Returns the distance of each token's residual from the public layer's result, relative to the residual, and a fit
+    with the public weights."""
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
     predicted = known + given * fit.scales[:, None] @ fit.weight
@@ -69,7 +69,7 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer and the factors.
+    """Solves for the layer's weight and the factor of each input row.
 
     The arguments are those of `residual.fit_layer`, but the rows of `given` are known only up to a factor each.
 
@@ -130,7 +130,7 @@ def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
-    """Returns the fit of a known layer: least squares of c·v − s·(ã W) = r in c and s of each token."""
+    """Returns the fit of a layer with a known weight: least squares of c·v − s·(ã W) = r in c and s of each token."""
     moved = given @ weight
     vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
     vr, mr = (seen * known).sum(1), (moved * known).sum(1)

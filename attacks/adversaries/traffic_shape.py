@@ -49,7 +49,8 @@ class Shape:
 
     Attributes:
         num_rows: the number of tokens, over the whole batch.
-        calls, backward: maps a group to how often it was given all rows. A request that was split counts once.
+        calls, backward: maps a group id to the number of forward or backward calls with all rows of the pass. A call
+            that was split into several requests counts once.
         head_rows: the rows of the output head; None if the head stays with the tenant.
     """
 
@@ -78,7 +79,7 @@ class Training:
 
     @property
     def below(self) -> int | None:
-        """Returns the group below the lowest one that a gradient reached."""
+        """Returns the id of the group just below the lowest group that a gradient reached; None if there is none."""
         lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
         return lower[-1] if lower else None
 
@@ -176,16 +177,16 @@ def _normed(model: PublicModel) -> set[int | None]:
 
 
 def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
-    """Returns the kinds for which `client.finetune` would have computed the logits that were seen; see the module's
-    docstring."""
+    """Returns those kinds of adapter in `could` for which `client.finetune` computes as many logits as were seen; see
+    the module's docstring."""
     if seen.has_few_logits is None:
         return tuple(could)
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
 
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that
-    something before layer L may be adapted that is no base layer."""
+    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that the
+    adapted part may be something before layer L that is not a base layer."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
@@ -227,7 +228,8 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
 
 
 def num_calls(num_members: int, changed: Iterable[int]) -> int:
-    """Returns the number of calls of one group: a layer shares the call before it if both read the unchanged input."""
+    """Returns the number of calls of a group of `num_members` layers, if the layers at the positions `changed` read
+    changed inputs. A layer shares the previous layer's call if both read the unchanged input."""
     reads = [place if place in set(changed) else None for place in range(num_members)]
     return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))
 

@@ -47,7 +47,8 @@ class StolenRows:
 
 @dataclass(frozen=True)
 class StolenDifference:
-    """Claims the unmasked rows of one message minus those of another; float64, as many rows as both have."""
+    """Claims the unmasked rows of one message minus those of another, row by row up to the end of the shorter message;
+    float64."""
 
     seq: int
     other_seq: int
@@ -78,7 +79,8 @@ class Adversary:
         summary: one line for --list: what the adversary uses and what it yields.
         attack: takes the view of one tenant, the public model, and rows that another adversary unmasked (None: the
             recorded rows).
-        opens_masks: whether its StolenRows are handed to other adversaries, which then run once more on these rows.
+        opens_masks: whether the adversary's StolenRows are handed to other adversaries, which then run once more on
+            these rows.
     """
 
     name: str
