@@ -4,7 +4,7 @@ For each head, the input of o_proj is probabilities times values. If the values 
 are a non-negative least-squares problem: t + 1 unknowns that add up to one, and head_dim equations. So tokens up to
 position head_dim have one solution. The logarithm of the ratio of two probabilities is a difference of scores,
 q_t·(k_s − k_r)/√head_dim. It is linear in W_q while k is known, and in W_k while q is known. If the adapter changed
-both, the search is over W_k, with the best W_q for each W_k (variable projection). Solving for one after the other
+both, the search is over W_k, with the best W_q for each W_k (variable projection). Solving for W_q and W_k alternately
 converges too slowly.
 
 A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs equally well for any G that commutes
@@ -106,8 +106,8 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if they have more than `_MAX_NUMBERS`
-    numbers.
+    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if their system has more than
+    `_MAX_NUMBERS` numbers.
 
     Args:
         v: the weight of the value projection with its adapter, W_v + ΔW_v.
@@ -203,8 +203,8 @@ class _LeastSquares:
     def solver(self, damping: float) -> _Solver:
         """Returns a function that maps residuals to the least-squares step.
 
-        The mean square of a column, times `damping`, is added to the diagonal. Residuals have shape (num_ratios,), or
-        (num_ratios, n) for n right-hand sides.
+        The mean square of the Jacobian's columns, times `damping`, is added to the diagonal of the normal equations.
+        Residuals have shape (num_ratios,), or (num_ratios, n) for n right-hand sides.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(damping * float(squares.diagonal().mean()))

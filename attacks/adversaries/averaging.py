@@ -2,10 +2,10 @@
 
 Messages of one group, direction and number of rows are assumed to be repetitions. The noise of the messages' mean falls
 with the square root of the number of messages. Principal components of the mean that lie below the edge of the noise's
-spectrum are left out. The attack fails under uniform noise mod 2^32, whose mean says nothing. It does not check whether
-messages are repetitions: if they are not, its claim is wrong (attacks/adversaries/principal_components.py handles
-several prompts under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of the spectrum of a (T, d)
-noise matrix.
+spectrum are left out. The attack fails under uniform noise mod 2^32, whose mean says nothing. The attack does not check
+whether messages are repetitions: if they are not, the claim is wrong (attacks/adversaries/principal_components.py
+handles several prompts under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of the spectrum of a
+(T, d) noise matrix.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class BinarySystem:
         """Reduces the matrix M by Gaussian elimination, so that each right-hand side is then solved quickly.
 
         Args:
-            matrix: 0 and 1, shape (num_equations, num_unknowns).
+            matrix: M, of 0 and 1, shape (num_equations, num_unknowns).
         """
         num_equations, self._num_unknowns = matrix.shape
         rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
@@ -51,7 +51,7 @@ class BinarySystem:
         return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
 
     def solve(self, side: Bits) -> Bits | None:
-        """Returns the only x with M·x = side, shape (num_unknowns,); None if there is none, or more than one."""
+        """Returns the x with M·x = side, shape (num_unknowns,), if exactly one such x exists, otherwise None."""
         if not self.has_full_rank or not self.consistent(side[:, None]).all():
             return None
         solution = self._transform[: self.rank] @ side.astype(np.float32)

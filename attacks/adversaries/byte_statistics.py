@@ -32,7 +32,7 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
 _DEVIATIONS = 12.0
-"""The excess of chi-square over its mean, in standard deviations, beyond which it counts as a fault. By chance this
+"""The excess of chi-square over its mean, in standard deviations, beyond which a byte counts as faulty. By chance this
 happens less than once in 2^66 (Wilson and Hilferty's approximation), hence less than once in 2^46 over a million
 tests."""
 FALSE_POSITIVE_BITS = 40

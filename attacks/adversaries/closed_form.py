@@ -242,9 +242,9 @@ def _steal_transforms(
 ) -> list[Claim]:
     """Returns ΔW for methods that change a layer's input (IA3, OFT, BOFT), which request q, k and v one by one.
 
-    The input before the change is known, so the change is the linear map from it to the input of q, k or v. Scaled rows
-    are assumed to be as large as before the change, because OFT and BOFT rotate them. BOFT's factors of outputs are
-    taken from the attention's output if they explain it.
+    The input before the change is known, so the change is the linear map from this input to the recorded input of q, k
+    or v. Scaled rows are assumed to be as large as before the change, because OFT and BOFT rotate them. BOFT's factors
+    of outputs are taken from the attention's output if such factors explain that output.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []

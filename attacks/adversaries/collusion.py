@@ -29,8 +29,8 @@ def collude(view_1: View, view_2: View) -> list[StolenRows]:
     """Returns the encoded rows x̃ of each message of the first view that has its seed in the second view. Each claim
     carries the message's number in the first view.
 
-    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This is right for
-    one stream of calls, such as one tenant at a time.
+    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This order is
+    correct for one stream of calls, such as one tenant at a time.
 
     Args:
         view_1: the view of one tenant at the provider that received masked rows.

@@ -137,7 +137,7 @@ def _retry(
 
 
 def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Returns random columns of length about 1, shape (count, _RESTARTS)."""
+    """Returns random columns with a Euclidean norm of about 1, shape (count, _RESTARTS)."""
     start: torch.Tensor = torch.randn(count, _RESTARTS, generator=generator, dtype=torch.float64) / count**0.5
     return start
 

@@ -2,8 +2,8 @@
 
 Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give s₀ = s mod 2,
 which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from
-1 = …01. The rest is checked mod 2^32. Every row of a view is tried as zero at once, because the elimination depends on
-the public matrix alone.
+1 = …01. The secret that results is checked mod 2^32. Every row of a view is tried as zero at once, because the
+elimination depends on the public matrix alone.
 
 With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
 with probability 2^-32 and never passes the last one.

@@ -113,9 +113,9 @@ def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tor
     """Returns the factors c, shape (num_tokens,), that minimise ‖P (diag(c) V − known)‖, by the normal equations.
 
     Args:
-        left: an orthonormal basis of the columns of A.
-        known: R + b.
-        seen: V.
+        left: an orthonormal basis of the columns of A, the layer's input rows.
+        known: R + b, the residuals before the layer plus the layer's bias.
+        seen: V, the directions of the residuals after the layer.
     """
     off = torch.eye(left.shape[0], dtype=left.dtype) - left @ left.T
     squares = off * (seen @ seen.T)  # positive semidefinite, as an elementwise product of two such matrices (Schur)

@@ -34,7 +34,7 @@ MOST_SEEDS = 4
 """The most seeds that are attacked. A seed is replaced after 2^33 secrets, so a recording with more seeds was made by
 several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this are left out."""
+"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this total are left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Stream:
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
         """Unmasks row `at` and the rows after and before it, until a result is not small or N rows are unmasked.
 
-        A small result (below `SMALL`) shows that the secret is right. The result is kept only if more rows are small
+        A small result (below `SMALL`) shows that the secret is correct. The result is kept only if more rows are small
         than the secret was computed from. This detects a wrong ring degree N: the equations of a single row are the
         same for every N, up to the order and the signs of the secret, so that a wrong N shows only in the next row.
 

@@ -109,7 +109,8 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Yields messages whose rows can be told from noise, each with the guess to try on it."""
+    """Yields the messages whose unmasked rows can be told from noise, each with the function that tries a seeded
+    generator on the message."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
         norm = norms.get(message.group) if message.direction == "forward" else None

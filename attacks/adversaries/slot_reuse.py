@@ -34,7 +34,7 @@ from attacks.seen.view import View
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
 """The most rows with which each row is compared, in the order of their distance in the first feature. By chance, a
-share of 2^-7 of all rows is nearer than `SMALL` there."""
+share of 2^-7 of all rows is within `SMALL` in that feature."""
 MOST_PAIRS = 1 << 14
 """The most near pairs that are used; in traffic without a mask all pairs are near."""
 MOST_CLAIMS = 256

@@ -1,8 +1,8 @@
 """Trains a functional copy of the adapter: fits the public model with low-rank factors to the recorded rows.
 
 Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
-base layer, until the inputs of its layers and of the next block have the directions of the recorded ones. Only
-directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
+base layer, until the inputs of the block's layers and of the next block have the directions of the recorded inputs.
+Only directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
 direction of a layer's output is known, the layer's scale follows from the low rank of ΔW. Rows that do not fit are left
 out, such as those that another adversary unmasked wrongly.
 
@@ -94,12 +94,14 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
-    """Returns whether the layer's outputs have twice as many numbers as its factors."""
+    """Returns whether the layer's outputs for these tokens have at least twice as many numbers as the factors of its
+    ΔW."""
     return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
 
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
-    """Returns the prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
+    """Returns those prompts whose rows of the first layer are tokens' rows, up to `_MAX_NUMBERS` numbers, in
+    batches."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
@@ -292,7 +294,8 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Leaves out rows that are far from the others, unless they are many: wrong rows are the exception."""
+        """Leaves out rows whose distance is far above their group's median, unless many rows are: wrong rows are the
+        exception."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:

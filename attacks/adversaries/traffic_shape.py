@@ -116,7 +116,8 @@ def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...
 
 
 def _joined(one: Shape, more: Shape) -> Shape:
-    """Joins two shapes: calls that are recomputed are not counted again, while gradients are added up."""
+    """Returns the shape of a pass joined with its recomputation: recomputed calls are not counted again, while
+    gradients are added up."""
     groups = {*one.calls, *more.calls}
     calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
     backward = dict(Counter(one.backward) + Counter(more.backward))
@@ -124,7 +125,8 @@ def _joined(one: Shape, more: Shape) -> Shape:
 
 
 def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
-    """Returns (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an answer."""
+    """Returns the numbers (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an
+    answer."""
     counted: list[tuple[int, int]] = []
     for one in found:
         if one.backward:
@@ -138,7 +140,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
 
 
 def summarise(view: View, found: Sequence[Shape]) -> Training:
-    """Returns the facts on which all claims about the adapter are based."""
+    """Returns what a view's traffic shows about training: the facts on which all claims about the adapter are based."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
     reached = {group for one in steps for group in one.backward}
@@ -177,8 +179,8 @@ def _normed(model: PublicModel) -> set[int | None]:
 
 
 def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
-    """Returns those kinds of adapter in `could` for which `client.finetune` computes as many logits as were seen; see
-    the module's docstring."""
+    """Returns those kinds of adapter in `could` for which `client.finetune` computes logits of some or of all
+    positions, as was seen. All of `could` is returned if no head was seen."""
     if seen.has_few_logits is None:
         return tuple(could)
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)

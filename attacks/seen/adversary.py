@@ -27,10 +27,10 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """Claims the first tokens of one prompt: all that were given to a layer, or as many as the adversary tried.
+    """Claims the first tokens of one prompt: all tokens that were given to a layer, or those that the adversary tried.
 
-    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a token and has no evidence
-    still names one, so a token that is not named was not tried.
+    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a position names a token even
+    without evidence, so a position without a token was not tried.
     """
 
     prompt: int
@@ -60,7 +60,7 @@ class StolenFact:
     """Claims something that was read from metadata, such as the number of prompt tokens.
 
     Attributes:
-        value: what was read; a tuple means that one of its entries is right, but the adversary cannot tell which.
+        value: what was read; a tuple means that one of its entries is true, but the adversary cannot tell which.
     """
 
     name: str

@@ -33,7 +33,8 @@ class Norm:
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the part of a row that the norm keeps: all of it or, with LayerNorm, the row without its mean."""
+        """Returns the part of each row that the norm keeps: the whole row or, with LayerNorm, the row without its
+        mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:

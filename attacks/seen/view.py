@@ -1,4 +1,4 @@
-"""Reads and checks a recording made by `provider serve --record`: what one provider sees.
+"""Reads and checks a recording made by `provider serve --record`, which holds what one provider sees.
 
 A view holds the manifest and the recorded bytes, and nothing of the tenant's. A recording that is empty, damaged or of
 another model is refused with one `ConfigurationError`. Tensors are read when they are asked for. If the recorder
