@@ -226,7 +226,7 @@ def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tens
 
 
 def look(view: View) -> Uniformity:
-    """Computes both statistics for each group and direction of the ring messages of a view."""
+    """Computes chi-square and serial correlation for each group and direction of the ring messages of a view."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":

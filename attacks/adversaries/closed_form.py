@@ -240,11 +240,12 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def _steal_transforms(
     model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
-    """Returns ΔW for methods that change a layer's input (IA3, OFT, BOFT), which request q, k and v one by one.
+    """Returns claims of ΔW of q, k and v, for adapters that change a layer's input (IA3, OFT, BOFT) and so request q, k
+    and v one by one.
 
     The input before the change is known, so the change is the linear map from this input to the recorded input of q, k
-    or v. Scaled rows are assumed to be as large as before the change, because OFT and BOFT rotate them. BOFT's factors
-    of outputs are taken from the attention's output if such factors explain that output.
+    or v. Rows that are known only up to a factor are assumed to be as large as before the change, because OFT and BOFT
+    rotate them. BOFT's factors of outputs are taken from the attention's output if such factors explain that output.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []

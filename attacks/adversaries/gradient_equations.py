@@ -168,7 +168,7 @@ def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Ro
     """Returns ΔW of down_proj, shape (intermediate, hidden), without the part that a LayerNorm hides.
 
     It is zero if the public weights explain the gradients. It is None if nothing explains the gradients, or if there
-    are too few.
+    are too few gradients.
     """
     equations = _Equations(up, block.down, model.activation, rows)
     if equations.missed < _UNCHANGED:

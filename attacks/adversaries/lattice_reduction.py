@@ -93,7 +93,7 @@ class _Target:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
-        """Reduces the lattice; returns None if a block has too few samples for LLL."""
+        """Returns a target whose lattice is reduced; None if a block has too few samples for LLL."""
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None

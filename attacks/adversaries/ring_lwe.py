@@ -85,7 +85,7 @@ class PublicMatrix:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, features: int) -> PublicMatrix:
-        """Expands a seed as wire/ring/seeded_rows.py does."""
+        """Returns the public matrix that wire/ring/seeded_rows.py expands from a seed."""
         return cls(seed.expand(features).to(torch.int64), degree)
 
     @property
@@ -224,7 +224,7 @@ class Stream:
         return True
 
     def claims(self) -> list[Claim]:
-        """Returns claims about messages of which all rows were unmasked."""
+        """Claims the unmasked rows of each message, if all rows of the message were unmasked."""
         return [
             StolenRows(seq, self.opened[first:stop].to(torch.float64))
             for seq, first, stop in self.spans

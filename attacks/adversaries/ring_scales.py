@@ -90,7 +90,8 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
 
 
 def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and p up to one factor, each of shape (num_tokens,), by inverse iteration."""
+    """Returns the tokens' factors q and p, up to one common factor, each of shape (num_tokens,), by inverse
+    iteration."""
     num_tokens = left.shape[0]
     off = torch.eye(num_tokens, dtype=left.dtype) - left @ left.T
     sizes = torch.cat([seen.norm(dim=1), known.norm(dim=1)]).clamp_min(1e-300)

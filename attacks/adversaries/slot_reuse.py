@@ -97,7 +97,8 @@ def shared_secrets(view: View) -> list[Claim]:
 
 
 def _alike(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields pairs of rows whose first columns have the same high bits. Three such rows give only two pairs."""
+    """Yields pairs of rows whose first columns have the same high bits. Only neighbours in sorted order are paired, so
+    three such rows give two pairs."""
     high = rows[:, :_KEY_COLUMNS].remainder(MODULUS) >> (32 - _HIGH_BITS)
     key = (high << (_HIGH_BITS * torch.arange(_KEY_COLUMNS))).sum(1)
     ordered, order = key.sort()

@@ -100,8 +100,8 @@ def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
 
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
-    """Returns those prompts whose rows of the first layer are tokens' rows, up to `_MAX_NUMBERS` numbers, in
-    batches."""
+    """Returns, in batches, the prompts whose tokens can be read from the first layer's rows, up to `_MAX_NUMBERS`
+    numbers in all."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm

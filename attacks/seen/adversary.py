@@ -72,7 +72,7 @@ Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact
 
 @dataclass(frozen=True)
 class Adversary:
-    """Describes one entry of the catalogue.
+    """Describes one adversary of the catalogue.
 
     Attributes:
         name: the name in the report's table, such as `closed-form`.

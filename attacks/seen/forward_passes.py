@@ -37,7 +37,7 @@ class ForwardPass:
 
     @property
     def is_training(self) -> bool:
-        """Returns whether a backward pass followed."""
+        """Returns whether a backward pass followed the forward pass."""
         return bool(self.backward)
 
 

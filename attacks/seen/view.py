@@ -54,7 +54,7 @@ class Message:
     """Holds one request and its reply.
 
     Attributes:
-        seq: the message's number in the recording, which is in the order of the replies.
+        seq: the message's number in the recording; messages are numbered in the order of the replies.
         group: the group's id in the manifest.
         num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
         widths: columns of the request and of the reply, by the manifest.
