@@ -109,7 +109,8 @@ def tried(
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Returns each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
+    """Returns the input rows mixed by each head's attention probabilities, shape (num_prompts, num_heads, num_tokens,
+    hidden)."""
     num_prompts, num_tokens, hidden = rows.shape
     q, k = _queries_and_keys(block, model, weights, rows)
     everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)

@@ -139,7 +139,7 @@ def solve(
 def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
     """Returns ΔW_k without the part that a softmax ignores.
 
-    After LayerNorm all rows have the same component along 1/γ (γ: the norm's weight), so a change of W_k along it adds
+    After LayerNorm all rows have the same component along 1/γ (γ: the norm's weight), so a change of W_k along 1/γ adds
     the same vector to all keys.
     """
     if block.attention_norm.bias is None:

@@ -32,8 +32,8 @@ _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 """The values that replace `_UNCHANGED` in ring arithmetic: the first for rows that were rounded to the ring's integers,
 the second for an MLP or attention between two such roundings, which leave errors of 3e-4 on SmolLM2."""
 _MAX_DESCENT_S = 60.0
-"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, where accumulated rounding makes
-a descent necessary, it takes minutes per block."""
+"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, which needs a descent because
+rounding accumulates, a descent takes minutes per block."""
 _THROUGH_MLP = 10.0
 """The factor by which the error of an MLP with public weights may exceed that of the residual stream before it."""
 _MEMBERS = 3

@@ -91,8 +91,8 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
     """Returns both solutions c of ‖Z − c·n‖² = T·d·(c/σ)² for each vector n, shape (2, K); 1e30 stands for a solution
     that is not positive.
 
-    T is the number of rows, d that of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c, which
-    means that the rows X point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
+    T is the number of rows, d the number of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c,
+    which means that the rows X point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)

@@ -147,7 +147,7 @@ class Stream:
 
     Attributes:
         rows: int64, shape (num_rows, features).
-        spans: seq, first and last row (exclusive) of each message.
+        spans: for each message, its seq, the index of its first row, and the index after its last row.
         known: maps a row to its plaintext x̃; if it is empty, any row may be tried as zero.
         opened: the unmasked rows, int64, the shape of `rows`; meaningful for rows in `is_open`.
         is_open: bool, shape (num_rows,): the rows that were unmasked.

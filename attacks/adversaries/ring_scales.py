@@ -115,8 +115,8 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of their ratio have, looked for in a
-    few directions first."""
+    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of the two matrices' ratio have. It
+    is looked for in a few directions first."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
     if ratio.shape[0] > _SEEN:

@@ -164,7 +164,8 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
 
 
 def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    """Returns rows without the mask if one strength gives all of them the norm of normed rows, otherwise None."""
+    """Returns the rows minus the mask times a strength, if one strength gives all rows the norm of normed rows,
+    otherwise None."""
     scaled = norm.direction(rows)
     noise = mask / norm.weight
     square, half = noise.pow(2).sum(), (scaled * noise).sum()

@@ -191,7 +191,8 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Extends a window in both directions while differences are small, and unmasks rows whose partner is known."""
+        """Extends a window in both directions while differences are small, and unmasks each row that has a known row at
+        the distance."""
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):

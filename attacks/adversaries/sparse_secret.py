@@ -137,8 +137,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Returns pairs of signed columns, single columns first. 0 stands for none, i + 1 for column i, and
-    i + 1 + dimension for the opposite of column i."""
+    """Returns pairs of signed columns, single columns first. The number 0 stands for no column, i + 1 for column i, and
+    i + 1 + dimension for minus column i."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]
