@@ -6,8 +6,8 @@ e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, with w_i = 1
 
     (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2.
 
-This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, and w_i gives its sign. A candidate is
-checked mod 2^32.
+This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, and w_i gives its sign. A secret that is
+found in this way is checked mod 2^32.
 
 Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3. If an error
 can have η values, the degree is η and there are about n^η/η! unknowns, which is out of reach at σ = 3.2.
@@ -28,7 +28,8 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 
 MOST_DIMENSION = 32
-"""The largest dimension that is tried. It gives 560 unknowns, and one guess takes tens of milliseconds."""
+"""The largest dimension (the number n of a secret's coefficients) that is tried. It gives 560 unknowns, and one guess
+takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
 """The work that all guesses together may take. One guess takes unknowns² units, so this is enough for 13 guesses at
@@ -36,7 +37,8 @@ dimension 32 and 2,000 at dimension 8."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks blocks that have enough rows of known or zero plaintext; tries toy dimensions only."""
+    """Unmasks each block (the rows under one secret) that has enough rows of known or zero plaintext, for dimensions up
+    to `MOST_DIMENSION`."""
     claims: list[Claim] = []
     left = BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -51,7 +53,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries to find the secret of each run of rows in a stream, within a budget of work in the units of `BUDGET`.
+    """Tries to find the secret of each run of rows in a stream, and unmasks the rows whose secret is found. The work is
+    limited to `budget`, in the units of `BUDGET`.
 
     Returns:
         The units of work that were used.
@@ -103,7 +106,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
 
 @functools.cache
 def _pairs(n: int) -> tuple[list[int], list[int]]:
-    """Returns all pairs i < j < n, as the list of every i and the list of every j."""
+    """Returns all pairs (i, j) with i < j < n, as two lists: the first numbers and the second numbers of the pairs."""
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
     return [i for i, _ in pairs], [j for _, j in pairs]
 

@@ -1,8 +1,8 @@
 """Recovers what an adapter adds to q, k and v from an attention layer's input and output alone.
 
 For v: if q and k are not adapted, attention mixes values in a known way that is linear in W_v. Otherwise position 0
-helps: it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. That needs as many different first tokens as the
-layer has inputs.
+helps: it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. Position 0 suffices only if the prompts have at
+least one different first token for each input of the layer.
 
 For q and k: if v is known, `attention_scores` reads q and k from the softmax. If there are too few tokens for that, or
 if heads are too wide, q and k are found by descent from the public weights: the outputs are a smooth function of the
@@ -28,7 +28,7 @@ _HISTORY = 50
 
 @dataclass(frozen=True)
 class Heads:
-    """Holds W + ΔW of the three projections, each (hidden, out_features), and how well they explain the outputs.
+    """Holds W + ΔW of q, k and v, each (hidden, out_features), and the error of the outputs that these weights predict.
 
     Attributes:
         error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs.
@@ -43,11 +43,12 @@ class Heads:
 def fit_first_position(
     block: Block, model: PublicModel, given: torch.Tensor, outputs: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns W_v + ΔW_v from position 0 of many prompts, or None if their first tokens differ too little.
+    """Returns W_v + ΔW_v from position 0 of many prompts; None if there are too few prompts or if their first tokens
+    differ too little.
 
     Args:
         given: the attention's input at position 0, shape (num_prompts, hidden).
-        outputs: o_proj's input there, shape (num_prompts, num_heads · head_dim).
+        outputs: o_proj's input at position 0, shape (num_prompts, num_heads · head_dim).
     """
     sizes = torch.linalg.svdvals(given)
     if given.shape[0] < given.shape[1] or sizes[-1] < sizes[0] * 1e-7:
@@ -66,7 +67,7 @@ def fit_values(
     """Fits W_v with the public q and k: attention is then a known mixture of the values, which is linear in W_v.
 
     Args:
-        block, model: the block and the public model.
+        block, model: a transformer block and the public model that the block belongs to.
         given, outputs: as in `fit_all`.
     """
     hidden, repeats = block.v.weight.shape[0], model.num_heads // model.num_kv_heads
@@ -96,7 +97,8 @@ def tried(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Returns these weights of q, k and v together with the error that they leave."""
+    """Returns the given weights of q, k and v together with the error of the attention outputs that these weights
+    predict."""
     missed = size = 0.0
     with torch.no_grad():
         for rows, seen in _batches(given, outputs):
@@ -107,7 +109,8 @@ def tried(
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Returns each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
+    """Returns the input rows mixed by each head's attention probabilities, shape (num_prompts, num_heads, num_tokens,
+    hidden)."""
     num_prompts, num_tokens, hidden = rows.shape
     q, k = _queries_and_keys(block, model, weights, rows)
     everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
@@ -165,7 +168,7 @@ def fit_scales(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Fits weights of q, k and v that are known up to one factor for each output, such as BOFT trains.
+    """Fits weights of q, k and v that are known up to one factor for each output; BOFT adapters train such factors.
 
     The factors of v come from position 0 in closed form. The factors of q and k are found by descent.
 
@@ -188,7 +191,8 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns a factor for each output of v, from position 0, which attends to itself alone; 1 if not positive."""
+    """Returns a factor for each output of v, fitted at position 0, which attends only to itself. A factor that is not
+    positive is replaced by 1."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
     seen = seen.mean(dim=2).reshape(values.shape)  # heads of q that share a head of v see the same values
@@ -230,7 +234,8 @@ def _descend(
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Joins prompts of one length; returns (inputs, outputs), each of shape (num_prompts, num_tokens, features)."""
+    """Groups prompts by length. Returns, for each length, inputs and outputs, each of shape (num_prompts, num_tokens,
+    features)."""
     lengths = sorted({rows.shape[0] for rows in given})
     return [
         (

@@ -3,13 +3,13 @@
 For each head, the input of o_proj is probabilities times values. If the values are known, the probabilities of token t
 are a non-negative least-squares problem: t + 1 unknowns that add up to one, and head_dim equations. So tokens up to
 position head_dim have one solution. The logarithm of the ratio of two probabilities is a difference of scores,
-q_t·(k_s − k_r)/√head_dim. It is linear in W_q while k is known, and in W_k while q is known. If both were changed, the
-search is over W_k, with the best W_q for each W_k (variable projection). Solving for one after the other converges too
-slowly.
+q_t·(k_s − k_r)/√head_dim. It is linear in W_q while k is known, and in W_k while q is known. If the adapter changed
+both, the search is over W_k, with the best W_q for each W_k (variable projection). Solving for W_q and W_k alternately
+converges too slowly.
 
-A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs as well for any G that commutes with
-the rotary positions. Steps are damped, so that the result is near the public weights. Wide heads, whose systems have
-more than `_MAX_NUMBERS` numbers, are left to the descent of attention.py.
+A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs equally well for any G that commutes
+with the rotary positions. Steps are damped, so that the result is near the public weights. Wide heads, whose systems
+have more than `_MAX_NUMBERS` numbers, are left to the descent of attention.py.
 Source: our derivation, from the definition of attention; the search after Kaufman, BIT 15 (1975).
 """
 
@@ -27,12 +27,13 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 _MAX_NUMBERS = 1 << 25
 """The most numbers in a dense system of equations: a quarter of a GB."""
 _SPARE = 1.05
-"""The fewest equations per unknown; with fewer, anything would fit."""
+"""The fewest equations per unknown. With fewer equations, weights could be found that fit any data."""
 _EXPLAINED = 1e-4
-"""The largest error of the probabilities, relative to the outputs that they were read from, at which a change of q
-alone or of k alone explains them."""
+"""The largest error at which a change of q alone, or of k alone, counts as the explanation of the probabilities. The
+error is relative to the attention outputs from which the probabilities were read."""
 _SWEEPS = 300
-"""The number of sweeps of coordinate descent over the few systems whose free solution has negative numbers."""
+"""The number of sweeps of coordinate descent over the few least-squares problems whose unconstrained solution has
+negative numbers."""
 _LEAST_PROBABILITY = 1e-7
 """The smallest probability that is used in a ratio; a smaller one is only float32 rounding."""
 _DEPENDENT = 1e7
@@ -47,7 +48,8 @@ _SETTLED = 1e-3
 
 
 def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention probabilities of one token by non-negative least squares, with a sum of one.
+    """Computes the attention probabilities of one token in each of several prompts, by non-negative least squares with
+    a sum of one.
 
     Args:
         values: float64, shape (batch, num_keys, head_dim), num_keys <= head_dim + 1.
@@ -104,10 +106,11 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or too many numbers in them.
+    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if their system has more than
+    `_MAX_NUMBERS` numbers.
 
     Args:
-        v: W_v + ΔW_v.
+        v: the weight of the value projection with its adapter, W_v + ΔW_v.
         given: for each prompt the attention's input, shape (num_tokens, hidden).
         outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
     """
@@ -136,7 +139,7 @@ def solve(
 def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
     """Returns ΔW_k without the part that a softmax ignores.
 
-    After LayerNorm all rows have the same component along 1/γ (γ: the norm's weight), so a change of W_k along it adds
+    After LayerNorm all rows have the same component along 1/γ (γ: the norm's weight), so a change of W_k along 1/γ adds
     the same vector to all keys.
     """
     if block.attention_norm.bias is None:
@@ -175,7 +178,7 @@ def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Ten
     """Returns the fields of `_Ratios` for the last token of some prompts.
 
     Args:
-        share, stretched: as `probabilities` returns them, shape (num_prompts, num_keys).
+        share, stretched: the probabilities and the error factors from `probabilities`, shape (num_prompts, num_keys).
         first: the index of each prompt's first token, shape (num_prompts,).
     """
     most, at_most = share.max(dim=1, keepdim=True)
@@ -200,8 +203,8 @@ class _LeastSquares:
     def solver(self, damping: float) -> _Solver:
         """Returns a function that maps residuals to the least-squares step.
 
-        The mean square of a column, times `damping`, is added to the diagonal. Residuals have shape (num_ratios,), or
-        (num_ratios, n) for n right sides.
+        The mean square of the Jacobian's columns, times `damping`, is added to the diagonal of the normal equations.
+        Residuals have shape (num_ratios,), or (num_ratios, n) for n right-hand sides.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(damping * float(squares.diagonal().mean()))
@@ -216,7 +219,7 @@ class _LeastSquares:
 
 
 class _Group:
-    """Fits one head of k and the heads of q that use it."""
+    """Fits the weights of one head of k and of the heads of q that share this head."""
 
     def __init__(
         self,
@@ -237,8 +240,8 @@ class _Group:
         self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None if both changed and there are
-        too few rows.
+        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None if the adapter changed both q
+        and k and there are too few ratios to fit both.
 
         Args:
             size: the root mean square of the outputs' numbers.
@@ -254,7 +257,8 @@ class _Group:
         return self._together(q, k) if count >= _SPARE * unknowns else None
 
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Runs Levenberg-Marquardt on W_k, with the best W_q for each W_k: variable projection, in Kaufman's form."""
+        """Returns improved weights of each q and of k. Runs Levenberg-Marquardt on W_k, with the best W_q for each W_k
+        (variable projection, in Kaufman's form)."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
         off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):
@@ -275,7 +279,8 @@ class _Group:
         return q, k
 
     def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
-        """Returns the derivative by W_k and the residuals, both without the part that a change of W_q can explain."""
+        """Returns the derivative of the scores by W_k, and the residuals, both without the part that a change of W_q
+        can explain."""
         derivatives, residuals = [], []
         of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
         for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
@@ -286,28 +291,30 @@ class _Group:
         return _LeastSquares(torch.cat(derivatives)), torch.cat(residuals)
 
     def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Solves for each W_q with k fixed, which is a linear problem."""
+        """Returns the best W_q of each head for a fixed W_k; this is a linear problem."""
         parts = zip(q, self._best_q(k), self._residuals(q, k), strict=True)
         return [one + best(missed).view_as(one) for one, (_, best), missed in parts]
 
     def _best_q(self, k: torch.Tensor) -> list[tuple[torch.Tensor, _Solver]]:
-        """Returns, for each head, `_of_q` and a solver for its W_q. The result for the last k is kept, because an
-        improved k is used twice."""
+        """Returns, for each head of q, the derivative from `_of_q` and a least-squares solver for W_q. The result for
+        the last k is kept, because each improved k is passed twice."""
         if self._kept is None or self._kept[0] is not k:
             self._kept = k, [(one, _LeastSquares(one).solver(_FLOOR)) for one in self._of_q(k)]
         return self._kept[1]
 
     def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
-        """Solves for W_k with every q fixed, which is a linear problem."""
+        """Returns the best W_k for fixed W_q of all heads; this is a linear problem."""
         best = _LeastSquares(torch.cat(self._of_k(q))).solver(_FLOOR)
         return k + best(torch.cat(self._residuals(q, k))).view_as(k)
 
     def _turned(self, rows: torch.Tensor, at: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
-        """Rotates rows of shape (num, head_dim) to the positions of the tokens `at`."""
+        """Returns rows, shape (num, head_dim), rotated to the positions of the tokens `at`, or rotated back if `sign`
+        is −1."""
         return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
 
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
-        """Returns the difference of the two keys, rotated so that its product with W_q's output is a score.
+        """Returns each ratio's difference of two keys, rotated so that its product with W_q's output is the difference
+        of two scores.
 
         The result has shape (num_ratios, head_dim).
         """
@@ -316,7 +323,8 @@ class _Group:
         return self._turned(difference, one.at, -1.0) / self._root
 
     def _residuals(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the weighted residuals of each head, shape (num_ratios,)."""
+        """Returns, for each head, the weighted differences between `seen` and the predicted scores, shape
+        (num_ratios,)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             scores = (_out(self._rows, weight, bias)[one.at] * self._keys(k, one)).sum(1)
@@ -327,7 +335,7 @@ class _Group:
         return float(torch.cat(self._residuals(q, k)).norm())
 
     def _of_q(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the derivative of each head's scores by its W_q, shape (num_ratios, hidden · head_dim)."""
+        """Returns, per head, the weighted derivative of scores by W_q, shape (num_ratios, hidden · head_dim)."""
         found = []
         for one in self._ratios:
             outer = self._rows[one.at][:, :, None] * self._keys(k, one)[:, None, :]
@@ -335,7 +343,7 @@ class _Group:
         return found
 
     def _of_k(self, q: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the derivative of each head's scores by W_k, shape (num_ratios, hidden · head_dim)."""
+        """Returns, per head, the weighted derivative of scores by W_k, shape (num_ratios, hidden · head_dim)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             queries = self._turned(_out(self._rows, weight, bias)[one.at], one.at) / self._root

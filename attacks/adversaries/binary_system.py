@@ -1,7 +1,7 @@
-"""Solves linear systems mod 2; one elimination serves many right sides.
+"""Solves linear systems mod 2; one elimination serves many right-hand sides.
 
-Results are exact. A right side that the matrix cannot produce is reported as inconsistent. A random right side is
-consistent with probability 2^-(num_equations − rank).
+Results are exact. A right-hand side that the matrix cannot produce is reported as inconsistent. A random right-hand
+side is consistent with probability 2^-(num_equations − rank).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class BinarySystem:
     """
 
     def __init__(self, matrix: Bits) -> None:
-        """Reduces the matrix M by Gaussian elimination, so that each right side is then solved quickly.
+        """Reduces the matrix M by Gaussian elimination, so that each right-hand side is then solved quickly.
 
         Args:
-            matrix: 0 and 1, shape (num_equations, num_unknowns).
+            matrix: M, of 0 and 1, shape (num_equations, num_unknowns).
         """
         num_equations, self._num_unknowns = matrix.shape
         rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
@@ -35,14 +35,14 @@ class BinarySystem:
 
     @property
     def has_full_rank(self) -> bool:
-        """Returns whether a solution is unique."""
+        """Returns whether M has full rank, so that M·x = b has at most one solution x for any b."""
         return bool(self.rank == self._num_unknowns)
 
     def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:
-        """Returns which right sides have a solution.
+        """Returns, for each right-hand side, whether it has a solution.
 
         Args:
-            sides: 0 and 1, shape (num_equations, count).
+            sides: the right-hand sides, one per column; 0 and 1, shape (num_equations, count).
 
         Returns:
             bool, shape (count,).
@@ -51,7 +51,7 @@ class BinarySystem:
         return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
 
     def solve(self, side: Bits) -> Bits | None:
-        """Returns the only x with M·x = side, shape (num_unknowns,); None if there is none, or more than one."""
+        """Returns the x with M·x = side, shape (num_unknowns,), if exactly one such x exists, otherwise None."""
         if not self.has_full_rank or not self.consistent(side[:, None]).all():
             return None
         solution = self._transform[: self.rank] @ side.astype(np.float32)
@@ -66,7 +66,7 @@ def _pack(bits: Bits) -> npt.NDArray[np.uint64]:
 
 
 def _eliminate(rows: npt.NDArray[np.uint64], num_columns: int) -> int:
-    """Reduces the first columns in place, with the rows of pivots on top in order; returns the rank."""
+    """Reduces the first `num_columns` columns of bits in place, so that the pivot rows come first; returns the rank."""
     octets, rank = rows.view(np.uint8), 0
     for column in range(num_columns):
         has_bit = (octets[:, column // 8] >> (7 - column % 8)) & 1

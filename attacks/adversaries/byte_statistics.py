@@ -1,17 +1,18 @@
-"""Tests whether ring messages look uniform and independent, as masked messages do and hardly any others.
+"""Tests whether ring messages look uniform and independent, as masked messages do and unmasked messages hardly ever do.
 
 It runs two tests on each group and direction. Chi-square compares each of the four bytes with the uniform distribution
-(255 degrees of freedom). Serial correlation compares each number, as int32, and each of its three lower bytes with its
-neighbours: the next feature of the row, the same feature of the next row, and the features before and after that one.
-(The top byte says what the number says, up to one part in 256.) With n independent pairs the correlation has standard
-deviation 1/√n. The bound grows with the number of correlations that are tested. The means that are subtracted are those
-of uniform numbers, and not those of the data, so that numbers that are off to one side correlate, too.
+(255 degrees of freedom). Serial correlation compares each number, as int32, and each of its three lower bytes with four
+neighbours: the next feature of the same row, and in the next row the same feature, the feature before it and the
+feature after it. (The top byte needs no test of its own, since it equals the number up to one part in 256.) With n
+independent pairs the correlation has standard deviation 1/√n. The bound grows with the number of correlations that are
+tested. The means that are subtracted are those of uniform numbers, and not those of the data, so that numbers with a
+shifted mean correlate, too.
 
-Without knowing what a mask hides, the tests show if it is missing on a group or in a direction, too narrow, scaled
-wrongly, or used for neighbouring rows or features. They find faults of scaling and encoding and are no evidence of
-security: any generator's output passes, even a public one's. They do not find a mask that is used again further away,
-which `slot-reuse` does. They do not find a mask that leaves low bits unmasked either, if activations fill these bits,
-because such bits look uniform.
+Without knowing what a mask hides, the tests show if the mask is missing on a group or in a direction, too narrow,
+scaled wrongly, or shared by neighbouring rows or features. They find faults of scaling and encoding and are no evidence
+of security: any generator's output passes, even a public one's. They do not find a mask that is used again for rows
+further away (`slot-reuse` does). They do not find a mask that leaves low bits unmasked either, if activations fill
+these bits, because such bits look uniform.
 
 Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and 3.3.2, J (serial correlation).
 """
@@ -31,16 +32,17 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
 _DEVIATIONS = 12.0
-"""Standard deviations of chi-square that count as a fault. By chance this happens less than once in 2^66 (Wilson and
-Hilferty's approximation), hence less than once in 2^46 over a million tests."""
+"""The excess of chi-square over its mean, in standard deviations, beyond which a byte counts as faulty. By chance this
+happens less than once in 2^66 (Wilson and Hilferty's approximation), hence less than once in 2^46 over a million
+tests."""
 FALSE_POSITIVE_BITS = 40
-"""Chance exceeds the bound on all correlations of a view together with probability 2^-40."""
+"""The number of bits b such that, by chance, any correlation of a view exceeds the bound with probability 2^-b."""
 FEWEST = 4096
 """The fewest numbers that are tested; with fewer, the distribution of chi-square is not yet close to its limit."""
 _FEWEST_PAIRS = 1024
-"""The fewest pairs of neighbours for which a correlation is tested. From here on its tail is that of a normal
-distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of
-0.24)."""
+"""The fewest pairs of neighbours for which a correlation is tested. With this many pairs, the tail of a correlation is
+that of a normal distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an
+excess kurtosis of 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
 """At most about `_MOST_MESSAGES` messages are tested of a group and direction. They are taken in runs of `_RUN`
 messages that are spread over the recording, since neighbours may be in two messages."""
@@ -71,7 +73,8 @@ class Figures:
     serial: torch.Tensor = field(repr=False)
 
     def faults(self, bound: float) -> list[str]:
-        """Returns the names of the tests whose values chance does not explain."""
+        """Returns the names of the tests with a value that chance does not explain; `bound` is that of the
+        correlations."""
         worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
         names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
         return ["bytes", *names] if float(self.chi_square.max()) > _DEVIATIONS else names
@@ -96,12 +99,12 @@ class Uniformity:
 
     @property
     def worst_chi_square(self) -> float:
-        """Returns the largest chi-square, in standard deviations."""
+        """Returns the largest excess of a chi-square over its mean, in standard deviations; 0 if nothing was tested."""
         return max((float(one.chi_square.max()) for one in self.looked_at), default=0.0)
 
     @property
     def worst_serial(self) -> float:
-        """Returns the largest correlation in absolute value, in standard deviations."""
+        """Returns the largest absolute value of a correlation, in standard deviations; 0 if nothing was tested."""
         return max((float(one.serial.abs().nan_to_num(0.0).max()) for one in self.looked_at), default=0.0)
 
     @property
@@ -115,7 +118,8 @@ class Uniformity:
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
     def in_words(self) -> str:
-        """Returns a line of text: the values, what chance gives for as many tests, and how much was not tested."""
+        """Returns a line of text: the largest values, the range of them that chance explains, and how much was not
+        tested."""
         count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
         low, high = largest_chi_squares(count)
         low_z, high_z = largest_correlations(self.num_serial)
@@ -129,13 +133,15 @@ class Uniformity:
 
 
 def largest_correlations(count: int) -> tuple[float, float]:
-    """Returns the 99% interval of the largest of `count` correlations in absolute value, in standard deviations."""
+    """Returns the 99% interval, by chance, of the largest absolute value of `count` correlations, in standard
+    deviations."""
     low, high = (-_NORMAL.inv_cdf(_tail(count, share) / 2) for share in (0.005, 0.995))
     return low, high
 
 
 def largest_chi_squares(count: int) -> tuple[float, float]:
-    """Returns the 99% interval of the largest of `count` chi-squares of 255 degrees of freedom, in standard deviations.
+    """Returns the 99% interval, by chance, of the largest of `count` chi-squares of 255 degrees of freedom, as an
+    excess over the mean in standard deviations.
 
     Source: Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931.
     """
@@ -146,13 +152,14 @@ def largest_chi_squares(count: int) -> tuple[float, float]:
 
 
 def _tail(count: int, share: float) -> float:
-    """Returns the tail probability of one value at a bound: the largest of `count` values stays below this bound in the
-    given share of cases."""
+    """Returns the probability that one value exceeds a bound, if the largest of `count` values stays below this bound
+    in the given share of cases."""
     return -math.expm1(math.log(share) / max(count, 1))
 
 
 class _Tally:
-    """Adds up the messages of one group and direction, in order of arrival."""
+    """Adds up the counts and products that the tests need, over the messages of one group and direction in order of
+    arrival."""
 
     def __init__(self) -> None:
         self.num_numbers = 0
@@ -193,16 +200,17 @@ def _bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _byte_counts(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the counts of each byte's values, float64, shape (4, 256)."""
+    """Returns how often each of the four bytes has each value, float64, shape (4, 256)."""
     parts = _bytes(rows).flatten(0, 1)
     counts = [torch.bincount(parts[:, byte].to(torch.int64), minlength=256) for byte in range(4)]
     return torch.stack(counts).to(torch.float64)
 
 
 def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the numbers, then each of their lower bytes, minus the mean of uniform ones; float32, the shape of `rows`.
+    """Yields the numbers, then each of their three lower bytes, each minus the mean of uniform values; float32, shape
+    of `rows`.
 
-    No result is zero, so that rows of zeros have a correlation, too.
+    No result is zero, so that even rows of zeros have a correlation.
     """
     yield rows.to(torch.float32) + 0.5
     for byte in range(_PARTS - 1):
@@ -210,14 +218,15 @@ def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each number that has a neighbour at this step, and the neighbours in the same order."""
+    """Returns each number that has a neighbour `down` rows and `right` features away, and the neighbours in the same
+    order."""
     height, width = values.shape[0] - down, values.shape[1] - abs(right)
     from_left, to_left = max(-right, 0), max(right, 0)
     return values[:height, from_left : from_left + width], values[down:, to_left : to_left + width]
 
 
 def look(view: View) -> Uniformity:
-    """Computes both statistics for each group and direction of the ring messages of a view."""
+    """Computes chi-square and serial correlation for each group and direction of the ring messages of a view."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":

@@ -29,23 +29,23 @@ _UNCHANGED = 1e-5
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""`_UNCHANGED` in ring arithmetic: for rows that were rounded to the ring's integers, and for an MLP or attention
-between two such roundings. SmolLM2 has errors of 3e-4 there."""
+"""The values that replace `_UNCHANGED` in ring arithmetic: the first for rows that were rounded to the ring's integers,
+the second for an MLP or attention between two such roundings, which leave errors of 3e-4 on SmolLM2."""
 _MAX_DESCENT_S = 60.0
-"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, where accumulated rounding makes
-a descent necessary, it takes minutes per block."""
+"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, which needs a descent because
+rounding accumulates, a descent takes minutes per block."""
 _THROUGH_MLP = 10.0
 """The factor by which the error of an MLP with public weights may exceed that of the residual stream before it."""
 _MEMBERS = 3
 """The number of members of an attention group: q, k and v."""
 _EXPLAINED = 1e-4
 _HOPELESS = 0.3
-"""The relative misfit of a residual beyond which rows are masked: unmasked rows leave 1e-4 or less, masked rows 0.6 or
-more."""
+"""The relative misfit of a residual beyond which rows count as masked: unmasked rows leave 1e-4 or less, masked rows
+0.6 or more."""
 
 
 class _Stop(Exception):
-    """Signals that the recursion over blocks cannot go on, and ends it."""
+    """Is raised if the recursion over blocks cannot go on, and so ends the recursion."""
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -75,8 +75,8 @@ def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
 
 
 def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
-    """Scales rows that a norm layer made to the size that the norm gave them; ring arithmetic shows them only up to a
-    factor."""
+    """Returns the prompt with the output rows of norm layers scaled to their true size. Ring arithmetic shows each row
+    only up to a factor."""
     norms = {**model.normed_inputs(), **({} if model.head_group is None else {model.head_group: model.final_norm})}
     rows = {
         group: ring_scales.rescaled(norms[group], rows) if group in norms else rows
@@ -86,7 +86,7 @@ def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
 
 
 def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Claim]:
-    """Yields claims about one layer after another.
+    """Yields claims about the adapter's change of each layer, block by block from the first.
 
     Args:
         model: the public model.
@@ -135,13 +135,15 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
 
 
 def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
-    """Returns the prompts with the rows of one group replaced; `rows` holds those of all prompts, one after another."""
+    """Returns the prompts with the rows of one group replaced; `rows` holds the new rows of all prompts, one prompt
+    after another."""
     parts = rows.split([prompt.num_tokens for prompt in seen])
     return [replace(prompt, rows={**prompt.rows, group: part}) for prompt, part in zip(seen, parts, strict=True)]
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
-    """Returns the norm after a block, and the group that receives the norm's output."""
+    """Returns the norm after a block, and the id of the group (layers with one input) that receives the norm's
+    output."""
     if index + 1 < len(model.blocks):
         return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
     if model.head_group is None:
@@ -171,7 +173,8 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
 def _fit_o(
     block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> residual.Fit | None:
-    """Fits o_proj, which lies between the stream and the MLP's norm; returns None if too little was seen."""
+    """Fits o_proj, which lies between the residual stream `stream` and the MLP's norm; returns None if too few rows
+    were seen."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
         return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
@@ -183,7 +186,7 @@ def _fit_down(
     model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
 ) -> residual.Fit | None:
     """Fits down_proj, which lies between `before` and the norm of the next block or of the head; returns None if too
-    little was seen."""
+    few rows were seen."""
     down = model.blocks[index].down
     try:
         norm, group = _next(model, index)
@@ -209,7 +212,8 @@ def _fit(
     sound: torch.Tensor,
     scaled: bool,
 ) -> residual.Fit:
-    """Fits the layer from the tokens that are sound so far; every tensor has one row per token, sound or not."""
+    """Fits the layer from the sound tokens: those that no earlier fit showed to be wrong. Every tensor has one row per
+    token, sound or not."""
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
@@ -236,11 +240,12 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def _steal_transforms(
     model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
-    """Returns ΔW for methods that change a layer's input (IA3, OFT, BOFT), which request q, k and v one by one.
+    """Returns claims of ΔW of q, k and v, for adapters that change a layer's input (IA3, OFT, BOFT) and so request q, k
+    and v one by one.
 
-    The input before the change is known, so the change is the linear map from it to the input of q, k or v. Scaled rows
-    are assumed to be as large as before the change, because OFT and BOFT rotate them. BOFT's factors of outputs are
-    taken from the attention's output if they explain it.
+    The input before the change is known, so the change is the linear map from this input to the recorded input of q, k
+    or v. Rows that are known only up to a factor are assumed to be as large as before the change, because OFT and BOFT
+    rotate them. BOFT's factors of outputs are taken from the attention's output if such factors explain that output.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
@@ -311,7 +316,7 @@ def _first_values(
 def _fit_scores(
     block: Block, model: PublicModel, v: torch.Tensor | None, given: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> attention.Heads:
-    """Fits q and k from the probabilities of the softmax; the error is infinite if that is not possible."""
+    """Fits q and k from the probabilities of the softmax; the returned error is infinite if that is not possible."""
     solved = None if v is None else attention_scores.solve(block, model, v, given, outputs)
     if v is None or solved is None:
         return attention.Heads(block.q.weight, block.k.weight, block.v.weight, float("inf"))

@@ -26,10 +26,11 @@ _Key = tuple[int, str, int]
 
 
 def collude(view_1: View, view_2: View) -> list[StolenRows]:
-    """Returns x̃ of every message of the first view whose seed is in the second view, numbered as in the first view.
+    """Returns the encoded rows x̃ of each message of the first view that has its seed in the second view. Each claim
+    carries the message's number in the first view.
 
-    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This is right for
-    one stream of calls, such as one tenant at a time.
+    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This order is
+    correct for one stream of calls, such as one tenant at a time.
 
     Args:
         view_1: the view of one tenant at the provider that received masked rows.
@@ -57,7 +58,7 @@ def _key(message: Message) -> _Key:
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims nothing; the module's docstring says why."""
+    """Claims nothing, because the view of one provider alone does not show the rows."""
     return []
 
 

@@ -30,7 +30,7 @@ class Columns:
     _inverse: torch.Tensor
 
     def solve(self, inside: torch.Tensor) -> torch.Tensor:
-        """Returns the smallest X with A·X = left·inside; `inside` has shape (rank, n)."""
+        """Returns the X of smallest norm with A·X = left·inside; `inside` has shape (rank, n)."""
         return self._inverse @ inside
 
 

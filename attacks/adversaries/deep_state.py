@@ -2,7 +2,7 @@
 
 Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
 first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
-little, so the right token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
+little, so the true token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
 rows, too. `_BUDGET` and `_MAX_PROMPTS` bound the tokens that are tried and claimed. The judge shows the rate over tried
 tokens beside the share of tokens that were tried.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
@@ -29,19 +29,20 @@ _CANDIDATES = 4096
 _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
-"""After this many prompts that fail at their first token, all others are given up."""
+"""After this many prompts whose first token failed the test of `_CHANCE`, all other prompts are given up."""
 _CHANCE = 1.3
-"""A factor over chance. The cosine of a first token's best candidate must be this many times as large as the cosine of
-the nearest of as many random directions. Otherwise the candidate is no evidence, and the prompt is given up."""
+"""A factor over chance. The cosine of a first token's best candidate must be this many times as large as the largest
+cosine that random directions, one for each token of the vocabulary, would have. Otherwise the candidate is no evidence,
+and the prompt is given up."""
 _WIDE = 256
-"""The hidden size from which on prompts are given up in this way. In fewer dimensions chance comes
-near to the right token's cosine, and trying is cheap."""
+"""The hidden size from which on `_CHANCE` is tested. In fewer dimensions, random directions come near the true token's
+cosine, and trying every prompt is cheap."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
     """Returns token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
-    If even the first row, which follows no other, is near no candidate's state, only that row's token is returned.
+    If no candidate's state is near the first row, only the best token for this row is returned.
     """
     found: list[int] = []
     block, norm = model.blocks[0], model.blocks[1].attention_norm
@@ -96,7 +97,7 @@ def _step(
 
 
 def _heads(layer: Layer, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Returns a projection, split by head, shape (heads, num_candidates, head_dim)."""
+    """Returns the layer's output for the rows, split by head, shape (heads, num_candidates, head_dim)."""
     return layer(rows).view(rows.shape[0], -1, head_dim).transpose(0, 1)
 
 

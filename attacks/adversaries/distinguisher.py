@@ -1,9 +1,9 @@
 """Holds the scores of the real-or-other game, which asks which of two known texts is behind a message.
 
-Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public. A
+Each score is given both candidates exactly, as the integers x̃ that a tenant would encode, and everything public. A
 positive score favours the second candidate. attacks/programs/game.py plays the game and has a control for each score:
-traffic on which that score must win. If a score is right in half of the runs, that shows only that this statistic finds
-nothing.
+traffic on which that score must win. If a score names the true candidate in half of the runs, that shows only that this
+score finds nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 _LOW_BITS = 4
 _COLUMNS = 8
-"""Features that `public_matrix` reads. 4,096 numbers of 512 rows are plenty for its control, and more cost time."""
+"""The number of features that `public_matrix` reads. With 512 rows this gives 4,096 numbers, which suffice for the
+control of `public_matrix`; more would cost time."""
 
 
 @dataclass(frozen=True)
@@ -77,36 +78,38 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Compares the sizes of the message minus each candidate, as centred squares; a one-time mask makes both sizes
-    alike."""
+    """Returns the size of the message minus the first candidate, less that of the message minus the second. A size is a
+    sum of centred squares; a one-time mask makes both sizes alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
-    """Compares the first harmonic of the message minus each candidate; a mask that is not uniform mod q leaves a mean
-    cosine that is not zero."""
+    """Returns the difference of two sums of cosines: over the message minus the second candidate, and over the message
+    minus the first. A mask that is not uniform mod q leaves a mean cosine that is not zero."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
 
 
 def low_bits(known: Known, seen: Seen) -> float:
-    """Compares χ² of the lowest bits of the message minus each candidate; a mask on a coarse grid leaves one value."""
+    """Returns how much less uniform the lowest bits are in the message minus the second candidate than in the message
+    minus the first. A mask on a coarse grid leaves one value for the true candidate."""
     first, second = (_unevenness(seen.sent - candidate) for candidate in known.candidates)
     return second - first
 
 
 def public_matrix(known: Known, seen: Seen) -> float:
-    """Compares the largest correlation, in phase, of the message minus each candidate with a row of A times a power of
-    X; a secret with very few non-zero trits would leave such a correlation."""
+    """Returns the largest correlation of the message minus the second candidate, in phase, with a row of A times a
+    power of X, less the same for the first candidate. A secret with very few non-zero trits would leave such a
+    correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 
 
 def difference(known: Known, seen: Seen) -> float:
-    """Compares the sizes, mod q, of the message minus each candidate minus the mask of an earlier message with a known
-    text; if masks repeat, the size is small for the right candidate."""
+    """Returns the size of the message minus the first candidate and an earlier message's mask, less that for the second
+    candidate. If masks repeat, the size (a sum of squares, mod q) is small for the true candidate."""
     masks = seen.sent - seen.before + seen.before_plain  # int32 wraps, as the ring does
     first, second = (_squares(masks - candidate) for candidate in known.candidates)
     return first - second

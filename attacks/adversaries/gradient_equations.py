@@ -41,8 +41,8 @@ _RANK = 1e-5
 """Directions of the gradients count only above this share of the largest singular value; float32 rounding is at
 1e-7."""
 _NOTHING = 1e-3
-"""A token counts as having no gradient if it is below this share of the largest one; in a token without a gradient,
-removing a mask leaves 1e-7."""
+"""A token counts as having no gradient if its gradient's norm is below this share of the largest one. Removing a mask
+leaves 1e-7 for a token without a gradient."""
 _COLUMNS = 64
 """The number of columns that are solved together."""
 _MAX_S = 60.0
@@ -117,8 +117,8 @@ def last_down(
 def _is_of(
     step: ForwardPass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Returns whether stolen weights explain a block's MLP in the step; a block without gradients counts as
-    explained."""
+    """Returns whether the public weights plus the stolen ΔW explain the rows of a block's MLP in the step; a block
+    without gradients counts as explained."""
     rows = _read(step, block, opened)
     if rows is None or any(layer.name not in stolen for layer in (*block.up, block.down)):
         return True
@@ -132,7 +132,8 @@ def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _steps(view: View) -> Iterator[ForwardPass]:
-    """Yields training steps in float arithmetic, the latest first, except for methods that change a layer's input."""
+    """Yields training steps in float arithmetic, the latest first, but no step of an adapter that changes a layer's
+    input."""
     for step in reversed(forward_passes(view.with_tensors())):
         messages = [*step.forward.values(), *step.backward.values()]
         if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
@@ -167,7 +168,7 @@ def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Ro
     """Returns ΔW of down_proj, shape (intermediate, hidden), without the part that a LayerNorm hides.
 
     It is zero if the public weights explain the gradients. It is None if nothing explains the gradients, or if there
-    are too few.
+    are too few gradients.
     """
     equations = _Equations(up, block.down, model.activation, rows)
     if equations.missed < _UNCHANGED:
@@ -183,8 +184,8 @@ def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Ro
 class _Equations:
     """Holds the equations g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up.
 
-    Tokens without a gradient are left out. The others are scaled to equal size, because float32 rounds every row
-    relative to itself.
+    Tokens without a gradient are left out. The gradients of all other tokens are scaled to equal size, because float32
+    rounds every row relative to itself.
     """
 
     def __init__(self, up: tuple[Layer, ...], down: Layer, activation: str, rows: _Rows) -> None:
@@ -200,7 +201,7 @@ class _Equations:
 
     @property
     def missed(self) -> float:
-        """Returns ‖predicted − seen‖ / ‖seen‖ with the layer as given; NaN if there is no gradient."""
+        """Returns ‖predicted − seen‖ / ‖seen‖ with the weight of down_proj as given; NaN if there is no gradient."""
         return float(self._off.norm() / self._seen.norm())
 
     @property
@@ -210,7 +211,7 @@ class _Equations:
         return int((sizes > sizes[0] * _RANK).sum()) if len(sizes) else 0
 
     def solve(self) -> torch.Tensor:
-        """Returns the smallest least-squares ΔW, shape (intermediate, hidden)."""
+        """Returns the least-squares ΔW of smallest norm, shape (intermediate, hidden)."""
         found = []
         for start in range(0, self._off.shape[2], _COLUMNS):
             columns = slice(start, start + _COLUMNS)

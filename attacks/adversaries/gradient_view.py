@@ -32,8 +32,8 @@ number has half of them. Noise has many negative numbers."""
 
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
-    """Returns xᵀg of one group in one training pass, float64, shape (in_features, out_features); None if a part is
-    missing.
+    """Returns the weight gradient xᵀg of one group (layers with one input) in one training pass, float64, shape
+    (in_features, out_features); None if a part is missing.
 
     Args:
         step: a training pass of float messages.

@@ -1,11 +1,13 @@
-"""Recovers rows under pooled noise: the provider has seen every noise vector, so it subtracts the right one again.
+"""Recovers rows under pooled noise: the provider has seen every noise vector, so it can subtract the vector that the
+tenant added.
 
-The provider has seen the vectors because it computed their effects for the tenant. A masked message is
-z_t = x_t + c·n_k, with one k and one c = σ·rms(x) for all its rows. If σ is known, each vector gives its c by
-‖Z − c·n‖² = T·d·(c/σ)² (T rows of d features). If a norm layer made x, the right vector is the one that leaves rows
-with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise it is the vector that correlates most, which is the likeliest for
-Gaussian rows: among many single short rows under weak noise, a few are attributed to a wrong vector. Source: our
-derivation; the scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
+The provider has seen the vectors because it computed their effects (their products with the weight) for the tenant. A
+masked message is z_t = x_t + c·n_k, with one k and one c = σ·rms(x) for all its rows. If σ is known, each vector gives
+its c by ‖Z − c·n‖² = T·d·(c/σ)² (T rows of d features). If a norm layer made x, the added vector is the one whose
+removal leaves rows with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise it is the vector that correlates most, which
+is the likeliest for Gaussian rows: among many single short rows under weak noise, a few are attributed to a wrong
+vector.
+Source: our derivation; the scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of every message whose group and direction had noise effects computed; see `Adversary.attack`."""
+    """Claims unmasked rows of every message for whose group and direction the provider has computed noise effects
+    (products of noise vectors with the weight); see `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, _unmask(one, sigma)) for one in masked]
 
 
 def _unmask(one: Masked, sigma: float) -> torch.Tensor:
-    """Returns the rows minus the noise vector, with the vector and the strength that fit best."""
+    """Returns the rows minus a noise vector times its strength, for the vector and the strength that fit best."""
     if one.norm is not None:
         return take_off_normed(one, one.norm, sigma)
     roots = strengths(one.rows, one.pool, sigma)

@@ -38,8 +38,8 @@ HARD_SIGMA = float(1 << 24)
 """σ of the harder problem. Over three seeds, LLL finds the secret up to dimension 48. Dimensions 64 and 68 need block
 sizes of 16 to 20, and dimension 76 needs 28 to 32."""
 BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
-"""Block sizes of BKZ that are tried in turn; 2 stands for LLL. Larger ones take minutes without pruning strategies,
-which fpylll's wheel lacks."""
+"""Block sizes of BKZ, which are tried in ascending order; 2 stands for LLL. Larger ones take minutes without pruning
+strategies, which fpylll's wheel lacks."""
 OPS_A_SECOND_LOG2 = 31.0
 """log2 of the operations that one core does in a second; it converts seconds into bits of work."""
 

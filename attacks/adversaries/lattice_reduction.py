@@ -45,7 +45,8 @@ ERROR_BOUND = 12
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks blocks that have one row (several if there are few features) of known or zero plaintext."""
+    """Unmasks each block (the rows under one secret) that has a row of known or zero plaintext, or several such rows if
+    there are few features."""
     claims: list[Claim] = [estimate(seed) for seed in public_seeds(view) if seed.num_rows > MOST_DIMENSION]
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     if not seeds:
@@ -92,14 +93,15 @@ class _Target:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
-        """Reduces the lattice; returns None if a block has too few samples for LLL."""
+        """Returns a target whose lattice is reduced; None if a block has too few samples for LLL."""
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
         return cls(seed, degree, num_features, num_samples)
 
     def open(self, stream: Stream, budget: int) -> int:
-        """Tries to find the secret of each run of rows in a stream, within a budget of work in the units of `BUDGET`.
+        """Tries to find the secret of each run of rows in a stream, and unmasks the rows whose secret is found. The
+        work is limited to `budget`, in the units of `BUDGET`.
 
         Returns:
             The units of work that were used.
@@ -148,8 +150,8 @@ def secret_scale(sigma: float) -> int:
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
-    """Returns log2 of the margin that a reduction of this quality leaves between the short vector and the length at
-    which the vector is lost.
+    """Returns log2 of the factor by which the short vector may still grow before a reduction with this root factor
+    misses it.
 
     The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d, and must
     be longer than the error's share of one coordinate.

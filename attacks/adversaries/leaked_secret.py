@@ -33,7 +33,7 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims nothing; the module's docstring says why."""
+    """Claims nothing, because no recording holds a secret."""
     return []
 
 

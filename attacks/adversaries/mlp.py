@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def has_enough_rows(layers: tuple[Layer, ...], num_rows: int) -> bool:
-    """Returns whether there is an equation (one per token) for each unknown of a column, and two to spare."""
+    """Returns whether there are at least two more equations (one per token) than unknowns of a column."""
     return num_rows >= sum(layer.weight.shape[0] for layer in layers) + 2
 
 
@@ -137,7 +137,7 @@ def _retry(
 
 
 def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Returns random columns of length about 1, shape (count, _RESTARTS)."""
+    """Returns random columns with a Euclidean norm of about 1, shape (count, _RESTARTS)."""
     start: torch.Tensor = torch.randn(count, _RESTARTS, generator=generator, dtype=torch.float64) / count**0.5
     return start
 
@@ -207,7 +207,7 @@ class _Columns:
         return self._act(terms[0]) if len(terms) == 1 else self._act(terms[0]) * terms[1]
 
     def _errors(self, weights: list[torch.Tensor]) -> torch.Tensor:
-        """Returns ‖predicted − seen‖ of each column; a column that overflowed counts as infinitely wrong."""
+        """Returns ‖predicted − seen‖ of each column; the error of a column that overflowed is infinite."""
         errors = (self._predict(self._terms(weights)) - self._outputs).norm(dim=0)
         return torch.nan_to_num(errors, nan=torch.inf)
 

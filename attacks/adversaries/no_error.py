@@ -2,8 +2,8 @@
 
 Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give s₀ = s mod 2,
 which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from
-1 = …01. The rest is checked mod 2^32. Every row of a view is tried as zero at once, because the elimination depends on
-the public matrix alone.
+1 = …01. The secret that results is checked mod 2^32. Every row of a view is tried as zero at once, because the
+elimination depends on the public matrix alone.
 
 With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
 with probability 2^-32 and never passes the last one.
@@ -35,7 +35,7 @@ MOST_WINDOW_ROWS = 64
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks blocks that have enough rows of known or zero plaintext."""
+    """Unmasks each block (the rows under one secret) that has enough rows of known or zero plaintext."""
     systems: dict[tuple[bytes, int, int], _System] = {}
     left = BUDGET
     claims: list[Claim] = []
@@ -58,7 +58,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 class Equations:
-    """Holds the equations of as many rows as are needed to find one secret, or the difference of two."""
+    """Holds the linear equations of a mask in its secret, for the number of rows that determines one secret or the
+    difference of two secrets."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -73,8 +74,8 @@ class _System(Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every run of rows in a stream as zero or known plaintext, and unmasks the blocks whose secret is
-        found."""
+        """Tries every run of rows in a stream as zero or known plaintext, and unmasks in the stream the blocks whose
+        secret is found."""
         if not self._binary.has_full_rank:
             return
         stream.restart()
@@ -107,7 +108,7 @@ class _System(Equations):
 
 
 def bits(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Returns the least significant bits, 0 and 1, in the same shape."""
+    """Returns the least significant bit, 0 or 1, of each number, in the shape of `numbers`."""
     return np.asarray((numbers & 1).to(torch.uint8).numpy())
 
 

@@ -1,4 +1,4 @@
-"""Holds what the two adversaries of pooled noise share: which vectors may hide a message, and the strength of each.
+"""Finds, for the two adversaries of pooled noise, which vectors may hide a message, and the strength of each vector.
 
 A message is Z = X + c·n, with one vector n that the provider has seen and one unknown strength c = σ·rms(X).
 """
@@ -17,8 +17,8 @@ from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2
-"""The number of latest pools that are tried: a message on its way while the pool was renewed may still use the one
-before."""
+"""The number of latest pools that are tried. A message that was on its way when the pool was renewed may still use the
+previous pool."""
 _FEW_MESSAGES = 32
 """The number of messages from which σ is estimated."""
 _NONE = 1e30
@@ -44,7 +44,8 @@ class Masked:
 
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
-    """Returns every float message whose group and direction had noise effects computed before it."""
+    """Returns every float message for whose group and direction the provider had already computed noise effects
+    (products of noise vectors with the weight)."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []
@@ -59,7 +60,8 @@ def masked_messages(view: View, public: PublicModel) -> list[Masked]:
 
 
 def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> Masked | None:
-    """Returns the message with its pool; None if no fitting vector was seen before it, or it holds no finite rows."""
+    """Returns the message with its pool; None if no vector of the message's width was seen before the message, or if
+    the message is empty or not finite."""
     rows = message.request().to(torch.float64)
     vectors = [effect.request().to(torch.float64) for effect in effects[-_POOLS_BEFORE:]]
     vectors = [vector for vector in vectors if vector.shape[1] == rows.shape[1] and vector.shape[0] > 0]
@@ -69,14 +71,16 @@ def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) 
 
 
 def usual_sigma(masked: Sequence[Masked]) -> float:
-    """Returns σ, estimated from messages of several normed rows; 1 if there are none."""
+    """Returns σ, the noise's strength relative to the rows, estimated from messages of several normed rows; 1 if there
+    are none."""
     several = [one for one in masked if one.norm is not None and one.rows.shape[0] > 1]
     estimates = [sigma for one in several[:_FEW_MESSAGES] if (sigma := _sigma(one)) is not None]
     return _settled(statistics.median(estimates)) if estimates else _USUAL_SIGMA
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Returns rows that a norm made, minus the vector at the strength that leaves them most nearly normed."""
+    """Returns rows that a norm made, minus a scaled noise vector: the vector and scale after which the rows are most
+    nearly normed."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -84,11 +88,11 @@ def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
 
 
 def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Returns both solutions c of ‖Z − c·n‖² = T·d·(c/σ)² for each vector n, shape (2, K); 1e30 stands for one that is
-    not positive.
+    """Returns both solutions c of ‖Z − c·n‖² = T·d·(c/σ)² for each vector n, shape (2, K); 1e30 stands for a solution
+    that is not positive.
 
-    T is the number of rows, d that of features. The first solution is right unless ⟨X, n⟩ < −‖X‖²/c, that is, for all
-    rows that do not point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
+    T is the number of rows, d the number of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c,
+    which means that the rows X point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
@@ -115,8 +119,8 @@ def _sigma(one: Masked) -> float | None:
 
 
 def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Returns how far the rows without each vector are from normed ones, shape (K,); infinite for an impossible
-    strength."""
+    """Returns, for each noise vector, how far the rows minus this vector times its strength are from normed rows, shape
+    (K,); infinite for an impossible strength."""
     left = rows - (found[:, None] * pool)[:, None, :]  # (K, num_rows, d)
     left = norm.direction(left)
     misfit = (left.pow(2).mean(-1) - 1).pow(2).mean(-1)

@@ -2,10 +2,10 @@
 
 What varies between such messages is their content. Messages of one group, direction, arithmetic and number of rows are
 taken as points. A mask that they all share is part of their mean, and is removed with the mean. Changes between a few
-prompts that are repeated, in any order, lie along a few directions; fresh noise lies along all. So the principal
-components that exceed the noise give the differences between messages. The adversary claims nothing if no component
-stands out, as under uniform noise mod 2^32, which varies alike in all directions. Source: Gavish and Donoho, "The
-optimal hard threshold for singular values is 4/√3", 2014, for the threshold if the noise's strength is not known.
+prompts that are repeated, in any order, lie along a few directions; fresh noise lies along all directions. So the
+principal components that exceed the noise give the differences between messages. The adversary claims nothing if no
+component stands out, as under uniform noise mod 2^32, which varies alike in all directions. Source: Gavish and Donoho,
+"The optimal hard threshold for singular values is 4/√3", 2014, for the threshold if the noise's strength is not known.
 """
 
 from __future__ import annotations

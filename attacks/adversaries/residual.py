@@ -29,7 +29,7 @@ _EXACT = 1e-4
 _FAR = 4.0
 """A row counts as wrong if its misfit is beyond this multiple of the median misfit of a token."""
 FEWEST = 0.75
-"""The share of the tokens that must remain; wrong rows are the exception."""
+"""The smallest share of the tokens that must remain after wrong rows were left out; wrong rows are the exception."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns the relative distance of each token from the public layer's result, and a fit with the public weights."""
+    """Returns the relative distance of each token's residual from the public layer's result, and a fit with the public
+    weights."""
     predicted = before + layer(given)
     missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
     ones = torch.ones(given.shape[0], dtype=given.dtype)
@@ -109,12 +110,12 @@ def _solve(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tupl
 
 
 def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Returns the c, shape (num_tokens,), that minimises ‖P (diag(c) V − known)‖, by the normal equations.
+    """Returns the factors c, shape (num_tokens,), that minimise ‖P (diag(c) V − known)‖, by the normal equations.
 
     Args:
-        left: an orthonormal basis of the columns of A.
-        known: R + b.
-        seen: V.
+        left: an orthonormal basis of the columns of A, the layer's input rows.
+        known: R + b, the residuals before the layer plus the layer's bias.
+        seen: V, the directions of the residuals after the layer.
     """
     off = torch.eye(left.shape[0], dtype=left.dtype) - left @ left.T
     squares = off * (seen @ seen.T)  # positive semidefinite, as an elementwise product of two such matrices (Schur)

@@ -34,7 +34,7 @@ MOST_SEEDS = 4
 """The most seeds that are attacked. A seed is replaced after 2^33 secrets, so a recording with more seeds was made by
 several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this are left out."""
+"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this total are left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class PublicMatrix:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, features: int) -> PublicMatrix:
-        """Expands a seed as wire/ring/seeded_rows.py does."""
+        """Returns the public matrix that wire/ring/seeded_rows.py expands from a seed."""
         return cls(seed.expand(features).to(torch.int64), degree)
 
     @property
@@ -116,7 +116,7 @@ class PublicMatrix:
         """Returns the mask of one row without its error.
 
         Args:
-            secret: int64, small, shape (k·N,), as seen from row 0.
+            secret: the secret in the form that gives the mask of row 0; int64, small, shape (k·N,).
             offset: as for `equations`.
 
         Returns:
@@ -142,11 +142,12 @@ def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
 
 @dataclass
 class Stream:
-    """Holds ring rows of one group and direction in order of arrival; blocks follow each other in them.
+    """Holds the ring rows of one group and direction in order of arrival. Blocks (the rows under one secret) stand one
+    after another in `rows`.
 
     Attributes:
         rows: int64, shape (num_rows, features).
-        spans: seq, first and last row (exclusive) of each message.
+        spans: for each message, its seq, the index of its first row, and the index after its last row.
         known: maps a row to its plaintext x̃; if it is empty, any row may be tried as zero.
         opened: the unmasked rows, int64, the shape of `rows`; meaningful for rows in `is_open`.
         is_open: bool, shape (num_rows,): the rows that were unmasked.
@@ -166,13 +167,13 @@ class Stream:
         return self.rows.shape[1]
 
     def restart(self) -> None:
-        """Lets all rows be tried again with another N or seed. A wrong N may have unmasked a part of a block, which is
-        right but not the whole block."""
+        """Marks all rows as not done, so that they are tried again with another ring degree N or seed. A wrong N may
+        have unmasked only a part of a block, although that part is correct."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
-        """Returns the first rows of the runs to try, none of them done. If rows are known, only runs of known rows are
-        tried, otherwise all runs within a message.
+        """Returns the index of the first row of each run of `num_rows` rows to try. A run with a row that is done is
+        left out. If any rows are known, only runs of known rows are returned, otherwise all runs within a message.
 
         Runs that begin a message come first: positions before the answer have no label, so their gradient is zero.
         """
@@ -186,17 +187,17 @@ class Stream:
         return [start for _, start in sorted(starts)]
 
     def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
-        """Returns the mask of a run's rows, assuming their known plaintext or, if nothing is known, zeros: int64,
-        shape (at most `most`,)."""
+        """Returns a run's rows minus their known plaintext, or minus zeros if no plaintext is known: the guess of their
+        mask, int64, shape (at most `most`,)."""
         parts = [self.rows[row] - self.known.get(row, 0) for row in range(start, start + num_rows)]
         return centred(torch.cat(parts)[:most])
 
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
         """Unmasks row `at` and the rows after and before it, until a result is not small or N rows are unmasked.
 
-        A small result (below `SMALL`) shows that the secret is right. The result is kept only if more rows are small
-        than the secret was computed from. This finds a wrong ring degree N: the equations of a single row are the same
-        for every N, up to the order and the signs of the secret, so that a wrong N shows only in the next row.
+        A small result (below `SMALL`) shows that the secret is correct. The result is kept only if more rows are small
+        than the secret was computed from. This detects a wrong ring degree N: the equations of a single row are the
+        same for every N, up to the order and the signs of the secret, so that a wrong N shows only in the next row.
 
         Args:
             public: the matrix A.
@@ -223,7 +224,7 @@ class Stream:
         return True
 
     def claims(self) -> list[Claim]:
-        """Returns claims about messages of which all rows were unmasked."""
+        """Claims the unmasked rows of each message, if all rows of the message were unmasked."""
         return [
             StolenRows(seq, self.opened[first:stop].to(torch.float64))
             for seq, first, stop in self.spans
@@ -232,8 +233,8 @@ class Stream:
 
 
 def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
-    """Yields the rows to attack: backward first, high groups first, since their gradients are zero if a position has no
-    label.
+    """Yields the streams of rows to attack: backward first, high groups first, because the gradients of high groups are
+    zero at positions without a label.
 
     Args:
         view: the view of one tenant.

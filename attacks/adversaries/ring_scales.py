@@ -60,8 +60,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns each token's distance from the public layer's result, relative to the residual, and a fit with the public
-    weights."""
+    """Returns the distance of each token's residual from the public layer's result, relative to the residual, and a fit
+    with the public weights."""
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
     predicted = known + given * fit.scales[:, None] @ fit.weight
@@ -69,7 +69,7 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer and the factors.
+    """Solves for the layer's weight and the factor of each input row.
 
     The arguments are those of `residual.fit_layer`, but the rows of `given` are known only up to a factor each.
 
@@ -90,7 +90,8 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
 
 
 def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and p up to one factor, each of shape (num_tokens,), by inverse iteration."""
+    """Returns the tokens' factors q and p, up to one common factor, each of shape (num_tokens,), by inverse
+    iteration."""
     num_tokens = left.shape[0]
     off = torch.eye(num_tokens, dtype=left.dtype) - left @ left.T
     sizes = torch.cat([seen.norm(dim=1), known.norm(dim=1)]).clamp_min(1e-300)
@@ -114,8 +115,8 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of their ratio have, looked for in a
-    few directions first."""
+    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of the two matrices' ratio have. It
+    is looked for in a few directions first."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
     if ratio.shape[0] > _SEEN:
@@ -130,7 +131,7 @@ def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
-    """Returns the fit of a known layer: least squares of c·v − s·(ã W) = r in c and s of each token."""
+    """Returns the fit of a layer with a known weight: least squares of c·v − s·(ã W) = r in c and s of each token."""
     moved = given @ weight
     vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
     vr, mr = (seen * known).sum(1), (moved * known).sum(1)

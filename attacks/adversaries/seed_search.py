@@ -1,4 +1,4 @@
-"""Recovers rows under masks from a generator with a guessable seed, by trying all seeds until rows look like data.
+"""Recovers rows under masks from a generator with a guessable seed, by trying likely seeds until rows look like data.
 
 It covers two conventions of a careless tenant that seeds a torch.Generator anew for each message: float rows plus
 `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. A third is a lattice mask whose
@@ -31,7 +31,7 @@ _NEAR = 8
 """Seeds within this distance of a found seed are tried first: a tenant that reseeds for each message mostly counts
 up."""
 _FULL_SEARCHES = 4
-"""The number of messages for which all seeds are tried; one hit is enough to continue from."""
+"""The number of messages for which all candidate seeds are tried; one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
 """How many numbers a message may have. Fewer numbers give hits by chance, and more take long to draw for each of the
@@ -53,13 +53,15 @@ Guess = Callable[[torch.Generator], torch.Tensor | None]
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Tries small seeds and seeds from the clock; see `Adversary.attack`."""
+    """Claims rows of messages whose mask comes from a small seed, or from a seed taken from the clock; see
+    `Adversary.attack`."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
 
 def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
-    """Claims rows of blocks at the beginning of a stream whose secret comes from one of these seeds."""
+    """Claims the rows of the first block of each stream, if the block's lattice secret comes from one of these
+    seeds."""
     claims: list[Claim] = []
     matrices = [(seed, degree) for seed in public_seeds(view) for degree in ring_degrees(seed.num_rows)]
     found = list(streams(view)) if matrices else []
@@ -107,7 +109,8 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Yields messages whose rows can be told from noise, each with the guess to try on it."""
+    """Yields the messages whose unmasked rows can be told from noise, each with the function that tries a seeded
+    generator on the message."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
         norm = norms.get(message.group) if message.direction == "forward" else None
@@ -161,7 +164,8 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
 
 
 def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    """Returns rows without the mask if one strength gives all of them the norm of normed rows, otherwise None."""
+    """Returns the rows minus the mask times a strength, if one strength gives all rows the norm of normed rows,
+    otherwise None."""
     scaled = norm.direction(rows)
     noise = mask / norm.weight
     square, half = noise.pow(2).sum(), (scaled * noise).sum()

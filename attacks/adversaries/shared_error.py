@@ -80,8 +80,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def distances(degree: int, num_rows: int) -> list[int]:
-    """Returns the possible distances of rows at the same position of two blocks, or of two pieces of at least
-    `num_rows` rows."""
+    """Returns the possible distances in a stream between two rows at the same position of two blocks, or of two pieces
+    of a block with at least `num_rows` rows each."""
     blocks = [degree * number for number in range(1, MOST_BLOCKS + 1)]
     sizes = sorted({-(-degree // number) for number in range(2, MOST_PIECES + 1)}, reverse=True)
     pieces = {size * number for size in sizes for number in range(1, -(-degree // size)) if size >= num_rows}
@@ -89,7 +89,7 @@ def distances(degree: int, num_rows: int) -> list[int]:
 
 
 class _System(Equations):
-    """Finds the difference of two secrets."""
+    """Finds the difference of the secrets of two blocks, or of two pieces of one block, that share an error."""
 
     def open(self, stream: Stream) -> list[Claim]:
         """Tries pairs of windows of a stream. It returns claims about pairs of blocks, and unmasks rows of a single
@@ -113,8 +113,8 @@ class _System(Equations):
         return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
-        """Returns the first rows of window pairs that both exist. If any rows are known, only windows of
-        known rows are returned."""
+        """Returns the index of the first row of each window (a run of rows) with another window at this distance after
+        it. If any rows are known, only windows of known rows are returned."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // MOST_DISTANCES])
@@ -182,8 +182,8 @@ def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | No
 
 
 class _Differences:
-    """Collects known differences between a stream's rows and those at a distance. `rows` maps the first row of two to
-    their difference."""
+    """Collects the known differences between rows of a stream that are `distance` rows apart. `rows` maps the index of
+    the first of two rows to their difference."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
@@ -191,7 +191,8 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Extends a window in both directions while differences are small, and unmasks rows whose partner is known."""
+        """Extends a window in both directions while differences are small, and unmasks each row that has a known row at
+        the distance."""
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):
@@ -214,7 +215,8 @@ class _Differences:
                 stream.is_open[place] = True
 
     def claims(self) -> list[Claim]:
-        """Returns a fact for each pair of blocks, and the differences of messages at the same position in both."""
+        """Returns a fact for each pair of blocks that share an error, and the differences of messages at the same
+        position in both."""
         spans = self._stream.spans
         begins = {first: (seq, stop) for seq, first, stop in spans}
         owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}

@@ -33,8 +33,8 @@ from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
-"""The most rows with which each row is compared, in the order of their distance in the first feature. By chance, the
-share 2^-7 of all rows is near."""
+"""The most rows with which each row is compared, in the order of their distance in the first feature. By chance, a
+share of 2^-7 of all rows is within `SMALL` in that feature."""
 MOST_PAIRS = 1 << 14
 """The most near pairs that are used; in traffic without a mask all pairs are near."""
 MOST_CLAIMS = 256
@@ -68,7 +68,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def shared_secrets(view: View) -> list[Claim]:
-    """Claims a fact for each two groups, or two directions of one group, whose messages share a secret."""
+    """Claims a fact for each pair of groups (layers with one input), or of directions of one group, whose messages
+    share a secret."""
     places: dict[tuple[str, int], int] = {}
     heads, owners, messages = [], [], []
     for message in view.with_tensors().products():
@@ -96,7 +97,8 @@ def shared_secrets(view: View) -> list[Claim]:
 
 
 def _alike(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields pairs of rows whose first columns have the same high bits. Three such rows give only two pairs."""
+    """Yields pairs of rows whose first columns have the same high bits. Only neighbours in sorted order are paired, so
+    three such rows give two pairs."""
     high = rows[:, :_KEY_COLUMNS].remainder(MODULUS) >> (32 - _HIGH_BITS)
     key = (high << (_HIGH_BITS * torch.arange(_KEY_COLUMNS))).sum(1)
     ordered, order = key.sort()
@@ -113,7 +115,7 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
 
 
 def is_plain(rows: torch.Tensor) -> bool:
-    """Returns whether the rows were sent without a mask: then more than half of their numbers are below 2^28.
+    """Returns whether the rows look unmasked: more than half of their numbers are below 2^28 in magnitude.
 
     Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. Comparing them took minutes on a
     real model, and tells nothing about reused mask rows.

@@ -39,7 +39,7 @@ MOST_TABLES = 2
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
 """The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
-"""The distance in a stream between rows that are tried; it gives 16 rows of a block."""
+"""The distance in a stream between rows that are tried; it gives 16 rows of a block of 512 rows."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 
@@ -49,7 +49,7 @@ Terms = npt.NDArray[np.int32]
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks blocks whose secret has at most four non-zero trits."""
+    """Unmasks each block (the rows under one secret) whose secret has at most four non-zero trits (numbers −1 or 1)."""
     if opened is not None:
         return []  # it needs no known rows, and ran without them before
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -112,7 +112,8 @@ class Table:
         )
 
     def _candidates(self, numbers: torch.Tensor, up_to_four: bool) -> Iterator[torch.Tensor]:
-        """Yields secrets that agree with a row in the bits by which the table is sorted: int64, shape (k·N,)."""
+        """Yields the secrets that agree with the row `numbers` in the bits by which the table is sorted: int64, shape
+        (k·N,)."""
         target = numbers.numpy().astype(np.uint32)
         count = len(self._terms) if up_to_four else len(self._singles)
         for start in range(0, count, _CHUNK):
@@ -136,8 +137,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Returns pairs of signed columns, single columns first. 0 stands for none, i + 1 for column i, and
-    i + 1 + dimension for the opposite of column i."""
+    """Returns pairs of signed columns, single columns first. The number 0 stands for no column, i + 1 for column i, and
+    i + 1 + dimension for minus column i."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]
@@ -146,7 +147,7 @@ def _terms(dimension: int) -> Terms:
 
 
 def _keys(numbers: Numbers) -> Keys:
-    """Returns the high bits of each row's numbers side by side."""
+    """Returns one sort key for each row: the high bits of the row's numbers, joined into one integer."""
     keys = np.zeros(len(numbers), dtype=np.int64)
     for column in range(_COLUMNS):
         keys = (keys << _HIGH_BITS) | (numbers[:, column] >> np.uint32(32 - _HIGH_BITS)).astype(np.int64)

@@ -22,7 +22,8 @@ number they cost more than they gain."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of the first messages of every group that a norm made: a best guess, if one can be computed."""
+    """Claims unmasked rows of the first messages of every group whose input a norm layer made, if a best guess of the
+    mask can be computed."""
     norms = public.normed_inputs()
     claims: list[Claim] = []
     for group, norm in norms.items():

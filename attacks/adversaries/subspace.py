@@ -38,10 +38,11 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns an orthonormal basis of the directions that stand out most, shape (d, r) with 1 <= r <= d/4.
+    """Returns an orthonormal basis of the directions that stand out most, shape (d, r) with 1 <= r <= d/4; None if
+    there are too few rows to tell.
 
     Args:
-        rows: float64, shape (num_rows, d); the result is None if there are too few rows to tell.
+        rows: float64, shape (num_rows, d).
     """
     num_rows, d = rows.shape
     largest = min(d, num_rows) // _LARGEST_SHARE

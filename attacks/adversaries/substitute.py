@@ -1,8 +1,8 @@
 """Trains a functional copy of the adapter: fits the public model with low-rank factors to the recorded rows.
 
 Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
-base layer, until the inputs of its layers and of the next block have the directions of the recorded ones. Only
-directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
+base layer, until the inputs of the block's layers and of the next block have the directions of the recorded inputs.
+Only directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
 direction of a layer's output is known, the layer's scale follows from the low rank of ΔW. Rows that do not fit are left
 out, such as those that another adversary unmasked wrongly.
 
@@ -35,15 +35,15 @@ from attacks.seen.view import View
 _RANK = 8
 """The rank of the factors: that of the full profile's adapter, and twice that of the quick profile's adapter."""
 _STEPS, _CHUNK = (40, 60, 200), 10
-"""A block's training has three parts with so many steps each; the clock is checked every `_CHUNK` steps."""
+"""The numbers of steps in the three parts of a block's training. The clock is checked after every `_CHUNK` steps."""
 _HISTORY = 50
-"""The number of pairs that L-BFGS keeps, as in attention.py."""
+"""The number of past steps that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
 """Seconds of training in all; they are a chosen budget, not a measured need."""
 _MAX_NUMBERS = 1 << 17
 """The most numbers of the first layer's rows that are used: 227 tokens of SmolLM2, or 4,096 of a model with d = 32."""
 _WIDE = 256
-"""The hidden size from which on float32 is used."""
+"""The hidden size from which on training uses float32 in place of float64."""
 _HOPELESS = 0.5
 """The distance of unit rows from which on a fit is given up: an unrelated row is at 1.4, the nearest of 1,000 tokens at
 0.9 (d = 32)."""
@@ -65,8 +65,8 @@ class _Batch:
 
     Attributes:
         stream: the residual before the block, shape (num_prompts, num_tokens, hidden).
-        seen: maps a group id to rows of length 1, or 0 for rows that are left out; shape (num_prompts, num_tokens,
-            in_features).
+        seen: maps a group id to rows scaled to unit length, or zeros for rows that are left out; shape (num_prompts,
+            num_tokens, in_features).
     """
 
     stream: torch.Tensor
@@ -94,12 +94,14 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
-    """Returns whether the layer's outputs have twice as many numbers as its factors."""
+    """Returns whether the layer's outputs for these tokens have at least twice as many numbers as the factors of its
+    ΔW."""
     return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
 
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
-    """Returns the prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
+    """Returns, in batches, the prompts whose tokens can be read from the first layer's rows, up to `_MAX_NUMBERS`
+    numbers in all."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
@@ -132,7 +134,8 @@ def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]
 def _rows(
     view: View, opened: Opened | None, only: Collection[int] | None, numbers: Collection[int] | None = None
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Returns rows of some groups and prompts, float64: number in `forward_passes.prompts` → group id → rows.
+    """Returns rows of some groups and prompts, float64, as a mapping from the prompt's number in
+    `forward_passes.prompts` to a mapping from group id to rows.
 
     Args:
         view: the view of one tenant.
@@ -187,7 +190,7 @@ class _Substitute:
             return float(self._loss(self._weights())) < _HOPELESS**2
 
     def claims(self) -> Iterator[StolenDelta]:
-        """Yields ΔW of every layer whose output, or what follows from it, was recorded."""
+        """Yields ΔW of every layer whose output influences rows that were recorded."""
         block = self._block
         after = [block.o.group] * 3 + [block.up[0].group] + [block.down.group] * len(block.up) + [self._next]
         end = max(place for place, group in enumerate(after) if self._is_seen(group)) + 1
@@ -262,7 +265,8 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
-        """Trains, and twice leaves out rows that do not fit: wrong rows distort the first fit and so hide others."""
+        """Trains in three parts, and after each of the first two leaves out rows that do not fit: wrong rows distort
+        the first fit and so hide others."""
         for num_steps in _STEPS:
             if not self._improve(num_steps, until) < _HOPELESS**2:
                 return
@@ -270,7 +274,8 @@ class _Substitute:
                 self._leave_out()
 
     def _improve(self, num_steps: int, until: float) -> float:
-        """Runs the optimizer and returns the loss before the last steps."""
+        """Runs the optimizer until a number of steps or a deadline. Returns the loss before the last `_CHUNK` steps;
+        infinite if there was no time."""
         optimizer = torch.optim.LBFGS(
             self._factors, max_iter=_CHUNK, max_eval=2 * _CHUNK, history_size=_HISTORY,
             tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
@@ -289,7 +294,8 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Leaves out rows that are far from the others, unless they are many: wrong rows are the exception."""
+        """Leaves out rows whose distance is far above their group's median, unless many rows are: wrong rows are the
+        exception."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:
@@ -330,7 +336,8 @@ class _Substitute:
         }
 
     def _run(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Returns the inputs of the later groups, by group, and the residual after the block."""
+        """Returns the predicted inputs of all groups after q, k and v, by group id, up to the next block's, and the
+        residual after the block."""
         block, (q, k, v, *others) = self._block, weights
         o, *up, down = (replace(one, weight=w) for one, w in zip(self._layers[3:], others, strict=True))
         mixed = attention.attention(block, self._model, (q, k, v), block.attention_norm(batch.stream))
@@ -343,7 +350,7 @@ class _Substitute:
 
 
 def _is_known(seen: torch.Tensor) -> torch.Tensor:
-    """Returns which rows are present: bool, shape (num_prompts, num_tokens)."""
+    """Returns which rows of `seen` were recorded and not left out: bool, shape (num_prompts, num_tokens)."""
     return seen.any(-1)
 
 

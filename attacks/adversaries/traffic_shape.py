@@ -49,7 +49,8 @@ class Shape:
 
     Attributes:
         num_rows: the number of tokens, over the whole batch.
-        calls, backward: maps a group to how often it was given all rows. A request that was split counts once.
+        calls, backward: maps a group id to the number of forward or backward calls with all rows of the pass. A call
+            that was split into several requests counts once.
         head_rows: the rows of the output head; None if the head stays with the tenant.
     """
 
@@ -78,7 +79,7 @@ class Training:
 
     @property
     def below(self) -> int | None:
-        """Returns the group below the lowest one that a gradient reached."""
+        """Returns the id of the group just below the lowest group that a gradient reached; None if there is none."""
         lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
         return lower[-1] if lower else None
 
@@ -115,7 +116,8 @@ def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...
 
 
 def _joined(one: Shape, more: Shape) -> Shape:
-    """Joins two shapes: calls that are recomputed are not counted again, while gradients are added up."""
+    """Returns the shape of a pass joined with its recomputation: recomputed calls are not counted again, while
+    gradients are added up."""
     groups = {*one.calls, *more.calls}
     calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
     backward = dict(Counter(one.backward) + Counter(more.backward))
@@ -123,7 +125,8 @@ def _joined(one: Shape, more: Shape) -> Shape:
 
 
 def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
-    """Returns (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an answer."""
+    """Returns the numbers (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an
+    answer."""
     counted: list[tuple[int, int]] = []
     for one in found:
         if one.backward:
@@ -137,7 +140,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
 
 
 def summarise(view: View, found: Sequence[Shape]) -> Training:
-    """Returns the facts on which all claims about the adapter are based."""
+    """Returns what a view's traffic shows about training: the facts on which all claims about the adapter are based."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
     reached = {group for one in steps for group in one.backward}
@@ -176,16 +179,16 @@ def _normed(model: PublicModel) -> set[int | None]:
 
 
 def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
-    """Returns the kinds for which `client.finetune` would have computed the logits that were seen; see the module's
-    docstring."""
+    """Returns those kinds of adapter in `could` for which `client.finetune` computes logits of some or of all
+    positions, as was seen. All of `could` is returned if no head was seen."""
     if seen.has_few_logits is None:
         return tuple(could)
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
 
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that
-    something before layer L may be adapted that is no base layer."""
+    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that the
+    adapted part may be something before layer L that is not a base layer."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
@@ -227,7 +230,8 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
 
 
 def num_calls(num_members: int, changed: Iterable[int]) -> int:
-    """Returns the number of calls of one group: a layer shares the call before it if both read the unchanged input."""
+    """Returns the number of calls of a group of `num_members` layers, if the layers at the positions `changed` read
+    changed inputs. A layer shares the previous layer's call if both read the unchanged input."""
     reads = [place if place in set(changed) else None for place in range(num_members)]
     return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))
 

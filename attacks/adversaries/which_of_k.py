@@ -1,7 +1,7 @@
 """Names the pooled noise vector of each message by a test of norms alone, one layer at a time.
 
 The paper on the scheme counts K^layers combinations, but none of them need be tried. For each message by itself, the
-norms show which of its K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and mean 0 as well for LayerNorm.
+norms show which of its K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and for LayerNorm also a mean of 0.
 Only the norms of rows are used, no correlation. Source: our derivation, against the argument in Symbiosis
 (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
@@ -16,7 +16,7 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of every forward message that a norm made; see `Adversary.attack`."""
+    """Claims unmasked rows of every forward message whose plain rows a norm layer made; see `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]

@@ -27,10 +27,10 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """Claims the first tokens of one prompt: all that were given to a layer, or as many as the adversary tried.
+    """Claims the first tokens of one prompt: all tokens that were given to a layer, or those that the adversary tried.
 
-    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a token and has no evidence
-    still names one, so a token that is not named was not tried.
+    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a position names a token even
+    without evidence, so a position without a token was not tried.
     """
 
     prompt: int
@@ -47,7 +47,8 @@ class StolenRows:
 
 @dataclass(frozen=True)
 class StolenDifference:
-    """Claims the unmasked rows of one message minus those of another; float64, as many rows as both have."""
+    """Claims the unmasked rows of one message minus those of another, row by row up to the end of the shorter message;
+    float64."""
 
     seq: int
     other_seq: int
@@ -59,7 +60,7 @@ class StolenFact:
     """Claims something that was read from metadata, such as the number of prompt tokens.
 
     Attributes:
-        value: what was read; a tuple means that one of its entries is right, but the adversary cannot tell which.
+        value: what was read; a tuple means that one of its entries is true, but the adversary cannot tell which.
     """
 
     name: str
@@ -71,14 +72,15 @@ Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact
 
 @dataclass(frozen=True)
 class Adversary:
-    """Describes one entry of the catalogue.
+    """Describes one adversary of the catalogue.
 
     Attributes:
         name: the name in the report's table, such as `closed-form`.
         summary: one line for --list: what the adversary uses and what it yields.
         attack: takes the view of one tenant, the public model, and rows that another adversary unmasked (None: the
             recorded rows).
-        opens_masks: whether its StolenRows are handed to other adversaries, which then run once more on these rows.
+        opens_masks: whether the adversary's StolenRows are handed to other adversaries, which then run once more on
+            these rows.
     """
 
     name: str

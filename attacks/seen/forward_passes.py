@@ -37,7 +37,7 @@ class ForwardPass:
 
     @property
     def is_training(self) -> bool:
-        """Returns whether a backward pass followed."""
+        """Returns whether a backward pass followed the forward pass."""
         return bool(self.backward)
 
 
@@ -112,11 +112,11 @@ def places(view: View) -> dict[int, tuple[int, int]]:
 
 
 def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
-    """Returns inference traffic as prompts; training passes are left out.
+    """Returns the prompts of a view's inference traffic, in order; training passes are left out.
 
     Args:
         view: the view of one tenant.
-        opened: rows to use in place of the recorded ones; messages that are not in it are left out.
+        opened: rows to use in place of the recorded ones; messages that are not in `opened` are left out.
         only: groups whose rows are wanted; None reads those of all groups.
     """
     found: list[dict[tuple[int, int], list[torch.Tensor]]] = []

@@ -33,12 +33,13 @@ class Norm:
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the part of a row that the norm keeps: all of it or, with LayerNorm, the row without its mean."""
+        """Returns the part of each row that the norm keeps: the whole row or, with LayerNorm, the row without its
+        mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:
-        """Returns the visible part of the norm's input up to a positive factor for each row; shape (num_rows,
-        hidden)."""
+        """Returns the part of the norm's input that the norm keeps, up to a positive factor for each row; shape
+        (num_rows, hidden)."""
         return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
     def to(self, dtype: torch.dtype) -> Norm:
@@ -69,7 +70,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """Holds one transformer block; `up` has gate and up for a gated MLP, and c_fc alone otherwise."""
+    """Holds one transformer block; the layers in `up` are gate and up for a gated MLP, and c_fc alone otherwise."""
 
     attention_norm: Norm
     mlp_norm: Norm
@@ -119,7 +120,7 @@ class PublicModel:
         return start if self.positions is None else start + self.positions[: token_ids.shape[0]]
 
     def normed_inputs(self) -> Mapping[int, Norm]:
-        """Returns the groups whose input a norm layer made, each with that norm, without the output head."""
+        """Maps the id of each group whose input is a norm layer's output to that norm; the output head is left out."""
         norms = {block.q.group: block.attention_norm for block in self.blocks}
         return norms | {block.up[0].group: block.mlp_norm for block in self.blocks}
 
@@ -232,7 +233,8 @@ def _gpt2(model: Any, reader: _Reader, tokenizer: Any) -> PublicModel:
 
 
 def _part(fused: Layer, start: int, stop: int) -> Layer:
-    """Returns q, k or v of c_attn, named so that a claim about it can be told from a claim about the whole."""
+    """Returns q, k or v, as one part of the fused layer c_attn, named so that a claim about it can be told from a claim
+    about the whole."""
     label = "qkv"[start // (stop - start)]
     columns = slice(fused.columns.start + start, fused.columns.start + stop)
     bias = None if fused.bias is None else fused.bias[start:stop]

@@ -1,4 +1,4 @@
-"""Reads and checks a recording made by `provider serve --record`: what one provider sees.
+"""Reads and checks a recording made by `provider serve --record`, which holds what one provider sees.
 
 A view holds the manifest and the recorded bytes, and nothing of the tenant's. A recording that is empty, damaged or of
 another model is refused with one `ConfigurationError`. Tensors are read when they are asked for. If the recorder
@@ -54,7 +54,7 @@ class Message:
     """Holds one request and its reply.
 
     Attributes:
-        seq: the message's number in the recording, which is in the order of the replies.
+        seq: the message's number in the recording; messages are numbered in the order of the replies.
         group: the group's id in the manifest.
         num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
         widths: columns of the request and of the reply, by the manifest.
@@ -80,7 +80,7 @@ class Message:
         return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
 
     def reply(self) -> torch.Tensor:
-        """Returns the reply, shape (num_rows, features of the other side), in the dtype of the arithmetic."""
+        """Returns the reply, shape (num_rows, `widths[1]`), int32 in ring arithmetic and float32 otherwise."""
         return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
 
     def seeded_rows(self) -> SeededRows:
@@ -140,7 +140,8 @@ class View:
         return replace(self, messages=theirs[0], unanswered=theirs[1])
 
     def products(self) -> tuple[Message, ...]:
-        """Returns all masked messages, with or without a reply, in the order of `seq`."""
+        """Returns all messages that ask for a matrix product of masked rows, with or without a reply, in the order of
+        `seq`."""
         found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
         return tuple(sorted(found, key=lambda message: message.seq))
 
@@ -150,7 +151,8 @@ class View:
         return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
 
     def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
-        """Returns the messages of one purpose and, if given, of one direction and group."""
+        """Returns the answered messages of one purpose (`product`, `hint` or `effect`) and, if given, of one direction
+        and group."""
         return tuple(
             message
             for message in self.messages
@@ -187,7 +189,7 @@ def open_view(folder: Path) -> View:
 
 
 def _is_ended(folder: Path, num_messages: int) -> bool:
-    """Returns whether the recorder ended properly, and not because the disk was full."""
+    """Returns whether the recorder wrote its end mark and reports no failure, such as a full disk."""
     try:
         end = _End.model_validate_json((folder / END_NAME).read_bytes())
     except FileNotFoundError:
@@ -202,7 +204,7 @@ def _is_ended(folder: Path, num_messages: int) -> bool:
 
 
 def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[Message, bool]:
-    """Returns the message, and whether it got a reply."""
+    """Returns the message that a line of the recording's index describes, and whether the message got a reply."""
     try:
         fields = _Line.model_validate(json.loads(line))
     except (ValueError, RecursionError) as exc:
