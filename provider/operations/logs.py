@@ -21,7 +21,7 @@ def configure(log_format: LogFormat) -> None:
 
 
 def configured() -> LogFormat:
-    """Returns the log format of this process, so that processes which it starts can use the same."""
+    """Returns the name of this process's log format, which can be passed to the processes that this process starts."""
     return "json" if any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers) else "text"
 
 
