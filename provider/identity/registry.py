@@ -61,7 +61,7 @@ class RegistryUnreadable(Unavailable):
 
 
 class TenantRecord(BaseModel):
-    """Describes one issued certificate, valid or not; `serial` is lower-case hexadecimal."""
+    """Describes one certificate that was issued, even if it is no longer valid; `serial` is lower-case hexadecimal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -27,7 +27,7 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Adds one observed value to its bucket and to the sum."""
+        """Counts one observed value in the bucket for this value, and adds the value to the sum."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 

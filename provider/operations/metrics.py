@@ -1,7 +1,7 @@
 """Collects the provider's counts as Prometheus metrics, each time that the metrics are read.
 
 Guarantees: at most `MAX_TENANTS` tenants are named, and all others are added up under the label `OTHER`. No label holds
-a value of a tensor, or a text that a tenant chose. Requests are not slowed down.
+a value of a tensor, or a text that a tenant chose. Reading the metrics does not slow down requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from provider.schedule.request_class import RequestClass
 
 MAX_TENANTS = 50
 OTHER = "other tenants"
-"""The label for the sum of all tenants that are not named. No tenant can have this name."""
+"""The label for the sum over all tenants that have no label with their own name. No tenant can have this name."""
 _HISTOGRAMS = {
     "batch_rows": "Rows of a product.",
     "batch_requests": "Requests that shared a product.",

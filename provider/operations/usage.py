@@ -118,7 +118,7 @@ class TenantUsage:
 
 
 class UsageBook:
-    """Holds the counts of all tenants since the provider's start, and adds them to a file."""
+    """Holds the usage counts of all tenants since the provider's start, and adds these counts to a file."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Sets all tenants' counts to zero, and checks that the file can be read.
