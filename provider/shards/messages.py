@@ -36,7 +36,7 @@ class Join(_Message):
 
 
 class Assignment(_Message):
-    """Assigns groups to the host; `digests` holds the `ServedGroup.fingerprint` of each, by group id."""
+    """Assigns layer groups to a joining host; `digests` holds each group's `ServedGroup.fingerprint`, by group id."""
 
     model_id: str = Field(max_length=512)
     weights: str = Field(max_length=32)
