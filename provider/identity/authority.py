@@ -44,7 +44,8 @@ _ENDPOINT = re.compile(r"grpcs://[^\s/]+")
 
 
 class StateDamaged(AccessError):
-    """Says that the state directory cannot be used: it is unreadable, incomplete, or open to other users."""
+    """Says that a provider's state directory cannot be used. For example, files are missing or damaged, other users
+    have too much access, or the certificate authority has expired."""
 
 
 class InvalidTenantName(AccessError):
@@ -64,20 +65,20 @@ class InvalidLifetime(AccessError):
 
 
 class IdentityNotWritten(AccessError):
-    """Says that the output folder already holds an identity, or cannot be written."""
+    """Says that the output folder already holds an identity (a key and its certificates), or cannot be written to."""
 
 
 class AlreadyEnrolled(AccessError):
-    """Says that the name already has a certificate that is neither revoked nor expired."""
+    """Says that the tenant or shard to enroll already has a certificate that is neither revoked nor expired."""
 
 
 class UnknownTenant(AccessError):
-    """Says that no tenant of this name was ever enrolled."""
+    """Says that no tenant or shard with the given name was ever enrolled."""
 
 
 class InvalidPeerCertificate(Unauthenticated):
-    """Says that a client certificate names no tenant or shard. It is an Unauthenticated, so it has a code on the
-    wire."""
+    """Says that a client certificate names no tenant or shard. As a subclass of `Unauthenticated`, this error has a
+    code that can be sent to the peer."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class PeerIdentity:
 
 
 class StateDir:
-    """Gives access to a provider's state directory, with the files `ca_key.pem`, `ca.pem`, `tenants.json`, `lock`."""
+    """Gives access to a provider's state directory, which has the files `ca_key.pem`, `ca.pem`, `tenants.json` and
+    `lock`."""
 
     def __init__(self, path: str | Path, *, create: bool = True, now: datetime | None = None) -> None:
         """Opens the directory; at first use creates the directory (mode 0700) and a CA in it.
@@ -129,7 +131,8 @@ class StateDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Locks the directory against other processes and threads; a thread must not take the lock twice."""
+        """Locks the directory against other processes and threads during the `with` block. Blocks of one thread must
+        not be nested."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -138,7 +141,7 @@ class StateDir:
             os.close(fd)  # This also releases the lock, which belongs to the open file.
 
     def damaged(self, text: str) -> StateDamaged:
-        """Returns a StateDamaged whose text names this directory."""
+        """Returns a `StateDamaged` error with this directory's path, followed by the given text."""
         return StateDamaged(f"provider state {str(self.path)!r}: {text}")
 
     def _prepare(self, create: bool) -> None:
@@ -191,13 +194,14 @@ class StateDir:
 def issue_server_certificate(
     state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
 ) -> tuple[bytes, bytes, bytes]:
-    """Issues a certificate for the server. It is kept in memory only, and each start issues a new one.
+    """Issues a certificate for the provider's server. The certificate is kept in memory only, and a new one is issued
+    at each start.
 
     Args:
         state: the provider's state directory.
         host: the IP address (brackets allowed) or DNS name under which tenants reach the provider. The certificate also
             names localhost, 127.0.0.1, ::1 and the machine's own name.
-        names: further names, such as the name of a load balancer.
+        names: further names for the certificate, such as the name of a load balancer.
         now: the present time, for tests; None reads the clock.
 
     Returns:
@@ -249,18 +253,18 @@ def issue_tenant_certificate(
 def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
     """Reads the name of the tenant or shard, and the serial number, from a client certificate.
 
-    The TLS layer must have verified the certificate's chain and dates before.
+    Before this call, the TLS layer must have verified the certificate's chain and dates.
 
     Args:
         cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
-        role: the role that the peer claims; a tenant's certificate is refused for a shard, and the reverse.
+        role: the role that the peer claims; a certificate for the other role is refused.
 
     Returns:
         The name and the serial number.
 
     Raises:
-        InvalidPeerCertificate: `cert_pem` is not exactly one certificate; or the certificate is not for client
-            authentication only; or its alternative names are not exactly one veilbase://ROLE/NAME.
+        InvalidPeerCertificate: `cert_pem` is not exactly one certificate; or the certificate's extended key usage is
+            not client authentication alone; or its alternative names are not exactly one veilbase://ROLE/NAME.
     """
     refusal = InvalidPeerCertificate(
         f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
@@ -288,8 +292,8 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
 
 
 def check_tenant_name(name: str) -> None:
-    """Raises InvalidTenantName if a text does not match `TENANT_NAME_PATTERN`, which keeps out paths, URI syntax and
-    newlines."""
+    """Raises InvalidTenantName if a text does not match `TENANT_NAME_PATTERN`, a pattern that allows no paths, URI
+    syntax or newlines."""
     if not re.fullmatch(TENANT_NAME_PATTERN, name):
         raise InvalidTenantName(
             f"expected a tenant name of 1 to 63 of a-z 0-9 . _ - that starts with a letter or digit, got {name[:80]!r}"
@@ -308,7 +312,7 @@ def current_time(now: datetime | None = None) -> datetime:
 
 
 def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a new file to disk; raises FileExistsError if the path exists, even as a dangling link."""
+    """Writes a new file to disk; raises FileExistsError if the path exists, even if the path is a dangling link."""
     # The file is created with its final mode, so it is never readable by more users, whatever the umask is.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -322,7 +326,7 @@ def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Writes the directory's entries to disk, so that new and renamed files survive a crash."""
+    """Syncs a directory's entries to disk, so that new and renamed files in the directory survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -417,8 +421,8 @@ def _issue(
 
 
 def _parse_authority(key_pem: bytes, cert_pem: bytes) -> CertificateAuthority | None:
-    """Returns the CA, or None if the files do not hold a P-256 CA. The parser's error text is dropped, since it may
-    quote the key."""
+    """Returns the CA, or None if the files do not hold a P-256 CA. The parser's error text is dropped, since that text
+    may quote the key."""
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
         certificate = x509.load_pem_x509_certificate(cert_pem)

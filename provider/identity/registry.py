@@ -2,8 +2,8 @@
 
 Guarantees: `tenants.json` is replaced as a whole, under the state directory's lock, and synced to disk. So a reader
 sees either the old or the new registry, and a revocation is on disk once it is reported. If the registry is missing or
-malformed, all callers are refused. If it cannot be read because file descriptors ran out or the disk failed, new
-callers are refused, and for at most a minute the registry as last read still counts for open streams. This module does
+malformed, all callers are refused. If the registry cannot be read because file descriptors ran out or the disk failed,
+new callers are refused; for open streams, the registry as last read still counts for at most a minute. This module does
 not close open connections; the service asks `RevocationList` for every request, also on open streams.
 """
 
@@ -40,8 +40,9 @@ from provider.net.descriptors import SpareDescriptor
 from wire.errors import Unavailable
 
 HELD_OVER_S = 60.0
-"""Seconds for which the registry as last read still counts if it can no longer be read. This bridges a flood of
-connections that takes every file descriptor. A revocation made in that time takes effect at most so much later."""
+"""Seconds for which the registry as last read still counts if it can no longer be read. So open streams survive a flood
+of connections that takes every file descriptor. A revocation made in that time takes effect at most `HELD_OVER_S`
+seconds later."""
 RETRY_S = 5.0
 """Seconds after which a refused caller may retry; the time at which the registry becomes readable is not known."""
 _PASSING = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "this machine has too many open"}
@@ -52,14 +53,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RegistryUnreadable(Unavailable):
-    """Says that the registry cannot be read at present. It is an Unavailable, so it has a code on the wire."""
+    """Says that the registry of tenants cannot be read at present. As a subclass of `Unavailable`, this error has a
+    code that can be sent to the peer."""
 
     def __init__(self) -> None:
         super().__init__("the registry of tenants cannot be read at the moment", RETRY_S)
 
 
 class TenantRecord(BaseModel):
-    """Describes one issued certificate, valid or not; `serial` is lower-case hexadecimal."""
+    """Describes one certificate that was issued, even if it is no longer valid; `serial` is lower-case hexadecimal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -89,14 +91,14 @@ def enroll(
     role: Role = "tenant",
     now: datetime | None = None,
 ) -> TenantRecord:
-    """Enrolls a tenant: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and registers
-    the certificate.
+    """Enrolls a tenant or a shard: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and
+    registers the certificate.
 
     Args:
         state: the provider's state directory.
         name: the tenant's name; see `provider.identity.authority.check_tenant_name`.
-        out_dir: the folder of the identity, created with mode 0700 if it does not exist; it must not hold any of the
-            four files.
+        out_dir: the folder for these four files, none of which may exist yet. A missing folder is created with mode
+            0700.
         endpoint: the grpcs:// URL that the tenant is to use.
         days: the lifetime of the certificate in days.
         role: `tenant`, or `shard` for a host that joins with `provider shard`.
@@ -107,7 +109,7 @@ def enroll(
 
     Raises:
         InvalidTenantName, InvalidEndpoint, InvalidLifetime: an argument is not valid.
-        AlreadyEnrolled: the name has a live certificate.
+        AlreadyEnrolled: the name already has a certificate that is neither revoked nor expired.
         IdentityNotWritten: `out_dir` holds an identity or cannot be written.
         StateDamaged: the registry cannot be read or written.
     """
@@ -139,7 +141,7 @@ def enroll(
 
 
 def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
-    """Revokes every valid certificate of a tenant; the revocation is on disk when this returns.
+    """Revokes every valid certificate of a tenant or shard; the revocation is on disk when this function returns.
 
     Returns:
         The number of certificates that were revoked; 0 if all had been revoked or had expired before.
@@ -187,10 +189,10 @@ def _now() -> datetime:
 class RevocationList:
     """Checks certificates against `tenants.json`, which is read again only when `stat` shows that it has changed.
 
-    Several threads may use one object. While the file is missing or malformed, every certificate counts as revoked. If
-    file descriptors run out, a spare descriptor is used to read the file. While the file cannot be read even so, or
-    because the disk failed, the records that were read last count for `HELD_OVER_S` seconds. After that, every check
-    raises `RegistryUnreadable` until the file can be read again.
+    Several threads may use one instance. While the file is missing or malformed, every certificate counts as revoked.
+    If file descriptors run out, a spare descriptor is used to read the file. If the file still cannot be read, or if
+    the disk fails, the records that were read last count for `HELD_OVER_S` seconds. After that, every check raises
+    `RegistryUnreadable` until the file can be read again.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class RevocationList:
         Args:
             state: the provider's state directory.
             clock: returns the present time, which is compared with the certificates' dates.
-            monotonic: returns seconds, to measure for how long the file could not be read.
+            monotonic: returns the seconds of a monotonic clock, by which the time without a readable file is measured.
         """
         self._path, self._name = state.tenants_path, str(state.tenants_path)
         self._clock, self._monotonic = clock, monotonic
@@ -213,13 +215,13 @@ class RevocationList:
         # Stamp and records are replaced together, as one tuple, so that a reader without the lock sees a matching pair.
         self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
         self._seen_at = float("-inf")
-        """Time at which the snapshot was last known to agree with the file, or the file to be missing."""
+        """Time on the monotonic clock at which it was last known what the file holds, or that the file is missing."""
         self._spare = SpareDescriptor()
         self._noting = threading.Lock()
         self._trouble: str | None = None
 
     def is_revoked(self, serial: int) -> bool:
-        """Returns whether a certificate is revoked; true for all certificates if the registry is missing or malformed.
+        """Returns True if a certificate is registered as revoked, or if the registry is missing or malformed.
 
         Raises:
             RegistryUnreadable: the registry could not be read for `HELD_OVER_S` seconds.
@@ -243,7 +245,7 @@ class RevocationList:
         return record is not None and record.is_live(self._clock())
 
     def check_current(self) -> None:
-        """Checks that the registry can be read now; new callers are admitted only if it can.
+        """Checks that the registry can be read now, which is a condition for admitting a new caller.
 
         Raises:
             RegistryUnreadable: the registry cannot be read.
@@ -255,7 +257,8 @@ class RevocationList:
             raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
 
     def _known(self) -> dict[int, TenantRecord] | None:
-        """Returns the newest records that count, by serial number; None if all callers are to be refused."""
+        """Returns the records by serial number: from the file or, if the file cannot be read, the records that were
+        read last. None means that all callers are to be refused."""
         try:
             return self._current()
         except OSError as exc:
@@ -273,8 +276,8 @@ class RevocationList:
         return f"nobody new is let in, and open streams go on for {HELD_OVER_S:.0f} s at most: {advice}"
 
     def _current(self) -> dict[int, TenantRecord] | None:
-        """Returns the records in the file as it is now, or None if it is missing or malformed; raises OSError for a
-        reason in `_PASSING`."""
+        """Returns the records that the file holds now, or None if the file is missing or malformed; raises OSError for
+        a reason in `_PASSING`."""
         try:
             stamp, records = self._snapshot
             if stamp != _stamp(os.stat(self._name)):
@@ -317,7 +320,7 @@ class RevocationList:
         return records
 
     def _note(self, trouble: str | None, consequence: str) -> None:
-        """Logs one line when the trouble with the file changes, and one line when it is over."""
+        """Logs one line if the problem with the registry file is new, and one line once the problem is over."""
         with self._noting:
             if trouble == self._trouble or (self._trouble or "").startswith(f"still {trouble}"):
                 return
@@ -348,7 +351,7 @@ def _parse(data: bytes) -> list[TenantRecord]:
 
 
 def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
-    """Replaces the registry file as a whole; callers must hold the lock."""
+    """Replaces the registry file as a whole; callers must hold the state directory's lock."""
     temporary = state.path / "tenants.json.tmp"
     try:
         temporary.unlink(missing_ok=True)  # It is left from a crash, since nobody else holds the lock.
@@ -360,7 +363,8 @@ def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
 
 
 def _write_identity(out_dir: Path, files: dict[str, bytes], commit: Callable[[], None]) -> None:
-    """Writes all files and then calls `commit`; if anything fails, removes the files that it wrote."""
+    """Writes an identity's files to a folder and then calls `commit`; if a write or `commit` fails, removes the written
+    files."""
     written: list[Path] = []
     try:
         out_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 FIELDS = ("tenant", "stream", "request")
-"""Names of the fields that are written if a log call passes them as `extra`; other fields are ignored."""
+"""Names of the fields that a log line shows if the log call passes them as `extra`; other extra fields are ignored."""
 
 
 def configure(log_format: LogFormat) -> None:
@@ -21,7 +21,7 @@ def configure(log_format: LogFormat) -> None:
 
 
 def configured() -> LogFormat:
-    """Returns the log format of this process, so that processes which it starts can use the same."""
+    """Returns the name of this process's log format, which can be passed to the processes that this process starts."""
     return "json" if any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers) else "text"
 
 
@@ -30,7 +30,8 @@ def _named(record: logging.LogRecord) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as text: time, level, logger, message, then name=value for each field."""
+    """Formats a log record as text: time, level, logger, message, then name=value for each field in `FIELDS` that the
+    record has."""
 
     def __init__(self) -> None:
         """Sets the format of the line."""

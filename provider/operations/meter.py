@@ -1,4 +1,5 @@
-"""Counts the executor's products, with histograms of their sizes, times and waits."""
+"""Counts the products that the executor computes, and keeps histograms of the products' sizes and times and of the
+requests' waits."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25
 
 
 class Histogram:
-    """Counts observations in buckets with upper bounds. It is not safe under threads."""
+    """Counts observed values in buckets, each of which has an upper bound. This class is not thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Makes empty buckets. `bounds` are their upper bounds, in rising order."""
+        """Makes an empty bucket for each upper bound in `bounds`, which must rise, and a last bucket without a
+        bound."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Adds one observed value to its bucket and to the sum."""
+        """Counts one observed value in the bucket for this value, and adds the value to the sum."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -54,14 +56,14 @@ class GroupWait(NamedTuple):
 
 
 class Meter:
-    """Counts products and the waits of requests. It is safe under threads."""
+    """Counts products, and measures how long requests wait for their first product. This class is thread-safe."""
 
     def __init__(self) -> None:
         """Sets all counters and histograms to zero."""
         self._lock = threading.Lock()
         self._inline = 0
         self._waits: dict[int, list[float]] = {}
-        """By layer group, the two fields of `GroupWait`, as a list for speed, since they change most often."""
+        """For each layer group's id, the two fields of `GroupWait`; a list is faster to change than a tuple."""
         self._histograms = {
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
@@ -73,12 +75,12 @@ class Meter:
         self._decode_latency = self._histograms[latency_name(RequestClass.DECODE)]
 
     def batch(self, pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
-        """Counts a product of a batch.
+        """Counts one product that the executor computed for a batch of queued requests.
 
         Args:
-            pieces: the pieces of requests that the product computed.
-            began_s: the time at which the product began, on the clock of the tickets.
-            seconds: the time that the product took.
+            pieces: the pieces of requests (each is some rows of a request) that were in the batch.
+            began_s: the time at which the product began, on the clock by which tickets record when requests arrived.
+            seconds: the time that the product took, in seconds.
         """
         with self._lock:
             for piece in pieces:
@@ -94,7 +96,8 @@ class Meter:
             self._histograms["execution_seconds"].add(seconds)
 
     def inline(self, group: int, seconds: float) -> None:
-        """Counts a small decode request that the thread that received it computed at once."""
+        """Counts a small decode request whose product was computed without a queue, by the thread that received the
+        request."""
         with self._lock:
             self._inline += 1
             self._waited(group, 0.0)
@@ -108,7 +111,8 @@ class Meter:
         counts[1] += seconds
 
     def waits(self) -> dict[int, GroupWait]:
-        """Returns the waits by layer group. Symbiosis, figure 7, shows the same numbers."""
+        """Returns, for each layer group's id, how many requests waited and for how long in total. Figure 7 of the
+        Symbiosis paper shows the same numbers."""
         with self._lock:
             return {group: GroupWait(int(requests), seconds) for group, (requests, seconds) in self._waits.items()}
 
@@ -119,10 +123,11 @@ class Meter:
 
 
 def wait_name(request_class: RequestClass) -> str:
-    """Returns the name of the histogram of a class's waits, from arrival to the first product."""
+    """Returns the name of a histogram: for requests of this class, the seconds from arrival to the first product."""
     return f"wait_{request_class.name.lower()}"
 
 
 def latency_name(request_class: RequestClass) -> str:
-    """Returns the name of the histogram of a class's times from arrival to reply, inside the provider."""
+    """Returns the name of a histogram: for requests of this class, the seconds inside the provider, from arrival to
+    reply."""
     return f"latency_{request_class.name.lower()}"

@@ -1,7 +1,7 @@
 """Collects the provider's counts as Prometheus metrics, each time that the metrics are read.
 
 Guarantees: at most `MAX_TENANTS` tenants are named, and all others are added up under the label `OTHER`. No label holds
-a value of a tensor, or a text that a tenant chose. Requests are not slowed down.
+a value of a tensor, or a text that a tenant chose. Reading the metrics does not slow down requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from provider.schedule.request_class import RequestClass
 
 MAX_TENANTS = 50
 OTHER = "other tenants"
-"""The label for the sum of all tenants that are not named. No tenant can have this name."""
+"""The label for the sum over all tenants that have no label with their own name. No tenant can have this name."""
 _HISTOGRAMS = {
     "batch_rows": "Rows of a product.",
     "batch_requests": "Requests that shared a product.",
@@ -28,7 +28,7 @@ _HISTOGRAMS = {
 
 
 class ProviderCollector(Collector):
-    """Makes metrics of the executor's counts and the tenants' usage."""
+    """Makes Prometheus metrics from the executor's counts and the tenants' usage."""
 
     def __init__(
         self,
@@ -47,9 +47,11 @@ class ProviderCollector(Collector):
             usage: the tenants' usage.
             queue_depth: returns the number of requests in the queues.
             num_streams: returns the number of open streams.
-            num_replicas: returns for each shard how many replicas it has, and how many it should have.
+            num_replicas: returns two counts for each shard: replicas that can compute products, and replicas that there
+                should be.
             num_given_up: returns the number of shards that have lost all replicas for good.
-            num_connections: returns how many connections of the tensor port have a stream, and how many have none.
+            num_connections: returns two counts of connections to the tensor port: those with a stream, and those
+                without.
         """
         self._num_given_up, self._num_connections = num_given_up, num_connections
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
@@ -108,8 +110,9 @@ def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, 
 
     Args:
         totals: the usage of each tenant, by name.
-        named: names of tenants that were returned before, which are returned again. Otherwise a tenant could move out
-            of `OTHER`. The sum would then fall, and Prometheus takes a falling counter for a restart.
+        named: names of tenants that were returned before and must be returned again. Otherwise another tenant could
+            move out of `OTHER`. The sum in `OTHER` would then fall, and Prometheus takes a falling counter for a
+            restart.
     """
     ranked = sorted(totals, key=lambda name: (name not in named, -sum(totals[name].rows.values()), name))
     shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}
@@ -141,7 +144,8 @@ def _tenants(totals: dict[str, Usage]) -> Iterator[Metric]:
 
 
 def registry(collector: ProviderCollector) -> CollectorRegistry:
-    """Returns a new registry with the collector alone; the process's global registry also shows the Python version."""
+    """Returns a new Prometheus registry with only this collector. The process's global registry is not used, since it
+    would also show the Python version."""
     made = CollectorRegistry()
     made.register(collector)
     return made

@@ -32,7 +32,7 @@ _MAX_SOCKET_PATH = 100
 
 
 class Monitor:
-    """Runs the servers for the operator; each of them is optional."""
+    """Runs the servers that show the provider's metrics and health to the operator; each of the servers is optional."""
 
     def __init__(self, metrics: CollectorRegistry) -> None:
         """Keeps `metrics`, the registry that GET /metrics shows. No server is started yet."""
@@ -63,7 +63,7 @@ class Monitor:
         return int(server.server_address[1])
 
     def serve_socket(self, folder: Path) -> bool:
-        """Serves the metrics on a socket in a folder, for `provider status`.
+        """Serves the metrics on a Unix socket in the given folder, from which `provider status` reads the metrics.
 
         If another provider still uses the socket, a thread retries until that provider has ended.
 
@@ -174,7 +174,7 @@ def _answers(path: Path) -> bool:
 
 class _Quiet(socketserver.BaseServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores the error, which is mostly a client that has closed its connection."""
+        """Ignores an error in a connection; most such errors mean that the client has closed the connection."""
 
 
 class _TcpServer(_Quiet, socketserver.ThreadingTCPServer):
@@ -192,7 +192,7 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
         server_version, sys_version = "veilbase", ""
 
         def do_GET(self) -> None:
-            """Sends the metrics, or 404 for any other path."""
+            """Sends the metrics if the URL's path is /metrics, else status 404."""
             if self.path.partition("?")[0] != METRICS_PATH:
                 self.send_error(404)
                 return

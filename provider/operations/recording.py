@@ -39,8 +39,9 @@ class Recorder:
         Args:
             folder: the folder of the recording, created if it does not exist; it must hold no other recording.
             manifest: the served model's manifest, which is written beside the index.
-            limit_bytes: most bytes of all tensor files together.
-            patterns: comma-separated fnmatch patterns of the names of groups or layers; empty records all.
+            limit_bytes: the limit on the total size of all tensor files, in bytes.
+            patterns: comma-separated fnmatch patterns for the names of the groups or layers to record; an empty text
+                records all groups.
 
         Raises:
             ConfigurationError: no layer matches, the folder holds a recording, or the folder cannot be written.
@@ -71,8 +72,9 @@ class Recorder:
 
         Args:
             tenant: the tenant's name.
-            call: the call of the request.
-            request: the request's rows; for a seed, the 48 bytes of the payload are written, as uint8.
+            call: the request's layer group, direction, arithmetic and purpose.
+            request: the request's rows, or the seed from which the provider expands the rows. Of a seed, the 48 bytes
+                of the payload are written, as uint8.
             reply: the reply; None if the request failed or was cancelled.
         """
         if call.group not in self._groups or self._failed:

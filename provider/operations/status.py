@@ -32,15 +32,16 @@ class Snapshot:
     values: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
 
     def get(self, name: str, **labels: str) -> float:
-        """Returns the value of a sample, or 0 if there is no such sample."""
+        """Returns the value of the sample with this name and these labels, or 0 if there is no such sample."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
     def by_tenant(self, name: str) -> dict[str, float]:
-        """Returns the sum of a metric for each tenant, over all other labels."""
+        """Returns, for each tenant's name, the sum of a metric over all other labels."""
         return self.by_label(name, "tenant")
 
     def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Returns the sum of a metric for each value of `label`, over the samples that also have the other labels."""
+        """Returns, for each value of `label`, the sum of a metric over the samples that also have the labels in
+        `others`."""
         sums: dict[str, float] = {}
         for (sample, labels), value in self.values.items():
             one = dict(labels).get(label)
@@ -49,13 +50,13 @@ class Snapshot:
         return sums
 
     def tenants(self) -> list[str]:
-        """Returns the names of all tenants with a count of rows, sorted by falling count."""
+        """Returns the names of all tenants that have a count of rows, the tenant with the largest count first."""
         rows = self.by_tenant("veilbase_rows_total")
         return sorted(rows, key=lambda name: (-rows[name], name))
 
 
 def parse(text: str, at_s: float) -> Snapshot:
-    """Parses metrics in Prometheus' text form, which were read at `at_s`."""
+    """Parses metrics in Prometheus' text form, and returns them as a snapshot with the time `at_s`."""
     snapshot = Snapshot(at_s)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -68,7 +69,8 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
 
     Args:
         now: the newest snapshot.
-        before: an earlier snapshot, from which on rates are computed; None shows averages since the provider's start.
+        before: an earlier snapshot, so that the table shows rates since that time; None shows rates since the
+            provider's start.
         uptime_s: how long the provider has been running, in seconds.
 
     Returns:
@@ -103,7 +105,7 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
 
 
 def _replicas(now: Snapshot) -> list[Text]:
-    """Returns one line about the replicas if there is more than one or if one is lost, else an empty list."""
+    """Returns a list of one line about the replicas if there are several or if one is lost, else an empty list."""
     live, lost = (now.by_label("veilbase_replicas", "shard", state=state) for state in ("live", "lost"))
     if len(live) == 1 and sum(live.values()) == 1 and not sum(lost.values()):
         return []
@@ -118,7 +120,7 @@ def _mean(rate: Callable[..., float], name: str) -> float:
 
 
 def look(folder: Path) -> Snapshot:
-    """Takes a snapshot of the provider that runs with a state directory; see `read_metrics` for errors."""
+    """Reads the present metrics of the provider that runs with a state directory; see `read_metrics` for errors."""
     return parse(read_metrics(folder), time.monotonic())
 
 

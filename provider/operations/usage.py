@@ -34,10 +34,12 @@ class Usage(BaseModel):
     """Holds the totals of one tenant's usage.
 
     Attributes:
-        requests, rows: the requests that got a reply, and the rows of these requests, by class of work.
-        bytes_up, bytes_down: bytes of the payloads of these requests, and of their replies.
-        seconds: seconds of the executor; the time of a shared product is split by rows.
-        errors: requests that were refused or failed, by the name of the error's code.
+        requests, rows: the number of requests that got a reply, and the number of their rows, by the name of the
+            request's class.
+        bytes_up, bytes_down: the bytes in the payloads of these requests, and in the payloads of the replies.
+        seconds: the tenant's share of the time of products, in seconds; the time of a product that several tenants
+            share is split by their rows.
+        errors: the number of requests that were refused or failed, by the name of the error's code.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,8 +52,8 @@ class Usage(BaseModel):
     errors: dict[str, _Count] = Field(default_factory=dict)
 
     def plus(self, more: Usage, sign: int = 1) -> Usage:
-        """Returns the sum of two totals; with sign -1, the difference; `more` must then be an earlier total of the
-        same counts."""
+        """Returns the sum of these totals and `more`. With sign -1, returns the difference; `more` must then hold
+        earlier totals of the same counts."""
         return Usage(
             requests=_sum(self.requests, more.requests, sign),
             rows=_sum(self.rows, more.rows, sign),
@@ -74,7 +76,7 @@ class _UsageFile(BaseModel):
 
 
 class TenantUsage:
-    """Counts one tenant's usage since the provider's start. It is safe under threads."""
+    """Counts one tenant's usage since the provider's start. This class is thread-safe."""
 
     def __init__(self) -> None:
         """Sets all usage counters to zero."""
@@ -85,7 +87,7 @@ class TenantUsage:
         self._errors: Counter[str] = Counter()
 
     def answered(self, request_class: RequestClass, num_rows: int, bytes_up: int, bytes_down: int) -> None:
-        """Counts a request that got its reply."""
+        """Counts a request that got a reply: its rows, and the bytes of both payloads."""
         with self._lock:
             self._requests[request_class] += 1
             self._rows[request_class] += num_rows
@@ -103,7 +105,7 @@ class TenantUsage:
             self._errors[code.name] += 1
 
     def total(self) -> Usage:
-        """Returns the totals so far, as a copy."""
+        """Returns a copy of the tenant's totals since the provider's start."""
         with self._lock:
             return Usage(
                 requests={one.name.lower(): self._requests[one] for one in RequestClass},
@@ -116,16 +118,16 @@ class TenantUsage:
 
 
 class UsageBook:
-    """Holds the counts of all tenants since the provider's start, and adds them to a file."""
+    """Holds the usage counts of all tenants since the provider's start, and adds these counts to a file."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Sets all tenants' counts to zero, and checks that the file can be read.
 
         Args:
-            path: the file; None saves nothing.
+            path: the file to which counts are added; None if counts are not to be saved.
 
         Raises:
-            ConfigurationError: the file exists and is not a file of usage.
+            ConfigurationError: the file exists, but is not a usage file or cannot be read.
         """
         self._path = path
         self._lock, self._saving = threading.Lock(), threading.Lock()
@@ -137,7 +139,7 @@ class UsageBook:
             read_usage(path)
 
     def keep_saving(self) -> None:
-        """Starts a thread that saves every minute until `close`."""
+        """Starts a thread that saves the counts every minute until `close` is called."""
         threading.Thread(target=self._save_now_and_then, name="veilbase-usage", daemon=True).start()
 
     def _save_now_and_then(self) -> None:
@@ -145,12 +147,13 @@ class UsageBook:
             self.save()
 
     def close(self) -> None:
-        """Ends the thread that saves, and saves once more."""
+        """Ends the thread that `keep_saving` started, and saves the counts once more."""
         self._closed.set()
         self.save()
 
     def of(self, tenant: str) -> TenantUsage:
-        """Returns the counts of one tenant, which start at zero at the first call."""
+        """Returns the object that counts one tenant's usage; the first call for a tenant creates it with zero
+        counts."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
@@ -164,7 +167,8 @@ class UsageBook:
         return {name: usage.total() for name, usage in tenants}
 
     def save(self) -> bool:
-        """Adds the counts since the last save to the file; if that fails, logs an error and returns False."""
+        """Adds the counts since the last save to the file and returns True; if this fails, logs an error and returns
+        False."""
         if self._path is None:
             return True
         with self._saving:
@@ -191,10 +195,10 @@ class UsageBook:
 
 
 def read_usage(path: Path) -> dict[str, Usage]:
-    """Returns the totals in a file, by tenant's name; an empty dict if there is no file.
+    """Returns the totals in a usage file, by tenant's name; an empty dict if there is no file.
 
     Raises:
-        ConfigurationError: the file is not a file of usage, or cannot be read.
+        ConfigurationError: the file is not a usage file, or cannot be read.
     """
     try:
         return _UsageFile.model_validate_json(path.read_bytes()).tenants

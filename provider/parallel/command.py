@@ -19,7 +19,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 _HEAD = struct.Struct("<8q32s32x")
 _HEAD_NUMBERS = _HEAD.size // 4
 INLINE_NUMBERS = 8192
-"""Most numbers that the rows in a command may have together, which is enough for one row of most layers. To send these
+"""Limit on the number of elements of all rows in a command, which is enough for one row of most layers. To send these
 32 KiB takes only microseconds on loopback."""
 NUM_NUMBERS = _HEAD_NUMBERS + INLINE_NUMBERS
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
@@ -39,9 +39,9 @@ class Command:
 
     Attributes:
         operation: the operation.
-        call: the call to compute.
+        call: the call whose product the ranks compute.
         num_rows, cols: the shape of the rows; `cols` is 0 if `rows` is a seed.
-        rows: the rows if there are few of them, or their seed; None if the rows follow in a message of their own.
+        rows: the rows if there are few of them, or the seed of the rows; None if the rows follow in a separate message.
     """
 
     operation: Operation
@@ -52,7 +52,7 @@ class Command:
 
     @classmethod
     def product(cls, call: Call, rows: Rows) -> Command:
-        """Returns the command for one product."""
+        """Returns the command to compute one product; a seed, or a few rows, are in the command itself."""
         if isinstance(rows, SeededRows):
             return cls(Operation.PRODUCT, call, rows.num_rows, 0, rows)
         inline = rows if rows.numel() <= INLINE_NUMBERS else None
@@ -75,7 +75,7 @@ class Command:
 
     @classmethod
     def unpack(cls, numbers: torch.Tensor) -> Command:
-        """Reads a message of `pack`; the command's rows are a view of the message.
+        """Returns the command in a message that `pack` made; the command's rows are a view of the message.
 
         Raises:
             ValueError: the message is not a command.
@@ -93,5 +93,6 @@ class Command:
         return cls(Operation(operation), call, num_rows, cols, rows)
 
     def empty_rows(self) -> torch.Tensor:
-        """Returns an uninitialised tensor for the rows that follow in a message of their own."""
+        """Returns an uninitialised tensor that can receive the rows of this command, which follow in a separate
+        message."""
         return torch.empty(self.num_rows, self.cols, dtype=DTYPES[self.call.arithmetic])

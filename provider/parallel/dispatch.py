@@ -2,9 +2,9 @@
 
 Guarantees: rank 0 checks a request before it sends a command, so an invalid request never reaches another rank. If a
 rank fails to compute, it still takes part in the communication of this product. The last number of each rank's part
-says whether it failed. If a rank is gone, the present product fails within the timeout, and every later product fails
-at once. If ranks entered collectives in different orders, they would get wrong numbers without an error. So there is
-one dispatcher with one lock.
+says whether the rank failed. If a rank is gone, the present product fails within the timeout, and every later product
+fails at once. If ranks entered collectives in different orders, they would get wrong numbers without an error. So there
+is one dispatcher with one lock.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
-"""Number of heartbeats from rank 0 in the time after which a waiting rank gives up."""
+"""Number of heartbeats that rank 0 sends within the timeout, which is the time after which a waiting rank gives up."""
 
 
 class Dispatcher:
-    """Computes products for rank 0, as a `provider.engine.replica.Product`. It is safe under threads."""
+    """Computes products for rank 0 on all ranks, as a `provider.engine.replica.Product`. This class is thread-safe."""
 
     def __init__(self, served: PreparedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
         """Starts the thread that sends heartbeats.
 
         Args:
             served: the model, for its shapes; its weights are not used.
-            ranks: all ranks; the other ranks must be in `follow`.
+            ranks: the connections to the other ranks, which must be running `follow`.
             sharding: this rank's share of the weights.
             timeout_s: the longest time that a rank waits for another, in seconds.
         """
@@ -51,8 +51,8 @@ class Dispatcher:
         """Computes one product; `provider.engine.products.compute` describes the arguments, the reply and the errors.
 
         Raises:
-            RemoteFault: a rank failed, or is gone.
-            Unavailable: a rank was lost before.
+            RemoteFault: a rank failed to compute, or is gone.
+            Unavailable: a rank was lost before this call.
         """
         reply_cols = self._check(call, rows)
         if count_rows(rows) == 0:
@@ -72,7 +72,7 @@ class Dispatcher:
                 raise RemoteFault("a process of this provider is gone, or too late") from None  # may hold rows
 
     def _check(self, call: Call, rows: Rows) -> int:
-        """Makes the same checks as `provider.engine.products.compute`; returns the columns of the reply."""
+        """Checks a request as `provider.engine.products.compute` does; returns the number of columns of the reply."""
         check_rows(call, rows)
         reply_cols = products.check_call(self._served, call, self._cols(call, rows))
         is_checked = call.arithmetic is Arithmetic.FLOAT and count_rows(rows) > 0
@@ -99,7 +99,7 @@ class Dispatcher:
         _LOGGER.error("a rank was lost %s: no product can be made any more, start the provider again", when)
 
     def _beat(self, every_s: float) -> None:
-        """Sends heartbeats to the waiting ranks, and notices if one of them is gone."""
+        """Sends heartbeats to the other ranks until this dispatcher is closed or a rank is lost."""
         while not self._ended.wait(every_s):
             with self._lock:
                 if self._is_lost:
@@ -125,10 +125,10 @@ class Dispatcher:
 
 
 def follow(ranks: Ranks, sharding: Sharding) -> None:
-    """Follows the commands of rank 0 until the command to stop.
+    """Carries out the commands of rank 0, on another rank, until rank 0 sends the command to stop.
 
     Args:
-        ranks: all ranks.
+        ranks: the connections to the other ranks.
         sharding: this rank's share of the weights.
 
     Raises:
@@ -163,7 +163,7 @@ def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: 
 
 
 class _Coming:
-    """Receives a part of a reply from another rank."""
+    """Receives another rank's part of a reply."""
 
     def __init__(self, ranks: Ranks, rank: int, block: Block, reply: torch.Tensor) -> None:
         self._block, self._reply = block, reply
@@ -171,8 +171,8 @@ class _Coming:
         self._work = ranks.receive(self._flat, rank)
 
     def take(self) -> torch.Tensor:
-        """Waits for the part and copies it into the reply; returns the part's last number, which is 0 if the rank
-        computed it, else 1."""
+        """Waits for the part and copies it into the reply; returns the part's last number, which is 0 if the rank could
+        compute the part, else 1."""
         with together():
             self._work.wait()
         self._block.of(self._reply).copy_(self._flat[:-1].view(self._block.shape))
@@ -180,7 +180,7 @@ class _Coming:
 
 
 def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
-    """Computes the part of a product for a rank other than 0, and sends it to rank 0."""
+    """On a rank other than 0, computes this rank's part of a product and sends the part to rank 0."""
     block = sharding.blocks(call, count_rows(rows))[ranks.rank]
     flat = _flat_share(sharding, call, rows, block)
     if sharding.adds(call):
@@ -190,10 +190,10 @@ def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
 
 
 def _flat_share(sharding: Sharding, call: Call, rows: Rows, block: Block) -> torch.Tensor:
-    """Computes this rank's part; returns it flattened, with one more number at the end.
+    """Computes this rank's part of a product; returns the part flattened, with one more number at the end.
 
-    The last number is 0, or 1 if the part could not be computed and is zeros. It is in the same message, since a second
-    message would slow down every decode row.
+    The last number is 0 if the part was computed. If the part could not be computed, the last number is 1, after zeros.
+    The part and the last number are sent in one message, since a second message would slow down every decode row.
     """
     flat = torch.zeros(_flat_size(block), dtype=DTYPES[call.arithmetic])
     with sharding.weights(call):

@@ -1,6 +1,6 @@
 """Reads the environment variables that torchrun sets.
 
-This module does not import torch, which takes seconds, so that a mistake is reported at once.
+This module does not import torch, since the import takes seconds and a mistake is to be reported at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here(parallel: str) -> int:
-    """Returns this process's rank; 0 if `parallel` is `none`.
+    """Returns this process's rank (its number among torchrun's processes); 0 if `parallel` is `none`.
 
     Args:
         parallel: the value of `--parallel`.
 
     Raises:
-        ConfigurationError: `parallel` is set without torchrun, or torchrun started several processes without
-            `parallel`.
+        ConfigurationError: `parallel` is not `none`, but torchrun did not start this process; or `parallel` is `none`,
+            but torchrun started several processes.
     """
     if parallel == "none":
         if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("WORLD_SIZE", "1") != "1":

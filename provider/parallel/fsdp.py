@@ -1,8 +1,9 @@
 """Splits weights with FSDP2 as in the Symbiosis paper, for comparison with tensor parallelism.
 
 Every rank holds some rows of each weight, and all ranks gather the whole weight for every product. Each rank then
-computes some of the request's rows, as in data parallelism. So rank 0 alone computes a single decode row, although all
-ranks spend time on the gathering. Source: Symbiosis, section on sharding with FSDP; PyTorch's `fully_shard`.
+computes some of the request's rows, as in data parallelism. So if a request has a single row, rank 0 alone computes its
+product, although all ranks spend time on gathering the weight. Source: Symbiosis, section on sharding with FSDP;
+PyTorch's `fully_shard`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GatheredLayers:
 
         Args:
             served: the model with whole weights.
-            ranks: all ranks; all of them must call this at the same time.
+            ranks: the connections to the other ranks; all ranks must call this constructor at the same time.
         """
         self._served, self._rank, self._size = without_weights(served), ranks.rank, ranks.size
         mesh = DeviceMesh.from_group(ranks.group, "cpu")
@@ -42,23 +43,23 @@ class GatheredLayers:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the memory of this rank's weights in bytes, while no weight is gathered."""
+        """Returns how many bytes this rank's weights take while no weight is gathered."""
         parts = [p.to_local() for layer in self._layers for p in layer.parameters()]  # type: ignore[attr-defined]
         parts += [t for group in self._served.groups for t in (group.alpha, group.bias) if t is not None]
         return sum(part.numel() * part.element_size() for part in parts)
 
     def adds(self, call: Call) -> bool:
-        """Returns False, since each rank multiplies by the whole weight."""
+        """Returns False: the ranks' parts need not be added, since each rank multiplies by the whole weight."""
         return False
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Returns each rank's part of the reply: some of the rows, with all columns."""
+        """Returns the block of the reply that each rank computes: some of the rows, with all columns."""
         _, reply_cols = self._served.groups[call.group].info.widths(call.direction)
         return [Block(rows, range(reply_cols)) for rows in split(num_rows, self._size)]
 
     @contextmanager
     def weights(self, call: Call) -> Iterator[None]:
-        """Gathers the layer's whole weight from all ranks for the length of the `with` block."""
+        """Gathers the whole weight of the call's layer group from all ranks, and frees it after the `with` block."""
         layer = self._layers[call.group]
         with together():
             layer.unshard()
@@ -68,7 +69,8 @@ class GatheredLayers:
             layer.reshard()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes the product of this rank's rows, shape (rows of this rank, columns of the reply)."""
+        """Computes the product of the whole weight and this rank's rows of a request. The result has the shape (rows of
+        this rank, columns of the reply)."""
         layer, group = self._layers[call.group], self._served.groups[call.group]
         whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
         served = PreparedModel(self._served.manifest, (whole,), self._served.bundle)

@@ -24,13 +24,13 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 
 class RankLost(Exception):
     """Says that a rank is gone or was too late. No further product is possible, since the ranks may be in different
-    collectives."""
+    collectives (operations that all ranks perform together)."""
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises RankLost in place of the RuntimeError with which torch reports that a peer is gone or late; it must
-    surround every collective."""
+    """Returns a context in which torch's RuntimeError for a peer that is gone or late becomes a RankLost. Every
+    collective must run in such a context."""
     try:
         yield
     except RuntimeError as exc:
@@ -59,7 +59,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def check_equal(self, digest: bytes) -> None:
-        """Checks that all ranks pass the same digest of 32 bytes.
+        """Checks that all ranks call this method with the same digest of 32 bytes.
 
         Raises:
             ConfigurationError: the digests differ, or a rank has ended; this is raised on every rank.
@@ -77,8 +77,8 @@ class Ranks:
             )
 
     def tell(self, message: torch.Tensor) -> None:
-        """Sends a message from rank 0 to all other ranks, which must be in `hear`. For small messages this is faster
-        than a broadcast."""
+        """Sends a message from rank 0 to all other ranks, which must call `hear`. For small messages `tell` is faster
+        than `broadcast`."""
         with together():
             sent = [dist.isend(message, rank, group=self.group) for rank in range(1, self.size)]
             for work in sent:
@@ -86,13 +86,14 @@ class Ranks:
                     work.wait()
 
     def hear(self, message: torch.Tensor) -> torch.Tensor:
-        """Receives into `message` what rank 0 sends by `tell`."""
+        """Receives into `message` the message that rank 0 sends by `tell`, and returns `message`."""
         with together():
             dist.recv(message, 0, group=self.group)
         return message
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies rank 0's tensor into the tensor of every other rank; all of them must be contiguous."""
+        """Copies rank 0's tensor into the tensor of every other rank, and returns it. All these tensors must be
+        contiguous."""
         with together():
             dist.broadcast(tensor, 0, group=self.group)
         return tensor
@@ -103,7 +104,8 @@ class Ranks:
             dist.send(tensor, 0, group=self.group)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begins to receive into `tensor` what `rank` sends; callers must `wait` on the result before they read it."""
+        """Begins to receive into `tensor` what `rank` sends. Callers must call `wait` on the result before they read
+        `tensor`."""
         with together():
             work = dist.irecv(tensor, rank, group=self.group)
         if work is None:
@@ -111,19 +113,20 @@ class Ranks:
         return work
 
     def reduce(self, tensor: torch.Tensor) -> None:
-        """Adds the tensors of all ranks, into the tensor of rank 0; int32 wraps mod 2^32 (tests/provider/parallel)."""
+        """Adds the tensors of all ranks, and stores the sum in rank 0's tensor. Sums in int32 wrap mod 2^32
+        (tests/provider/parallel)."""
         with together():
             dist.reduce(tensor, 0, group=self.group)
 
     def leave(self) -> None:
-        """Closes the connections; the object cannot be used afterwards."""
+        """Closes the connections to the other ranks; this object cannot be used afterwards."""
         del self.group  # The connections stay open as long as anything refers to the group.
         with together():
             dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Makes gloo listen on loopback if all ranks are on this machine; by default it uses the host name's address."""
+    """Makes gloo listen on loopback if all ranks are on this machine; by default gloo uses the host name's address."""
     environment = os.environ
     if environment.get("LOCAL_WORLD_SIZE", "0") == environment.get("WORLD_SIZE"):
         names = {name for _, name in socket.if_nameindex()}.intersection(_LOOPBACK_NAMES)

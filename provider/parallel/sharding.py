@@ -28,23 +28,26 @@ class Block:
         return len(self.rows), len(self.columns)
 
     def of(self, reply: torch.Tensor) -> torch.Tensor:
-        """Returns a view of this part of the whole reply."""
+        """Returns a view of `reply`, the whole reply, that has only the rows and columns of this part."""
         return reply[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
 
 
 class Sharding(Protocol):
-    """Holds one rank's share of the weights, and computes its part of every product."""
+    """Holds one rank's share of the weights, and computes this rank's part of every product."""
 
     def adds(self, call: Call) -> bool:
-        """Returns whether the parts of all ranks are added; if not, they are put side by side."""
+        """Returns True if the reply is the sum of all ranks' parts, False if each part is a separate block of the
+        reply."""
         ...
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Returns each rank's part of the reply, in the order of ranks; if parts are added, each is the whole reply."""
+        """Returns the block of the reply for each rank, in the order of ranks; if parts are added, each block is the
+        whole reply."""
         ...
 
     def weights(self, call: Call) -> AbstractContextManager[None]:
-        """Returns a context in which `share` must be called; all ranks must enter it, since it may be a collective.
+        """Returns a context in which `share` must be called. All ranks must enter their contexts for the same call,
+        since entering may be a collective operation.
 
         Raises:
             RankLost: another rank is gone.
@@ -55,7 +58,7 @@ class Sharding(Protocol):
         """Computes this rank's part of a product, without a collective.
 
         Args:
-            call: a call that was checked.
+            call: a call that has passed rank 0's checks.
             rows: all rows of the request, which must be finite, or their seed.
 
         Returns:
@@ -65,8 +68,8 @@ class Sharding(Protocol):
 
 
 def split(length: int, parts: int) -> list[range]:
-    """Splits a length into consecutive ranges like `torch.tensor_split`: if it does not divide evenly, the first ranges
-    are longer by one."""
+    """Splits a length into consecutive ranges like `torch.tensor_split`: if the length is not a multiple of `parts`,
+    the first ranges are longer by one."""
     small, longer = divmod(length, parts)
     starts = [index * small + min(index, longer) for index in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -1,5 +1,5 @@
-"""Starts `provider serve --parallel`: torchrun starts several processes, of which rank 0 is the provider and the others
-help it to compute."""
+"""Starts `provider serve --parallel`: torchrun starts several processes, the ranks. Rank 0 is the provider, and the
+other ranks compute parts of its products."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class ParallelModel(ServedModel):
         return self._dispatcher(call, rows)
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since no rank can compute a product alone."""
+        """Returns None: there is no function that computes one row's product, since no rank can compute a product
+        alone."""
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes the products of several matrices by one product of all rows, on all ranks."""
+        """Returns the product of each of several matrices; the ranks compute one product of all rows together."""
         return together(self._dispatcher, call, parts)
 
     def close(self) -> None:
@@ -59,7 +60,8 @@ class ParallelModel(ServedModel):
 
 
 def meet(timeout_s: float) -> Ranks:
-    """Waits until all ranks are connected. Meanwhile a signal ends this process at once, since nothing has begun.
+    """Waits until all ranks are connected. A signal during the wait ends this process at once, since no work has to be
+    finished.
 
     Raises:
         ConfigurationError: the ranks cannot connect.
@@ -91,9 +93,9 @@ def lead(
 
     Args:
         settings: the settings, with `parallel` set.
-        ranks: all ranks.
+        ranks: the connections to the other ranks.
         served: the model with whole weights; the caller should drop it afterwards.
-        recorder: the recorder, or None.
+        recorder: records requests and replies; None if there is no recording.
 
     Raises:
         ConfigurationError: another rank has different weights, or has ended.
@@ -104,7 +106,8 @@ def lead(
 
 
 def help_out(settings: ProviderSettings) -> None:
-    """Runs a rank other than 0: loads its share of the weights, and computes until rank 0 stops.
+    """Runs a rank other than 0: loads this rank's share of the weights, and computes parts of products until rank 0
+    stops.
 
     Args:
         settings: the settings, which must be the same as on rank 0.
@@ -131,8 +134,8 @@ def help_out(settings: ProviderSettings) -> None:
 
 
 def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
-    """Checks that all ranks have the same weights, and returns this rank's share; the caller should drop `served`
-    afterwards.
+    """Checks that all ranks have the same weights, and returns this rank's share of the weights; the caller should drop
+    `served` afterwards.
 
     Raises:
         ConfigurationError: another rank has different weights, or has ended.

@@ -1,9 +1,10 @@
-"""Splits weights by tensor parallelism: every rank holds a slice of each group's columns, for layers that are too large
-for one device.
+"""Splits weights by tensor parallelism, so that layers may be too large for one device: every rank holds a slice of the
+columns of each layer group's weight.
 
-In forward calls, each rank multiplies the rows by its slice, and the results are put side by side. In backward calls,
-each rank multiplies the matching columns of the rows by its transposed slice, and the results are added. In ring
-arithmetic this is exact, since addition mod 2^32 does not depend on the order. In float it is exact up to rounding.
+In forward calls, each rank multiplies the rows by its slice, and the results are concatenated along the columns. In
+backward calls, each rank multiplies the matching columns of the rows by its transposed slice, and the results are
+added. In ring arithmetic this is exact, since addition mod 2^32 does not depend on the order. In float it is exact up
+to rounding.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class ColumnSlices:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the memory of this rank's weights, in bytes."""
+        """Returns how many bytes this rank's weights take."""
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:
-        """Returns whether the ranks' products must be added up. This is so for backward calls, in which each rank
-        multiplies only some of the rows' columns."""
+        """Returns True for backward calls: each rank multiplies only some of the rows' columns, so the ranks' products
+        must be added. Returns False for forward calls."""
         return call.direction is Direction.BACKWARD
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Returns each rank's part: some of the columns for forward calls, a summand of the whole reply for backward
-        calls."""
+        """Returns the block of the reply that each rank computes: some of the columns for forward calls. For backward
+        calls each block is the whole reply, since the ranks' parts are added."""
         if self.adds(call):
             whole = Block(range(num_rows), range(self._infos[call.group].in_features))
             return [whole] * len(self._columns[call.group])
@@ -60,12 +61,12 @@ class ColumnSlices:
         return nullcontext()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes the product with this rank's columns.
+        """Computes the product of a request's rows and this rank's columns of the weight.
 
         Args:
-            call: a call that was checked.
-            rows: all rows of the request, shape (num_rows, in_features), or out_features for backward calls; or their
-                seed.
+            call: a call that has passed rank 0's checks.
+            rows: all rows of the request, shape (num_rows, in_features), or (num_rows, out_features) for backward
+                calls; or the seed of the rows.
 
         Returns:
             For forward calls, shape (num_rows, columns of this rank). For backward calls, this rank's summand, shape
@@ -84,8 +85,8 @@ class ColumnSlices:
 
 
 def _slice(group: ServedGroup, columns: range) -> ServedGroup:
-    """Returns a group with some of the columns. Its info has their number as `out_features`, and is otherwise that of
-    the whole group."""
+    """Returns a copy of a layer group with only the given columns of the weight. The copy's `info.out_features` is the
+    number of these columns; the rest of `info` is as in the whole group."""
     kept = slice(columns.start, columns.stop)
     return replace(
         group,
@@ -98,5 +99,5 @@ def _slice(group: ServedGroup, columns: range) -> ServedGroup:
 
 
 def _owned(view: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy, since a view would keep the whole weight in memory."""
+    """Returns a contiguous copy of part of a weight, since a view would keep the whole weight in memory."""
     return view.clone(memory_format=torch.contiguous_format)

@@ -1,2 +1,2 @@
-"""This package runs layer groups in other processes: on this machine with shared memory, or on other hosts, which
-connect to the provider's port."""
+"""This package computes the products of layer groups in other processes. Each process is on this machine and uses
+shared memory, or is on another host and connects to the provider's port."""

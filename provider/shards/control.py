@@ -22,13 +22,14 @@ def request(header: Header, request_bytes: int, reply_bytes: int, seed: bytes = 
     Args:
         header: a REQUEST header with the number of the request, the call, and the numbers of rows and columns.
         request_bytes, reply_bytes: the sizes of the shared memory for the rows and for the reply.
-        seed: the seed for a hint; empty for other requests.
+        seed: the seed of the rows if the request is for a hint (the product of a public matrix and the weight), else
+            empty.
     """
     return [header.pack(), _SIZES.pack(request_bytes, reply_bytes), seed]
 
 
 def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
-    """Reads the message of a request; returns the arguments of `request`.
+    """Reads a message that `request` made; returns the arguments that `request` was called with.
 
     Raises:
         MalformedFrame: the parts are not a message of `request`.
@@ -40,12 +41,13 @@ def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
 
 
 def reply(number: int, code: int = 0) -> list[bytes]:
-    """Returns the message that the product of request `number` is in shared memory, or that it failed with a code."""
+    """Returns the message to the front: the product of request `number` is in shared memory or, if `code` is not 0, the
+    request failed with this error code."""
     return [Header(FrameType.ERROR if code else FrameType.REPLY, number, code=code).pack()]
 
 
 def read_reply(parts: Sequence[bytes]) -> Header:
-    """Reads the message of a reply; returns its header, with the request's number and the code.
+    """Reads a message that `reply` made; returns its header, which has the number of the request and the error code.
 
     Raises:
         MalformedFrame: the parts are not a message of `reply`.

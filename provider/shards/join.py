@@ -44,7 +44,8 @@ Load = Callable[[Assignment], dict[int, ServedGroup]]
 
 
 class JoiningShard:
-    """Implements this host's end of the connection; `run` ends only with an error or after `stop`."""
+    """Joins a provider as a replica of a shard, and computes products for the provider. `run` ends only with an error
+    or after `stop`."""
 
     def __init__(self, url: str, identity: TlsIdentity | None, shard: int, load: Load) -> None:
         """Keeps the settings, and connects to nothing yet.
@@ -52,8 +53,8 @@ class JoiningShard:
         Args:
             url: the provider's URL.
             identity: this host's certificate and key; None uses no TLS, and providers then refuse shards.
-            shard: the number of the shard.
-            load: loads the groups of an assignment, by id; called once.
+            shard: the number of the shard of which this host becomes a replica.
+            load: loads the layer groups that the provider assigns, and returns them by id; called once.
         """
         self._url, self._identity, self._shard, self._load = url, identity, shard, load
         self._groups: dict[int, ServedGroup] | None = None
@@ -85,7 +86,7 @@ class JoiningShard:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def stop(self) -> None:
-        """Ends `run` after the present product."""
+        """Makes `run` return after the present product."""
         self._stopping.set()
         self._outgoing.put(None)
 

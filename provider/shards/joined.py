@@ -26,8 +26,8 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, count_rows
 
 _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
-"""Allowance for the network between the hosts: a time in seconds, and a rate in bytes per second. Slower hosts count as
-lost while the tenant still waits, so that another replica has time."""
+"""Allowance for the network between the hosts: a time in seconds, and a rate in bytes per second. A slower host counts
+as lost early enough that another replica can compute the product while the tenant still waits."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class JoinedShard:
     can_share = can_return = False
 
     def __init__(self, name: str, groups: dict[int, GroupInfo], is_refused: Callable[[], bool]) -> None:
-        """Makes the router's end of a connection to a shard, with no message to send.
+        """Prepares the provider's end of a connection to a shard, with no messages to send yet.
 
         Args:
             name: the shard's name for the log.
@@ -58,7 +58,7 @@ class JoinedShard:
     # ---- a product ------------------------------------------------------------------------------------------------
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since this process computes no product; see `Replica.row_product`."""
+        """Returns None, since another host computes the products; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Computes several products at once on the other host; see `Replica.products`."""
@@ -97,12 +97,12 @@ class JoinedShard:
     # ---- its stream -----------------------------------------------------------------------------------------------
 
     def outgoing(self) -> Iterator[bytes]:
-        """Yields the messages to send to the shard, until it is lost; for the RPC's thread."""
+        """Yields the messages to send to the shard until the shard is lost; the RPC's thread reads this iterator."""
         while (message := self._outgoing.get()) is not None:
             yield message
 
     def read(self, messages: Iterator[bytes]) -> None:
-        """Reads the shard's messages until the stream ends; for a thread of its own."""
+        """Reads the shard's messages until the stream ends; callers run this in a separate thread."""
         try:
             for message in messages:
                 self._take(*frame.parse(message))
@@ -141,11 +141,12 @@ class JoinedShard:
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Returns False, since the host joins again as a new replica."""
+        """Returns False: a lost shard is not revived, since its host joins again as a new replica."""
         return False
 
     def close(self) -> None:
-        """Ends the stream and marks the shard as lost, which a waiting product then notices."""
+        """Ends the stream and marks the shard as lost; a call of `product` that waits for a reply then raises
+        ReplicaLost."""
         if not self._is_lost:
             self._is_lost = True
             self._answered.set()

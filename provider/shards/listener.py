@@ -1,4 +1,5 @@
-"""Serves the RPC by which shards on other hosts join: from the first message to the replica behind the stream."""
+"""Serves the RPC by which other hosts join as shards: checks a host's messages and weights, and then uses the host as a
+replica."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from provider.shards.messages import JOINED, Assignment, Join, Ready, pack, unpa
 from wire.errors import VeilbaseError, VersionMismatch
 
 _JOIN_S, _LOAD_S = 20.0, 1800.0
-"""Longest time in seconds until a host's first message, and until it has loaded its model."""
+"""Longest time in seconds until a host's first message, and from then until the host has loaded its model."""
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Visit:
-    """Describes a host that is joining, which occupies a thread."""
+    """Describes a host that is joining; while it joins, the host occupies a thread."""
 
     context: Any
     is_refused: Callable[[], bool]
@@ -32,10 +33,10 @@ class _Visit:
 
 
 class ShardListener:
-    """Admits shards on other hosts, each in a thread of its own."""
+    """Admits other hosts as replicas of shards; each host's RPC runs in a separate thread."""
 
     def __init__(self, model: ServedModel, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
-        """Keeps the model, for the fingerprints of its weights, and the group ids and the executor of each shard."""
+        """Keeps the model, for the fingerprints of its weights; and keeps each shard's group ids and executor."""
         self._model, self._plan, self._executors = model, plan, executors
         self._visits: set[_Visit] = set()
         self._lock = threading.Lock()
@@ -43,12 +44,13 @@ class ShardListener:
     def serve(
         self, name: str, messages: Iterator[bytes], context: Any, is_refused: Callable[[], bool]
     ) -> Iterator[bytes]:
-        """Yields the messages to a shard whose certificate was accepted; ends the RPC if the shard does not fit.
+        """Yields the messages to a joining host whose certificate was accepted; ends the RPC if the host's messages,
+        shard number or weights are wrong.
 
         Args:
-            name: the name in the shard's certificate.
-            messages, context: the RPC's received messages, and its context.
-            is_refused: returns whether the shard's certificate was revoked meanwhile.
+            name: the name in the host's certificate.
+            messages, context: the messages that the RPC receives, and the RPC's gRPC context.
+            is_refused: returns whether the host's certificate has been revoked since the RPC began.
         """
         visit = _Visit(context, is_refused, time.monotonic() + _JOIN_S)
         with self._lock:
@@ -94,12 +96,12 @@ class ShardListener:
 
     @property
     def num_joining(self) -> int:
-        """Returns how many hosts are joining; each occupies a thread, and is not sent any rows yet."""
+        """Returns how many hosts are joining; each of these hosts occupies a thread, and gets no rows yet."""
         with self._lock:
             return len(self._visits)
 
     def sweep(self, now: float) -> None:
-        """Ends the RPCs of joining hosts that take too long or were revoked."""
+        """Ends the RPC of each joining host that takes too long or has a revoked certificate."""
         with self._lock:
             visits = list(self._visits)
         for visit in visits:

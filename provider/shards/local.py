@@ -17,15 +17,16 @@ from provider.shards.weight_file import write_weights
 
 
 class LocalShards:
-    """Holds the shards' processes and their weights; use `start` to make one."""
+    """Holds the processes of a provider's shards on this machine, and the files of weights that the processes map. Use
+    `start` to make an instance."""
 
     def __init__(self) -> None:
-        """Makes a set without any processes; `start` makes one with processes."""
+        """Makes an instance without processes; `start` makes an instance that has processes."""
         self._ending = ExitStack()
         self.plan: tuple[tuple[int, ...], ...] = ()
-        """The ids of each shard's groups, in the order of shards."""
+        """For each shard, in order of their numbers, the ids of the shard's layer groups."""
         self.replicas: tuple[tuple[ShardProcess, ...], ...] = ()
-        """Each shard's processes on this machine, in the order of shards."""
+        """For each shard, in order of their numbers, the shard's processes on this machine."""
 
     @classmethod
     def start(
@@ -43,7 +44,8 @@ class LocalShards:
             served: the model whose groups are split; the caller should drop its weights afterwards.
             num_shards: the number of shards, at least 1.
             num_replicas: the number of processes for each shard, at least 1.
-            parent: the folder for the files, as large as the weights; None is the system's folder of temporary files.
+            parent: the folder for the files, which are as large as the weights; None is the system's folder of
+                temporary files.
             threads: the threads of each process; None divides the cores among the processes.
             elsewhere: the numbers of shards that other hosts hold, for which no process is started.
 
@@ -88,5 +90,5 @@ class LocalShards:
         self.plan, self.replicas = plan, tuple(shards)
 
     def close(self) -> None:
-        """Ends all processes, and waits until they have ended."""
+        """Ends all processes of the shards, and waits until these have ended."""
         self._ending.close()

@@ -1,9 +1,9 @@
 """Defines the messages between a shard on another host and the provider before the first product.
 
 The shard opens the stream and names the shard that it wants to be (Join). The provider sends the ids of the groups and
-the digests of their weights (Assignment). Once the shard has loaded these groups, it sends the digests of its own
-weights (Ready), and the provider accepts (JOINED). After that the provider sends REQUEST frames, and the shard replies
-to each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
+the digests of their weights (Assignment). Once the shard has loaded these groups, the shard sends the digests of its
+own weights (Ready), and the provider accepts (JOINED). After that the provider sends REQUEST frames, and the shard
+replies to each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _Message(BaseModel):
 
 
 class Join(_Message):
-    """Names the shard that a host wants to be; this is the host's first message."""
+    """Names the shard of which a host wants to be a replica; this is the host's first message."""
 
     protocol: int
     shard: int = Field(ge=0, lt=1024)
 
 
 class Assignment(_Message):
-    """Assigns groups to the host; `digests` holds the `ServedGroup.fingerprint` of each, by group id."""
+    """Assigns layer groups to a joining host; `digests` holds each group's `ServedGroup.fingerprint`, by group id."""
 
     model_id: str = Field(max_length=512)
     weights: str = Field(max_length=32)
@@ -44,7 +44,8 @@ class Assignment(_Message):
 
 
 class Ready(_Message):
-    """Says that the host holds the groups, with the digests of the host's own weights by group id."""
+    """Says that the host holds the assigned groups; `digests` holds the digest of the host's own weights for each group
+    id."""
 
     digests: _Digests
 

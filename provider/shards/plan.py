@@ -43,7 +43,8 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
 
 
 def _runs(sizes: Sequence[int], bound: int) -> list[list[int]]:
-    """Returns runs of neighbouring indices, each as long as possible with a total size of at most the bound."""
+    """Splits all indices into runs of neighbours; each run is as long as possible while its total size is at most the
+    bound."""
     runs: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Runs a shard's process on this machine: starts the process, sends rows to it, notices its end and starts it again.
+"""Runs a shard's process on this machine: starts the process, sends it rows, and starts it again if it has ended.
 
 The provider's process, which runs this code, is called the front.
 """
@@ -39,11 +39,11 @@ _MAX_RESTARTS, _RESTARTS_WITHIN_S = 5, 600.0
 """A process is started again at most `_MAX_RESTARTS` times within `_RESTARTS_WITHIN_S` seconds, and is then given
 up."""
 _MAX_FAULTS = 3
-"""Number of products in a row that fail although their requests are valid, after which the process is ended and started
-again, since it may be out of memory."""
+"""Number of consecutive products that fail although their requests are valid, after which the process is ended and
+started again. The process may then be out of memory."""
 _PAUSE_S = 0.5
 _LOOK_MS = 200
-"""Milliseconds between two checks, while waiting for the process, of whether the provider stops."""
+"""Interval in milliseconds at which a thread that waits for the process checks whether the provider is stopping."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -63,7 +63,7 @@ class ShardProcess:
         """Starts the process; callers must then wait for it with `wait_ready`.
 
         Args:
-            name: the shard's and replica's name for the log.
+            name: the name of the shard and the replica, for the log.
             groups: the groups whose weights the process holds, by id.
             weights: the descriptor of the file with the weights (`weight_file`); the caller closes it.
             context: the ZeroMQ context.
@@ -101,7 +101,7 @@ class ShardProcess:
     # ---- a product ------------------------------------------------------------------------------------------------
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes one product in the process; see `Replica.product`. The reply owns its memory."""
+        """Computes one product in the process; see `Replica.product`. The reply is not in shared memory."""
         with self._lock:
             if not self.is_alive:
                 self._end("was lost")
@@ -128,7 +128,7 @@ class ShardProcess:
             return reply
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since this process computes no product; see `Replica.row_product`."""
+        """Returns None, since another process computes the products; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Computes several products at once in the process; see `Replica.products`."""
@@ -170,7 +170,8 @@ class ShardProcess:
     # ---- starting and ending the process --------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Starts a process with its folder and socket; if that fails, leaves nothing behind."""
+        """Creates a folder and a socket, and starts a process that uses both; if a step fails, undoes the earlier
+        steps."""
         with contextlib.ExitStack() as undoing:
             try:
                 # The folder has mode 0700. It is not in the state directory, whose path may be too long for a socket.
@@ -199,7 +200,8 @@ class ShardProcess:
         """Waits until the process has mapped its weights.
 
         Raises:
-            ConfigurationError: the process has ended before; its own message is on stderr.
+            ConfigurationError: the process did not become ready; if it ended with an error message, the message is on
+                stderr.
         """
         with self._lock:
             try:
@@ -215,7 +217,7 @@ class ShardProcess:
             raise ConfigurationError(f"shard {self.name} could not be started: see the lines above")
 
     def _end(self, what: str) -> None:
-        """Ends the process and removes its socket and folder; callers must hold the lock."""
+        """Ends the process and removes its socket and folder; callers must hold `_lock`."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -288,14 +290,14 @@ class ShardProcess:
 
 
 def _short_folder() -> str | None:
-    """Returns a folder for sockets whose path is short enough, since a socket's path has at most 107 characters; None
-    is the system's folder of temporary files."""
+    """Returns a folder with a short path in which to create sockets, since a socket's path has at most 107 characters.
+    None is the system's folder of temporary files."""
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
 
 
 def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
-    """Closes the process's input, at which the process should end; kills the process if it still runs after
-    `patience_s` seconds."""
+    """Closes the process's standard input, which tells the process to end; kills the process if it is still running
+    after `patience_s` seconds."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

@@ -23,7 +23,7 @@ class Shard:
     Attributes:
         groups: the ids of the shard's groups.
         replicas: the replicas, each with the weights of all these groups; empty if other hosts will join.
-        scheduler: the shard's own new scheduler.
+        scheduler: a new scheduler, which only this shard uses.
     """
 
     groups: Sequence[int]
@@ -32,7 +32,8 @@ class Shard:
 
 
 class ShardedExecutor:
-    """Offers the methods of `Executor` that a session needs, for the groups of all shards."""
+    """Passes each request to the executor of the shard that holds the request's layer group. A session uses this class
+    like one `Executor` for all groups."""
 
     def __init__(
         self,
@@ -49,28 +50,29 @@ class ShardedExecutor:
         self._of_group = [of_group[group] for group in range(len(of_group))]
 
     def submit(self, job: Job) -> None:
-        """Queues a job at its shard; see `Executor.submit`."""
+        """Queues a job at the shard that holds the job's layer group; see `Executor.submit`."""
         self._of_group[job.ticket.call.group].submit(job)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """Computes a small product at its shard; see `Executor.compute_here`."""
+        """Computes a small product at the shard that holds the call's layer group; see `Executor.compute_here`."""
         return self._of_group[call.group].compute_here(tenant, call, rows)
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Computes the product of one row at its shard; see `Executor.compute_row`."""
+        """Computes the product of one row at the shard that holds the call's layer group; see
+        `Executor.compute_row`."""
         return self._of_group[call.group].compute_row(tenant, call, row, reply)
 
     def cancel(self, job: Job) -> None:
-        """Cancels a job at its shard; see `Executor.cancel`."""
+        """Cancels a job at the shard that holds the job's layer group; see `Executor.cancel`."""
         self._of_group[job.ticket.call.group].cancel(job)
 
     def is_idle(self) -> bool:
-        """Returns whether no product is computed or waits at any shard; the result may be out of date, since no lock is
-        taken."""
+        """Returns True if, at all shards, no product is being computed and no request waits. The result may be out of
+        date, since no lock is taken."""
         return not any(executor.is_busy for executor in self.executors)
 
     def look(self) -> None:
-        """Marks idle replicas that are gone as lost, at all shards; see `Executor.look`."""
+        """Marks idle replicas of all shards as lost if they are no longer alive; see `Executor.look`."""
         for executor in self.executors:
             executor.look()
 
@@ -80,7 +82,7 @@ class ShardedExecutor:
 
     @property
     def num_replicas(self) -> list[tuple[int, int]]:
-        """Returns the two counts of `Executor.num_replicas` for each shard."""
+        """Returns two counts for each shard: replicas that can compute products, and replicas that there should be."""
         return [executor.num_replicas for executor in self.executors]
 
     def close(self) -> None:

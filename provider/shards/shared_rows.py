@@ -1,7 +1,7 @@
 """Holds rows in memory that two processes share: one process writes the rows, and the other reads them in place.
 
-One process, the owner, enlarges the memory on demand. It sends the new size with the message about the rows. The memory
-is anonymous (memfd_create), so nothing is left behind, however the processes end.
+One process, the owner, enlarges the memory on demand. The owner sends the new size with the message about the rows. The
+memory is anonymous (memfd_create), so nothing is left behind, however the processes end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 
 _LEAST_BYTES = 1 << 16
 KEPT_BYTES = 64 << 20
-"""Most bytes that are kept between requests; the rest of a larger memory is freed after the request."""
+"""Limit in bytes on the shared memory that is kept between requests; memory above the limit is freed after a
+request."""
 
 
 class SharedRows:
-    """Maps the shared memory in one of the two processes. It is not safe under threads. The processes must take turns:
+    """Maps the shared memory in one of the two processes. This class is not thread-safe. The processes must take turns:
     only the process that received the last message may use the rows."""
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
@@ -35,7 +36,7 @@ class SharedRows:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedRows:
-        """Creates new memory, and returns the owner's end."""
+        """Creates new shared memory, and returns the object by which its owner uses the memory."""
         return cls(os.memfd_create("veilbase-rows", os.MFD_CLOEXEC), num_bytes)
 
     def hold(self, num_bytes: int) -> None:
@@ -46,15 +47,15 @@ class SharedRows:
             self.follow(wanted)
 
     def give_back(self) -> None:
-        """Shrinks the memory to `KEPT_BYTES` if it is larger. Only the owner may call this, once neither process uses
-        the rows any more."""
+        """Shrinks the memory to `KEPT_BYTES` if the memory is larger. Only the owner may call this, once neither
+        process uses the rows any more."""
         if self.num_bytes > KEPT_BYTES:
             self._map = None
             os.ftruncate(self.descriptor, KEPT_BYTES)
             self.follow(KEPT_BYTES)
 
     def follow(self, num_bytes: int) -> None:
-        """Maps the memory anew if the owner has changed its size to `num_bytes`."""
+        """Maps the memory again if the owner has changed the memory's size to `num_bytes`."""
         if num_bytes != self.num_bytes:
             self._map = mmap.mmap(self.descriptor, num_bytes)
             self.num_bytes = num_bytes
@@ -72,6 +73,6 @@ class SharedRows:
         return torch.frombuffer(self._map, dtype=dtype, count=num_rows * cols).view(num_rows, cols)
 
     def close(self) -> None:
-        """Unmaps the memory and closes its file descriptor."""
+        """Unmaps the shared memory and closes its file descriptor."""
         self._map = None
         os.close(self.descriptor)

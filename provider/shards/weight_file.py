@@ -1,7 +1,8 @@
 """Writes the weights of some groups to a safetensors file, which several processes of this machine map and share.
 
-Guarantees: weights that are read agree with the digests of the manifest. The file's name is removed as soon as the file
-is written, so that its space is freed when the last process ends, in whatever way.
+Guarantees: weights that are read from the file agree with their digests in the manifest. The file's name is removed as
+soon as the file is written, so that the file's space is freed when the last process that uses the file ends, even if
+that process is killed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
 
 
 def read_weights(descriptor: int) -> dict[int, ServedGroup]:
-    """Maps the groups in a file of `write_weights`; several processes that map it share one copy in memory.
+    """Maps the groups in a file that `write_weights` wrote; processes that map the same file share one copy in memory.
 
     Args:
         descriptor: the file's descriptor.

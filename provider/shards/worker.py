@@ -29,15 +29,16 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Worker:
-    """Computes the product for one message at a time."""
+    """Computes the products that the front (the provider's process) requests, one message at a time."""
 
     def __init__(self, groups: Mapping[int, ServedGroup], request_rows: SharedRows, reply_rows: SharedRows) -> None:
-        """Keeps the groups by id, and the memory for rows and replies that is shared with the front."""
+        """Keeps the layer groups by id, and the two shared memories: for rows from the front, and for replies to the
+        front."""
         self._groups, self._requests, self._replies = groups, request_rows, reply_rows
 
     def answer(self, parts: list[bytes]) -> list[bytes]:
-        """Computes the product of a request's message, writes it to the shared memory, and returns the reply's
-        message."""
+        """Computes the product that a message requests, writes the product to the shared memory, and returns the
+        reply's message."""
         header, request_bytes, reply_bytes, seed = control.read_request(parts)
         try:
             self._requests.follow(request_bytes)
@@ -65,7 +66,7 @@ class Worker:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the shard's process until the front ends.
+    """Runs the shard's process until the front (the provider's process that started this one) ends.
 
     Args:
         arguments: the address of the front's socket; the format of the log; the file descriptors of the weights, of the
