@@ -150,11 +150,10 @@ def secret_scale(sigma: float) -> int:
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
-    """Returns log2 of the factor by which the short vector may still grow before a reduction with this root factor
-    misses it.
+    """Returns log2 of the ratio between the last Gram-Schmidt vectors of a reduced basis and the error σ in a coordinate.
 
-    The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d, and must
-    be longer than the error's share of one coordinate.
+    The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d. The
+    reduction finds the secret if they are longer than the error's share of one coordinate, so if the result is above 0.
     """
     size = dimension + num_samples
     volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))
