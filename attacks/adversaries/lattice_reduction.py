@@ -150,7 +150,7 @@ def secret_scale(sigma: float) -> int:
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
-    """Returns log2 of the ratio between the last Gram-Schmidt vectors of a reduced basis and the error σ in a coordinate.
+    """Returns log2 of the ratio of a reduced basis's last Gram-Schmidt vectors to the error σ of one coordinate.
 
     The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d. The
     reduction finds the secret if they are longer than the error's share of one coordinate, so if the result is above 0.
