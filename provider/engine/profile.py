@@ -30,7 +30,7 @@ def make_scheduler(
     product: Product | None = None,
     ids: Collection[int] | None = None,
 ) -> Scheduler:
-    """Returns a scheduler for one model; `latency_model` and `Scheduler` describe the arguments."""
+    """Returns a scheduler for one model, with its latency model; see `latency_model` and `Scheduler` for arguments."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
