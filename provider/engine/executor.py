@@ -95,7 +95,7 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """Adds a replica that may be lost and join again: for REJOIN_S after the last loss, tenants are told to retry."""
+        """Adds a replica that may leave and join again: for REJOIN_S after the last has left, tenants may retry."""
         self._is_joined = True
         self.add(replica)
 
