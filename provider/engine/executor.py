@@ -1,4 +1,4 @@
-"""Runs the worker threads that compute products: they take batches from the scheduler and hand back the replies.
+"""Runs the worker threads that compute products: they take batches from the scheduler and deliver the replies.
 
 Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
 memory. `provider.engine.replies` says when each request gets its reply. In ring arithmetic a reply does not depend on
@@ -36,7 +36,7 @@ RETRY_S = 1.0
 REJOIN_S = 60.0
 """Seconds after the loss of the last replica in which tenants are told to retry, since another host may join."""
 _MAX_LOSSES = 2
-"""Number of lost replicas after which their batch is given up, since the batch itself may be what ends replicas."""
+"""A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
 
 class _Lane:
@@ -77,7 +77,7 @@ class Executor:
         self._lanes: list[_Lane] = []
         self._is_beside, self._beside_s = False, 0.0
         """The first is whether a small product runs at the same time as a larger one on one replica; `is_busy` of the
-        lane does not show this. The second is the processor time in seconds of all small products that ran so."""
+        lane does not show this. The second is the processor time of all such small products, in seconds."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined = not replicas
         self._empty_since_s = float("inf")  # The first replica may join at any time.
@@ -328,8 +328,8 @@ class Executor:
                 self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
-        """Waits for the lane's next batch, and returns it with the number of replicas that were lost while computing
-        it; returns None if the executor closes or the replica is lost."""
+        """Waits for a replica's next batch. Returns the batch and the number of replicas that were lost while computing
+        it, or None if the executor closes or the replica is lost."""
         with self._changed:
             while not self._closing.is_set() and not lane.is_lost:
                 now, due = time.monotonic(), None

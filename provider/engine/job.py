@@ -40,7 +40,7 @@ class Job:
             call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.
             expires_at: the request's deadline, in seconds of `time.monotonic`.
             done: called once with the reply or the error, in a worker thread.
-            reply_cols: how many numbers a row of the reply has.
+            reply_cols: the number of columns of the reply.
         """
         num_rows = count_rows(rows)
         self.rows: Rows | None = rows
@@ -82,7 +82,7 @@ class Job:
 
 
 def job_of(ticket: Ticket) -> Job:
-    """Returns the executor's job to which a ticket (the scheduler's view of a request) belongs."""
+    """Returns the executor's job of a ticket; both stand for one request, the ticket in the scheduler."""
     job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")

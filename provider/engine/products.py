@@ -1,8 +1,8 @@
-"""Computes the matrix products of calls, the rows of a request times a group's weight.
+"""Computes the matrix products that calls ask for: the rows of a request times a group's weight.
 
 Guarantees: `compute` is a pure function of the call and the call's rows. Nothing is kept between calls, so a reply
-depends neither on other requests nor on their order. `check_call` needs no rows, so it can run before memory for rows
-is allocated.
+depends neither on other requests nor on the order of requests. `check_call` needs no rows, so it can run before memory
+for rows is allocated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BLOCK_ELEMENTS = 1 << 24
 """Number of weights that are converted to float32 at a time, 64 MiB: an output head as a whole would take
 gigabytes."""
 HINT_SCRATCH_BYTES = 64 << 20
-"""Most bytes of scratch memory for a part of a hint, the product of rows expanded from a seed: a whole hint of a wide
-layer would take gigabytes."""
+"""Most bytes of scratch memory for computing a part of a hint (the product of rows that are expanded from a seed and a
+weight). All rows of a wide layer's hint would take gigabytes."""
 
 
 def check_call(served: PreparedModel, call: Call, cols: int) -> int:

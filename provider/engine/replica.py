@@ -22,7 +22,7 @@ Product = Callable[[Call, Rows], torch.Tensor]
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function that computes the product of each of several matrices."""
 RowProduct = Callable[[memoryview, memoryview], None]
-"""A function that computes the product of one row: it reads the bytes of a request and writes the bytes of its reply;
+"""A function that computes the product of one row: it reads the request's bytes and writes the reply's bytes;
 see `wire.ring.kernels.OneRow`."""
 
 
@@ -74,7 +74,7 @@ class Replica(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the replica seems to be alive; the executor asks from time to time while it is idle."""
+        """Returns whether the replica seems to be alive; the executor checks idle replicas regularly."""
         ...
 
     @property

@@ -102,7 +102,7 @@ class Replies:
             job.done(reply)
 
     def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        """Ends the job of each ticket with an error."""
+        """Ends the requests of all these tickets (the scheduler's records of requests) with an error."""
         for ticket in tickets:
             try:
                 self.fail(job_of(ticket), error)

@@ -1,7 +1,7 @@
 """Builds and reads the client bundle: files that hold all of a model except the base layers' weights.
 
 Guarantees: no file holds code or a pickle. Every file name is in `wire.manifest.BUNDLE_FILE_NAMES`. No file holds a
-path of this machine. The files disappear when the process ends in any way, since they are unlinked once they are open.
+path of this machine. The files disappear however the process ends, since each file is unlinked once it is open.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
 
 
 def _make_public(model: Any, model_id: str) -> None:
-    """Removes this machine's paths and the GGUF loader's settings from the config, which tenants will receive."""
+    """Removes this machine's paths and the GGUF loader's settings from a model's config, since tenants receive it."""
     model.name_or_path = model_id
     config = model.config
     config._name_or_path = model_id

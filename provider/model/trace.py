@@ -134,8 +134,8 @@ class _Trace(TorchDispatchMode):
 
     Attributes:
         calls: by layer name, the input tensor of each call and the version of that tensor.
-        refused: names of layers whose weight was changed, or used outside their own call, or whose output was not
-            x·W + b.
+        refused: names of layers whose weight was changed, or used outside the layer's own call, or whose output was
+            not x·W + b.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Turns a loaded model into the groups' weights, a manifest and a client bundle.
+"""Turns a loaded model into the weights of its groups of layers, a manifest and a client bundle.
 
 Guarantees: each original weight is freed as soon as it is quantised, and the model itself is dropped, so that the
 provider's memory holds little more than the served weights. Weights are quantised by wire/ring/quantise.py, as the

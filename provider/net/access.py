@@ -1,6 +1,6 @@
-"""Decides which callers are admitted, by checking their certificates against the registry of tenants and shards.
+"""Decides which callers are admitted: looks up each caller's certificate in the registry of tenants and shards.
 
-TLS must have verified each certificate before.
+Callers of this module must pass only certificates that TLS has verified.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ TRAINING_S = 60.0
 
 
 class InFlight(NamedTuple):
-    """Holds a tenant's number of rows in flight, and the bytes of their requests and replies, over all its streams."""
+    """Holds a tenant's rows in flight, and its bytes of requests and replies in flight, over all its streams."""
 
     num_rows: int
     num_bytes: int

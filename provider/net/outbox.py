@@ -24,7 +24,7 @@ from wire.limits import CHUNK_BYTES
 
 
 class Outbox:
-    """Holds the frames and replies of one stream that wait to be sent."""
+    """Holds the frames and replies that wait to be sent on one stream."""
 
     def __init__(self, table: RequestTable, usage: TenantUsage, most_waiting: int = MAX_REQUESTS) -> None:
         """Makes an outbox in which nothing waits to be sent.
@@ -32,7 +32,7 @@ class Outbox:
         Args:
             table: the stream's requests in flight; a request is dropped from the table when its reply is sent.
             usage: counts the tenant's replies.
-            most_waiting: how many frames and replies may wait before `is_full` is true.
+            most_waiting: the number of waiting frames and replies beyond which `is_full` is true.
         """
         self._table, self._usage, self._most_waiting = table, usage, most_waiting
         self.notify: Callable[[], None] = lambda: None

@@ -121,7 +121,7 @@ class RequestTable:
             self._admission.trained(now)
 
     def _keep(self, request: Request) -> None:
-        """Puts a request into the table; callers must hold the lock."""
+        """Adds a request to the table and its bytes to the total. Callers must hold the lock."""
         self._requests[request.header.request_id] = request
         self._held_bytes += request.held_bytes
 

@@ -68,7 +68,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
 
 
 class Server:
-    """Holds the bound ports, and the service behind them once there is a model."""
+    """Holds the bound ports and, after `start`, the service behind the ports."""
 
     def __init__(
         self,

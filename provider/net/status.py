@@ -48,10 +48,10 @@ class ServiceStatus:
         num_tenants: number of tenants with an open stream.
         num_unanswered: number of streams with a request in flight.
         num_requests, held_bytes, num_waiting: sums over all streams; see `SessionStatus`.
-        num_rows: rows in flight of these tenants, including rows that the receiving thread computes at once.
+        num_rows: rows in flight of all tenants with an open stream, including rows that the receiving thread computes.
         calls: by caller's name, the number of open streams and downloads, or connections of a shard's host; only
             callers with at least one.
-        num_joining: number of shards' hosts that are joining.
+        num_joining: number of other hosts that are joining to compute a shard.
         is_draining: whether new streams and requests are refused.
     """
 

@@ -1,5 +1,5 @@
-"""Keeps track of the tenants that decode: their requests in the queue, the requests that will probably come next, and
-the tenants that flood, which means that they send many small requests at a time without decoding.
+"""Keeps track of the tenants that decode, of their queued requests, and of the requests that will probably come next.
+Also detects tenants that flood: they send many small requests at a time without decoding.
 
 The code reads no clock: callers pass `now_s`. It is not safe under threads.
 """

@@ -24,11 +24,11 @@ class TenantRing:
     """
 
     def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
-        """Makes the ring without any tickets.
+        """Makes the ring without any tickets (queued requests).
 
         Args:
             quantum_of: returns the credit of one turn for a tenant of weight 1, in the unit of all costs: rows or s.
-                Its argument is the number of waiting tenants if each of them has a single ticket, else 1.
+                The argument is the number of waiting tenants if each tenant has a single ticket, else 1.
             weight_of: returns a tenant's weight.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
@@ -48,7 +48,7 @@ class TenantRing:
 
     @property
     def oldest(self) -> Ticket:
-        """Returns the oldest ticket of all tenants; the ring must not be empty."""
+        """Returns the oldest ticket (queued request) of all tenants; the ring must not be empty."""
         return next(iter(self._in_order))
 
     @property
@@ -60,14 +60,14 @@ class TenantRing:
         return self._quantum
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a ticket at the end of its tenant's queue."""
+        """Adds a ticket (a queued request) at the end of its tenant's queue."""
         queue = self._queues.setdefault(ticket.tenant, {})
         queue[ticket] = None
         self._num_single += (len(queue) == 1) - (len(queue) == 2)
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a ticket. A tenant without tickets loses its credit, but keeps its debt as long as others wait."""
+        """Removes a queued request. A tenant without any loses its credit, but keeps its debt while others wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
@@ -82,8 +82,8 @@ class TenantRing:
             self._served.clear()
 
     def charge(self, ticket: Ticket, cost: float) -> None:
-        """Takes the cost of some rows of a ticket from its tenant's credit. The rows are computed in the tenant's own
-        turn or in another tenant's batch.
+        """Takes the cost of some of a request's rows from its tenant's credit. The rows run in the tenant's own turn
+        or in another tenant's batch.
 
         Callers must call this before `remove`. If a tenant's rows join another tenant's batch before its own turn, the
         tenant gets its credit of this round at once.
@@ -101,14 +101,14 @@ class TenantRing:
         return self._deficits.get(tenant, 0.0) > -self._credit(tenant)
 
     def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
-        """Returns the first ticket of the tenant whose turn it is; the ring must not be empty.
+        """Returns the first ticket (queued request) of the tenant whose turn it is; the ring must not be empty.
 
         The search visits tenants in order, each at most once, up to the first tenant that can pay. If no tenant can pay
         in this round, all rounds until one tenant can pay are computed in one step. A tenant's saved credit is at most
         the cost of its next piece, or the credit of one turn if that is more.
 
         Args:
-            cost_of: returns the cost of the next piece of a ticket.
+            cost_of: returns the cost, in rows or seconds, of a ticket's next piece (the rows of its next product).
         """
         # A single tenant takes no turns. It saves no credit, and owes nothing to a tenant that comes later.
         if len(self._queues) == 1:

@@ -1,8 +1,8 @@
 """Predicts how long a product takes, as base_s + row_s · rows.
 
-Each lane (the products of one call) has its own base_s and row_s. They are fitted to measured products by exponentially
-weighted least squares. For a lane without measurements, the prediction is the number of its multiplications times the
-mean rate of all lanes.
+Each lane (the products of one call) has its own base_s and row_s. These numbers are fitted to measured products by
+exponentially weighted least squares. For a lane without measurements, the prediction is the product's number of
+multiplications times the mean seconds per multiplication of all lanes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FORGET = 0.98
 _FIRST_RATE = 2e-11
 """Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
 _APART = 4.0
-"""Largest factor between the slope (seconds per row) of a lane and the slope by the mean rate of all lanes."""
+"""Largest factor by which a lane's slope (seconds per row) may differ from the slope by the mean rate of all lanes."""
 _OUTLIER = 5.0
 """Most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the machine."""
 
@@ -105,5 +105,5 @@ class LatencyModel:
         return 0.0, self._rate() * self._products_per_row(call)
 
     def _rate(self) -> float:
-        """Returns the mean seconds per multiplication over all lanes."""
+        """Returns the mean seconds per multiplication over all measured products."""
         return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from provider.schedule.request_class import RequestClass
 
 EVERYBODY = "*"
-"""The name in the limits for all tenants without limits of their own. No tenant can have this name."""
+"""The name, in the operator's limits, for all tenants that are not named there. No tenant can have this name."""
 LOCAL_TENANT = "local"
 """The name that every tenant has if the provider runs without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
@@ -129,7 +129,7 @@ class Quota:
         self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
         self.rows_in_flight = self.bytes_in_flight = 0
-        """Rows of requests that were admitted and not yet released, and the bytes of these requests and their
+        """Rows of requests that were admitted and have not ended, and the bytes of these requests and the
         replies."""
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:

@@ -29,9 +29,9 @@ from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL
-"""The ring that holds all requests if there is no latency target, since then no class goes before another."""
+"""The class whose ring holds all requests that may run, if no latency target sets one class before another."""
 _MAX_JOINED = 256
-"""Most pieces in one batch, and most tickets that are considered for it."""
+"""Most pieces (parts of requests) in one batch, and most requests that are considered for a batch."""
 _LEAST_ROWS = 16
 """Fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
@@ -74,7 +74,7 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """By call, the tickets that are held so that others may join; other entries of `_held` are out of date."""
+        """By call, the requests that are held so that others may join. Other entries of `_held` are out of date."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
@@ -398,7 +398,7 @@ class Scheduler:
         return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
-        """Moves a held ticket into the ring of its class, so that the request may run."""
+        """Moves a request that was held for others to join into a ring, the requests that may run now."""
         self._let_go(ticket)
         self._rings[self._ring_of(ticket.request_class)].add(ticket)
 

@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Holds the pieces of requests that one product computes, all of the same call, in the order of their rows."""
+    """Holds the pieces (parts of requests of the same call) that one product computes, in the order of its rows."""
 
     call: Call
     pieces: tuple[Piece, ...]
