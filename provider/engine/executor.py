@@ -34,7 +34,7 @@ _CLOSE_S = 15.0
 RETRY_S = 1.0
 """Seconds after which tenants may retry while a lost shard is being restored."""
 REJOIN_S = 60.0
-"""Seconds after the loss of the last replica in which tenants are told to retry, since another host may join."""
+"""For this number of seconds after the last replica was lost, tenants are told to retry: another host may join."""
 _MAX_LOSSES = 2
 """A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
@@ -49,8 +49,8 @@ class _Lane:
 
 
 class Executor:
-    """Runs one worker thread for each replica. A thread that receives a small request may compute it itself, as long
-    as no other request waits."""
+    """Runs one worker thread for each replica. A thread that receives a small request may compute the request itself,
+    as long as no other request waits."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Executor:
         """Starts the worker threads, which compute the scheduler's batches.
 
         Args:
-            replicas: replicas with the same weights; each takes the next batch when its last one is done. If the list
+            replicas: replicas with the same weights; each takes a new batch when its last batch is done. If the list
                 is empty, replicas will be added by `join`.
             scheduler: chooses the batches; it is used under this object's lock only.
             completed: called for every request that gets a reply, fails or is cancelled.
@@ -108,7 +108,7 @@ class Executor:
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Checks whether the idle replicas are alive, and marks those that are not as lost."""
+        """Checks all idle replicas, and marks each replica that is no longer alive as lost."""
         with self._changed:
             gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
             for lane in gone:
@@ -118,7 +118,7 @@ class Executor:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether a product is being computed or is queued; without a lock, so it may be out of date."""
+        """Returns whether a product is being computed or is queued. The result may be out of date: no lock is taken."""
         return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
 
     @property
@@ -253,7 +253,7 @@ class Executor:
         self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
 
     def cancel(self, job: Job) -> None:
-        """Takes a job out of the queue and drops its rows."""
+        """Cancels a job: takes the job out of the queue and drops the job's rows."""
         self._replies.cancel(job)
 
     def _unqueue(self, ticket: Ticket) -> None:

@@ -16,8 +16,8 @@ from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
-"""Numbers of rows of the measured products. The first result of each size is dropped, since the first product of a shape also
-allocates scratch memory."""
+"""Numbers of rows of the measured products. The first result of each is dropped, since the first product of a shape
+also allocates scratch memory."""
 _MAX_PRODUCTS = 1 << 31
 """Most multiplications in one measurement, so that an output head is measured with fewer rows."""
 
@@ -49,7 +49,7 @@ def latency_model(
 
     Args:
         served: the served model.
-        profiled: whether to measure; if not, predictions start with a guess, which the times of the first products correct.
+        profiled: whether to measure. If not, predictions start with a guess, which the first products correct.
         product: computes the products that are timed; None computes them in this process, with `served`.
         ids: the ids of the groups to measure; None for all groups.
     """

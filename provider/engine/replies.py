@@ -48,7 +48,7 @@ class Replies:
             self._completed(tenant, call, rows, reply)
 
     def cancel(self, job: Job) -> bool:
-        """Takes a job out of the queue and drops its rows; returns False if the job had already ended."""
+        """Takes a job out of the queue and drops the job's rows; returns False if the job had already ended."""
         self._unqueue(job.ticket)
         rows = job.end()
         if rows is not None:

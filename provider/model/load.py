@@ -119,7 +119,7 @@ def load(source: ModelSource) -> LoadedModel:
 
 def _check_causal(source: ModelSource, config: Any) -> None:
     """Raises ConfigurationError unless a config is of a causal language model. An encoder-decoder is refused, since
-    transformers may load its decoder alone, which is a different model."""
+    transformers may load only the decoder, which is a different model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):

@@ -36,7 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
-"""Most characters of a group's name, and most layers of a group: wire/manifest.py accepts no more."""
+"""The first is the most characters of a group's name, the second the most layers of a group; see wire/manifest.py."""
 _TOLERANCE = 1e-5
 """Largest relative error that float32 sums in another order may have, about 100 units in the last place."""
 

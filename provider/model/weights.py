@@ -36,7 +36,7 @@ coefficients stay below this share; stacked experts are most of a model."""
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """Holds everything that a provider serves: the manifest, the weights and the bundle. Nothing changes it."""
+    """Holds everything that a provider serves: the manifest, the weights and the bundle. It is read-only."""
 
     manifest: Manifest
     groups: tuple[ServedGroup, ...]

@@ -235,7 +235,7 @@ class ProviderService:
         yield from self._shard_listener.serve(access.tenant, messages, context, lambda: not access.may_stay())
 
     def _enter(self, context: Any) -> str:
-        """Checks the certificate, counts the RPC as open, and returns the tenant's name; ends the RPC if it is refused."""
+        """Admits a tenant's RPC, counts it as open, and returns the tenant's name; ends a refused RPC."""
         access = self._admit(context)
         self._occupy(access.tenant, context)
         return access.tenant
@@ -265,7 +265,7 @@ class ProviderService:
             self._calls.leave(caller)
 
     def _sweep(self) -> None:
-        """Checks all streams regularly for revocations and deadlines, which a stream that only waits would not notice."""
+        """Checks all streams regularly for revocations and deadlines, which an idle stream would not notice."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
             if self._shard_listener is not None:

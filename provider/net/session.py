@@ -46,7 +46,7 @@ from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
 """Most rows of a decode request that the receiving thread computes itself while no other product runs. A decode step
-has four calls per block of the model, and in each of them a change of threads would cost time."""
+has four calls per block of the model, and in each call a change of threads would cost time."""
 INLINE_PRODUCTS = 1 << 23
 """Most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
 SWEEP_S = 0.5

@@ -58,11 +58,11 @@ def turn_rows(request_class: RequestClass, num_equal: int) -> float:
 
 
 def turn_s(num_equal: int, base_s: float) -> float:
-    """Returns the length of a turn without a latency target, in seconds of products.
+    """Returns the length of a turn without a latency target, in seconds of computing.
 
     Args:
         num_equal: the number of waiting tenants if each waits with one request, else 1.
-        base_s: the mean base time of a product over all lanes, in seconds.
+        base_s: the mean over all calls of the seconds of a product that do not depend on its rows.
     """
     shortest_s, request_s = max(_TURN_S, _TURN_BASES * base_s), max(_REQUEST_S, _REQUEST_BASES * base_s)
     return min(max(_LONGEST_TURN_S, _LONGEST_TURN_BASES * base_s), shortest_s + request_s * max(0, num_equal - 1))

@@ -66,7 +66,7 @@ class TokenBucket:
         self._level, self._filled_s = self._rate, now_s
 
     def retry_s(self, amount: float, now_s: float) -> float:
-        """Returns the seconds until `amount` would pass, or 0 if it passes now; takes nothing from the bucket."""
+        """Returns the seconds until `amount` may be taken, or 0 if it may be taken now; takes nothing."""
         if self._rate == math.inf:
             return 0.0
         self._level = min(self._rate, self._level + (now_s - self._filled_s) * self._rate)

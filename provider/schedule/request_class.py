@@ -16,7 +16,7 @@ layer after the other. Further small requests are not decoding, and must not del
 
 
 class RequestClass(IntEnum):
-    """Lists the classes of work, the most urgent first. The operator may forbid a tenant some of them."""
+    """Lists the classes of work, the most urgent first. The operator may forbid a tenant some classes."""
 
     DECODE = 0
     PREFILL = 1
