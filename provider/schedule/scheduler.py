@@ -5,8 +5,8 @@ and gives the tenants turns. With a latency target, each class of work has its o
 
 Guarantees: every row of a request that is neither cancelled nor expired is put into exactly one batch, and a request's
 rows are put into batches in order. With a target, no class waits longer than its bound in Policy while the executor
-computes products; without a target, all tenants take turns. Each decision looks at a bounded part of the queue. The scheduler
-never sleeps and reads no clock: callers pass `now_s`. It is not safe under threads.
+computes products; without a target, all tenants take turns. Each decision looks at a bounded part of the queue. The
+scheduler never sleeps and reads no clock: callers pass `now_s`. It is not safe under threads.
 
 Sources: Symbiosis (Multi-Adapter Inference and Fine-Tuning) describes opportunistic batching and the policies compared
 with it; FlexLLM describes token-level scheduling of fine-tuning under a latency target.
@@ -333,7 +333,7 @@ class Scheduler:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
     def _room_for_company(self, head: Ticket, now_s: float) -> int:
-        """Returns the most rows that a batch with the decode request `head` may have to end within the latency target."""
+        """Returns the most rows of a batch that begins with the decode request `head` and meets the latency target."""
         limit_s = head.arrived_s + (self._policy.slo_s or 0.0) - now_s
         return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
