@@ -1,6 +1,6 @@
 """Defines and loads the settings of `provider serve` and `provider shard`.
 
-A flag takes precedence over an environment variable, and a variable over the YAML file that --config names.
+A flag takes precedence over an environment variable, which takes precedence over the YAML file that --config names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Returns the sources of settings: flags, environment and YAML file.
+        """Returns the sources of settings, by falling precedence: flags, environment and YAML file.
 
         A .env file is not read, since another user could have written it into the working folder.
         """
@@ -73,20 +73,22 @@ class ProviderSettings(_Settings):
     Attributes:
         tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
-        threads: threads of the arithmetic in each process. With None, torch chooses, or local shards share the cores.
-        shards: number of shards; each holds whole layer groups. With 1 and no replicas, this process computes.
+        threads: number of threads that compute in each process. With None, torch chooses it, or local shards share the
+            cores.
+        shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
         replicas: number of processes for each shard, all with the same weights.
         remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
             have joined for all of them.
-        max_wait_ms: longest wait of a request for others to share its product; see `provider.schedule`. 0 is no wait.
+        max_wait_ms: longest time that a request waits for others to share its product; see `provider.schedule`. With 0,
+            requests do not wait.
         busy_poll_ms: longest busy polling for the next request; see `wire.transport.busy_poll`. 0 turns polling off.
-        drain_s: longest time in seconds for requests in flight at the end, while new requests are refused.
+        drain_s: longest time in seconds for finishing requests in flight at shutdown, while new requests are refused.
         metrics_port, health_port: loopback ports; None opens no port.
         log_format: `text`, or `json` for one JSON object per line.
         max_in_flight_bytes: most bytes of requests and replies in flight, over all tenants. No tenant may hold more
             than the bytes that are still free.
-        tenant_limits: limits by tenant's name, with `*` for all tenants that are not named; given in the YAML file, or
-            as JSON in the environment.
+        tenant_limits: limits by tenant's name, with `*` for all tenants without an entry; set in the YAML file, or as
+            JSON in the environment.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -194,7 +196,7 @@ class ProviderSettings(_Settings):
             )
 
     def check_conflicts(self) -> None:
-        """Raises ConfigurationError if settings contradict each other, or if one has no effect beside the others."""
+        """Raises ConfigurationError if two settings contradict each other, or if the others make a setting useless."""
 
         def is_default(*names: str) -> bool:
             return all(getattr(self, name) == type(self).model_fields[name].default for name in names)
@@ -234,8 +236,8 @@ class ProviderSettings(_Settings):
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address reaches this machine only; false for names, other than localhost, since a name could
-    resolve to any address."""
+    """Returns whether an address reaches this machine only; false for all names but localhost, since a name
+    could resolve to any address."""
     if host == "localhost":
         return True
     try:
@@ -248,7 +250,7 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
     """Reads the settings of `provider serve` from all sources.
 
     Args:
-        flags: the flags from the command line; None means not given.
+        flags: by setting's name, the value from the command line; None if the flag was not given.
         config: a YAML file, or None.
 
     Raises:
@@ -288,7 +290,7 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
 
 
 def _check_environment(kind: type[_Settings]) -> None:
-    """Raises ConfigurationError if a variable with our prefix is not a setting, since pydantic would ignore it."""
+    """Raises ConfigurationError if an environment variable with the prefix names no setting; pydantic ignores these."""
     prefix = str(kind.model_config["env_prefix"])
     known = {f"{prefix}{name}".upper() for name in kind.model_fields}
     for name in sorted(os.environ):

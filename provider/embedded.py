@@ -14,10 +14,10 @@ def serve_in_process(model: str, weights: WeightsKind = "int8", base_layers: str
     Args:
         model: name, path or hub id, as for `provider serve --model`.
         weights: `int8` or `native`, as for `--weights`.
-        base_layers: patterns of layers, as for `--base-layers`; None serves all.
+        base_layers: patterns of the names of layers to serve, as for `--base-layers`; None serves all layers.
 
     Returns:
-        The model, ready for calls.
+        The served model, to which the tenant's code can send calls at once.
 
     Raises:
         ConfigurationError: the model is unknown, or it has no layer to serve.

@@ -1,7 +1,7 @@
-"""Makes the flags of a command from its settings, so that each setting is described once: in provider/config.py.
+"""Makes a command's flags from the command's settings, so that a setting is described only in provider/config.py.
 
 Every setting that has a description becomes a flag, and the description becomes the flag's help. A flag checks only the
-type of its word on the command line. Ranges and patterns are checked in the settings, so that the same checks apply to
+type of the word on the command line. Ranges and patterns are checked in the settings, so that the same checks apply to
 flags, environment variables and the YAML file.
 """
 
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 SHOWN = "shown"
-"""Key in a field's json_schema_extra for the default that the help shows in place of the field's own default."""
+"""Key in a field's json_schema_extra of the text that the help shows instead of the field's default."""
 _TYPES_OF_WORDS = (bool, int, float, Path)
 _CONFIG = inspect.Parameter(
     "config",
@@ -27,12 +27,12 @@ _CONFIG = inspect.Parameter(
     annotation=Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")],
 )
 _BEFORE_CONFIG = "threads"
-"""Name of the setting before which the help lists --config. The settings above it choose what is served; this setting
-and those below it choose how."""
+"""Name of the setting before which the help lists --config. The settings before --config choose what is served; the
+settings after it choose how."""
 
 
 def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that makes a function a typer command with the flags of `settings`, and --config.
+    """Returns a decorator that turns a function into a typer command with --config and the flags of `settings`.
 
     Args:
         settings: the class whose described fields become flags.
@@ -55,7 +55,7 @@ def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None
 
 
 def _parameters(settings: type[BaseSettings]) -> list[inspect.Parameter]:
-    """Returns the command's parameters, in the order of the settings."""
+    """Returns the command's parameters: one for each described setting, in their order, and --config."""
     parameters = []
     for name, field in settings.model_fields.items():
         if name == _BEFORE_CONFIG:
@@ -74,7 +74,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _shown_default(field: FieldInfo) -> str | None:
-    """Returns the text that the help shows as the default; None if there is no default, or if it is off or empty."""
+    """Returns the text that the help shows as a flag's default; None if the default is missing, off or empty."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     if SHOWN in extra:
         return str(extra[SHOWN])
@@ -84,7 +84,7 @@ def _shown_default(field: FieldInfo) -> str | None:
 
 
 def _type_of_word(annotation: Any) -> Any:
-    """Returns the type that typer checks for a flag's word; str if only the settings can check the value."""
+    """Returns the type that typer checks for a flag's value; str if only the settings class can check the value."""
     options = [_bare(option) for option in get_args(annotation) if option is not NoneType]
     if NoneType in get_args(annotation) and len(options) == 1:
         annotation = options[0]

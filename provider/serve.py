@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
-"""Name of the file in the state directory that holds the URL of the last `serve`; `enroll` reads it."""
+"""Name of the file in the state directory that holds the URL of the last `provider serve`; `enroll` reads this file."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
 """Free bytes that stay at the heap's end, the same number that malloc's own rule allows. With 32 MiB, pages were
 returned and requested again so often that the processor time, without the products, was 1.4 times as high."""
 _MAPPED_BYTES = 1 << 20
-"""Bytes from which a block that fits nowhere in the heap is mapped on its own, so that its memory returns to the system
-when the block is freed. It is the size of a frame's chunk on the wire."""
+"""Bytes from which malloc maps a block that fits nowhere in the heap on its own, so that the block's memory returns to
+the system when the block is freed. The number is the size of a frame's chunk on the wire."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _stop(number: int, _frame: object) -> None:
 
 
 def _wait_for_the_end(server: Server) -> None:
-    """Waits for signals, and misses none of them; `_stop` ends the wait.
+    """Waits until a signal stops the provider, and misses no signal; `_stop` ends the wait.
 
     A wait for a lock could miss a signal that arrives just before the wait begins: the interpreter would run the
     signal's handler only after the lock is acquired, which never happens. So this function reads from a socket. The
@@ -202,7 +202,7 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 def _make_shards(
     settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
-    """Makes the shards, with the replicas and the scheduler of each.
+    """Makes the shards, each with its replicas and its scheduler.
 
     If other processes compute, this process drops its own copy of the weights.
     """

@@ -1,1 +1,1 @@
-"""This package takes requests from the queue, computes their products in batches, and hands back the replies."""
+"""This package takes requests from the queue, computes the requests' products in batches, and returns the replies."""

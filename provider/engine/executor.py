@@ -1,4 +1,4 @@
-"""Runs the worker threads that compute products: they take batches from the scheduler and hand back the replies.
+"""Runs the worker threads that compute products: they take batches from the scheduler and deliver the replies.
 
 Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
 memory. `provider.engine.replies` says when each request gets its reply. In ring arithmetic a reply does not depend on
@@ -34,13 +34,13 @@ _CLOSE_S = 15.0
 RETRY_S = 1.0
 """Seconds after which tenants may retry while a lost shard is being restored."""
 REJOIN_S = 60.0
-"""Seconds after the loss of the last replica in which tenants are told to retry, since another host may join."""
+"""For this number of seconds after the last replica was lost, tenants are told to retry: another host may join."""
 _MAX_LOSSES = 2
-"""Number of lost replicas after which their batch is given up, since the batch itself may be what ends replicas."""
+"""A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
 
 class _Lane:
-    """Holds one replica and its worker thread; every change is made under the executor's lock."""
+    """Holds one replica, its worker thread and its state; the state is changed only under the executor's lock."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -49,8 +49,8 @@ class _Lane:
 
 
 class Executor:
-    """Runs one worker thread for each replica. A thread that receives a small request may compute it itself, as long
-    as no other request waits."""
+    """Runs one worker thread for each replica. A thread that receives a small request may compute the request itself,
+    as long as no other request waits."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Executor:
         """Starts the worker threads, which compute the scheduler's batches.
 
         Args:
-            replicas: replicas with the same weights; each takes the next batch when its last one is done. If the list
+            replicas: replicas with the same weights; each takes a new batch when its last batch is done. If the list
                 is empty, replicas will be added by `join`.
             scheduler: chooses the batches; it is used under this object's lock only.
             completed: called for every request that gets a reply, fails or is cancelled.
@@ -76,8 +76,8 @@ class Executor:
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
         self._is_beside, self._beside_s = False, 0.0
-        """The first is whether a small product is being computed beside a larger one on the same replica, which
-        `is_busy` of the lane does not show. The second is the processor time of all such products, in seconds."""
+        """The first is whether a small product runs at the same time as a larger one on one replica; `is_busy` of the
+        lane does not show this. The second is the processor time of all such small products, in seconds."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined = not replicas
         self._empty_since_s = float("inf")  # The first replica may join at any time.
@@ -95,12 +95,12 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """Adds a replica that may leave and join again; without it, tenants are told to retry for REJOIN_S seconds."""
+        """Adds a replica that may leave and join again: for REJOIN_S after the last has left, tenants may retry."""
         self._is_joined = True
         self.add(replica)
 
     def note_lost(self, replica: Replica) -> None:
-        """Marks a replica as lost, for a caller that notices the loss before a product fails."""
+        """Marks a replica as lost; callers use this if they notice the loss before a product fails."""
         with self._changed:
             for lane in self._lanes:
                 if lane.replica is replica:
@@ -108,7 +108,7 @@ class Executor:
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Marks idle replicas that are no longer alive as lost."""
+        """Checks all idle replicas, and marks each replica that is no longer alive as lost."""
         with self._changed:
             gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
             for lane in gone:
@@ -118,12 +118,12 @@ class Executor:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether a product is computed or waits; the result may be out of date, since no lock is taken."""
+        """Returns whether a product is being computed or is queued. The result may be out of date: no lock is taken."""
         return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
 
     @property
     def num_replicas(self) -> tuple[int, int]:
-        """Returns two counts: replicas that can compute products, and replicas that there should be."""
+        """Returns two counts: the replicas that can compute products now, and the replicas that are expected."""
         with self._changed:
             return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
 
@@ -136,7 +136,7 @@ class Executor:
     # ---- taking requests ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queues a job; a job without rows, or one that no replica can compute, is finished at once."""
+        """Queues a job. A job without rows gets an empty reply at once; any job fails if all replicas are lost."""
         if job.ticket.num_rows == 0:
             self._answer_empty(job)
             return
@@ -149,15 +149,15 @@ class Executor:
             self._replies.fail(job, error)
 
     def _answer_empty(self, job: Job) -> None:
-        """Finishes a request without rows, which needs no replica."""
+        """Finishes a request without rows with an empty reply, which needs no replica."""
         dtype = DTYPES[job.ticket.call.arithmetic]
         self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=dtype, device="cpu"))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """Computes a small request in the calling thread on one core; returns None if it should be queued instead.
 
-        This creates no job, since a decode step has about a hundred such calls. With a latency target, one such request
-        at a time may run beside a large product on the same replica, if the replica allows two threads.
+        It creates no Job, which saves time, since a decode step has about a hundred such requests. With a latency
+        target, one such request may run while a replica whose `can_share` is true computes a large product.
         """
         outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
         if outcome is not None:
@@ -165,7 +165,7 @@ class Executor:
         return outcome
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Does the same as `compute_here` for the bytes of one row. The call must have passed `check_call`.
+        """Computes a request of one row in the calling thread, from bytes to bytes. `check_call` must have passed.
 
         Returns:
             The error if the request failed; True if `reply` is written; False if the request should be queued.
@@ -183,8 +183,8 @@ class Executor:
         return self._make_here(tenant, call, make) or False
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
-        """Calls `make` with a free replica, in this thread, and returns its result. Returns None if a queued request
-        must go first, if every replica is busy, or if all replicas are lost."""
+        """Calls `make` with a free replica in this thread, and returns the result of `make` or the error. Returns None
+        if a queued request must go first, or if every replica is busy or lost."""
         if not self._idle() and not self._beside():
             # This check takes no lock. If it is out of date, the request is merely queued.
             return None
@@ -233,8 +233,8 @@ class Executor:
     def _done_here(
         self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Frees the lane of a small product, and charges the tenant: for the processor time `beside_s` if the product
-        ran beside another, and for the whole time if `beside_s` is None."""
+        """Frees the lane (the replica and its thread) after a small product, and charges the tenant: for the processor
+        time `beside_s` if another product ran at the same time, else (`beside_s` is None) for the elapsed time."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:
@@ -253,7 +253,7 @@ class Executor:
         self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
 
     def cancel(self, job: Job) -> None:
-        """Takes a job out of the queue and drops its rows."""
+        """Cancels a job: takes the job out of the queue and drops the job's rows."""
         self._replies.cancel(job)
 
     def _unqueue(self, ticket: Ticket) -> None:
@@ -266,7 +266,7 @@ class Executor:
             return len(self._scheduler)
 
     def close(self) -> None:
-        """Ends each worker thread after its present batch, and closes the replicas."""
+        """Ends each worker thread once its current batch is computed, and closes the replicas."""
         self.begin_close()
         with self._changed:
             lanes = list(self._lanes)
@@ -328,8 +328,8 @@ class Executor:
                 self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
-        """Waits for the lane's next batch, and returns it with the number of replicas that were lost while computing
-        it; returns None if the executor closes or the replica is lost."""
+        """Waits for a replica's next batch. Returns the batch and the number of replicas that were lost while computing
+        it, or None if the executor closes or the replica is lost."""
         with self._changed:
             while not self._closing.is_set() and not lane.is_lost:
                 now, due = time.monotonic(), None
@@ -346,7 +346,7 @@ class Executor:
     # ---- loss -----------------------------------------------------------------------------------------------------
 
     def _lose(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        """Marks a lane as lost, and leaves its batch to another replica unless too many were lost with the batch."""
+        """Marks a lane's replica as lost. Its batch goes to another replica, or fails after `_MAX_LOSSES` losses."""
         with self._changed:
             lane.is_busy, lane.is_lost = False, True
             is_tried_again = num_losses < _MAX_LOSSES
@@ -358,7 +358,7 @@ class Executor:
             self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
 
     def _none_left(self) -> Unavailable | None:
-        """Returns the error for requests if every replica is lost, else None; callers must hold the lock."""
+        """Returns the error for new requests if every replica is lost, else None. Callers must hold the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
         is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < REJOIN_S
@@ -366,7 +366,7 @@ class Executor:
         return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
-        """Waits for a lost replica, and returns whether it is back; without another replica, requests are refused."""
+        """Tries to revive a lost replica; returns whether it can compute again. If no other is left, requests fail."""
         self._refuse_all()
         try:
             is_back = lane.replica.revive(self._closing)
@@ -384,7 +384,7 @@ class Executor:
         return is_back
 
     def _refuse_all(self) -> None:
-        """Fails all waiting requests if no replica is left."""
+        """Fails all waiting requests if every replica is lost."""
         with self._changed:
             error = self._none_left()
             if error is None:
@@ -396,10 +396,10 @@ class Executor:
     # ---- one batch ------------------------------------------------------------------------------------------------
 
     def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        """Computes a batch; returns the outcomes that are to be delivered, and the seconds that all rows took.
+        """Computes a batch; returns the outcomes to deliver, and the seconds that the batch's product took.
 
-        If the shared product is refused, each piece is computed and delivered alone, and no outcome is returned. The
-        seconds are None unless one product held all rows of the batch, since only then do they measure so many rows.
+        If the shared product fails, each piece is computed and delivered alone, and no outcome is returned. The
+        seconds are None unless one product computed all rows of the batch.
         """
         pieces = [piece for piece in batch.pieces if self._replies.is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
@@ -425,7 +425,7 @@ class Executor:
 
 
 def _at_once(replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Outcome]]:
-    """Computes one product of all rows; returns an empty list if the replica refused a shared product."""
+    """Computes all pieces of a batch by one product; returns an empty list if a product of several pieces fails."""
     if len(parts) == 1:
         return [(piece, _alone(replica, call, rows)) for piece, rows in parts]
     try:

@@ -37,17 +37,17 @@ class Job:
         """Makes the job and its ticket, with the present time as the time of arrival.
 
         Args:
-            call, rows, tenant, request_class: the request.
+            call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.
             expires_at: the request's deadline, in seconds of `time.monotonic`.
             done: called once with the reply or the error, in a worker thread.
-            reply_cols: how many numbers a row of the reply has.
+            reply_cols: the number of columns of the reply.
         """
         num_rows = count_rows(rows)
         self.rows: Rows | None = rows
         self.reply: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._placed: dict[int, int] = {}
-        """Pieces that are already in `reply`: the first row of each piece, with the piece's number of rows."""
+        """The pieces that were copied into `reply`: each piece's number of rows, by the piece's first row."""
         self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 
@@ -82,7 +82,7 @@ class Job:
 
 
 def job_of(ticket: Ticket) -> Job:
-    """Returns the job of a ticket."""
+    """Returns the executor's job of a ticket; both stand for one request, the ticket in the scheduler."""
     job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")
@@ -90,7 +90,7 @@ def job_of(ticket: Ticket) -> Job:
 
 
 def rows_of(piece: Piece) -> Rows | None:
-    """Returns the rows of a piece, or None if the request was cancelled."""
+    """Returns the rows of one piece of a request, or None if the request has ended, for example by a cancel."""
     rows = job_of(piece.ticket).rows
     if isinstance(rows, SeededRows):
         return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)

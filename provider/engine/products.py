@@ -1,8 +1,8 @@
-"""Computes the matrix products of calls, the rows of a request times a group's weight.
+"""Computes the matrix products that calls ask for: the rows of a request times a group's weight.
 
 Guarantees: `compute` is a pure function of the call and the call's rows. Nothing is kept between calls, so a reply
-depends neither on other requests nor on their order. `check_call` needs no rows, so it can run before memory for rows
-is allocated.
+depends neither on other requests nor on the order of requests. `check_call` needs no rows, so it can run before memory
+for rows is allocated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BLOCK_ELEMENTS = 1 << 24
 """Number of weights that are converted to float32 at a time, 64 MiB: an output head as a whole would take
 gigabytes."""
 HINT_SCRATCH_BYTES = 64 << 20
-"""Most bytes of scratch memory for a part of a hint, the product of rows expanded from a seed: a whole hint of a wide
-layer would take gigabytes."""
+"""Most bytes of scratch memory for computing a part of a hint (the product of rows that are expanded from a seed and a
+weight). All rows of a wide layer's hint would take gigabytes."""
 
 
 def check_call(served: PreparedModel, call: Call, cols: int) -> int:
@@ -37,10 +37,10 @@ def check_call(served: PreparedModel, call: Call, cols: int) -> int:
     Args:
         served: the model.
         call: the call in a request's header.
-        cols: how many numbers per row the request's header announces.
+        cols: the number of columns of the request's rows, as its header announces.
 
     Returns:
-        How many numbers per row the reply has.
+        The number of columns of the reply.
 
     Raises:
         UnknownLayer: there is no such group, or the call asks for a hint in float arithmetic.
@@ -83,7 +83,7 @@ def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
 
 
 def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
-    """Computes one product with the weight of one group; see `compute`."""
+    """Computes the product of a request's rows and one group's weight; see `compute` for shapes and errors."""
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
         check_cols(group.info, call, group.info.widths(call.direction)[0])
@@ -105,7 +105,7 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
 
 
 def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Computes `product` for each of several matrices by one multiplication of all rows; each reply owns its memory."""
+    """Computes the products of several requests' rows by one multiplication of all rows; each reply owns its memory."""
     if call.arithmetic is not Arithmetic.RING:
         return together(lambda call, rows: product(group, call, rows), call, parts)
     for rows in parts:
@@ -117,8 +117,8 @@ def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> l
 def together(
     product: Callable[[Call, Rows], torch.Tensor], call: Call, parts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Computes the products of several matrices by one call of `product`: copies the rows into one matrix, and copies
-    each reply out of the result."""
+    """Computes the products of several requests' rows by one call of `product`: copies all rows into one matrix, and
+    copies each request's reply out of the result."""
     counts = [rows.shape[0] for rows in parts]
     stacked = unwritten_tensor(sum(counts), parts[0].shape[1], parts[0].dtype)
     replies = product(call, torch.cat(list(parts), out=stacked)).split(counts)
@@ -126,18 +126,18 @@ def together(
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
-    """Returns W̃, the int8 weight, with shape (columns of the request, columns of the reply)."""
+    """Returns W̃, the int8 weight, transposed if needed to shape (columns of the request, columns of the reply)."""
     return group.quantised if direction is Direction.FORWARD else group.quantised.t()
 
 
 def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, features: int | None = None) -> torch.Tensor:
-    """Expands a seed into rows and multiplies them by a weight, a part of the rows at a time to bound the memory.
+    """Expands a seed into rows and multiplies the rows by a weight, a few rows at a time to bound the memory.
 
     Args:
         weight: shape (len(columns), columns of the reply), int8.
         rows: the seed, the first row and the number of rows.
-        columns: the columns of the expanded rows that are multiplied; another rank may multiply the others.
-        features: how many numbers an expanded row has; None for len(columns).
+        columns: the columns of the expanded rows to multiply; other processes may multiply the other columns.
+        features: the number of columns of an expanded row; None for len(columns).
 
     Returns:
         The product, shape (num_rows, columns of the reply), int32.
@@ -154,7 +154,7 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """Returns whether all numbers are finite."""
+    """Returns whether a tensor holds neither NaN nor infinity."""
     # aminmax returns NaN if there is one, cannot overflow, and allocates no tensor of the rows' size.
     low, high = torch.aminmax(rows)
     return bool(torch.isfinite(low) & torch.isfinite(high))

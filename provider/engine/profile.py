@@ -16,8 +16,8 @@ from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
-"""Rows of the measured products. The first result of each size is dropped, since the first product of a shape also
-allocates scratch memory."""
+"""Numbers of rows of the measured products. The first result of each is dropped, since the first product of a shape
+also allocates scratch memory."""
 _MAX_PRODUCTS = 1 << 31
 """Most multiplications in one measurement, so that an output head is measured with fewer rows."""
 
@@ -30,7 +30,7 @@ def make_scheduler(
     product: Product | None = None,
     ids: Collection[int] | None = None,
 ) -> Scheduler:
-    """Returns a scheduler for one model; `latency_model` and `Scheduler` describe the arguments."""
+    """Returns a scheduler for one model, with its latency model; see `latency_model` and `Scheduler` for arguments."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
@@ -49,7 +49,7 @@ def latency_model(
 
     Args:
         served: the served model.
-        profiled: whether to measure; if not, the predictions start with a guess, which the first products correct.
+        profiled: whether to measure. If not, predictions start with a guess, which the first products correct.
         product: computes the products that are timed; None computes them in this process, with `served`.
         ids: the ids of the groups to measure; None for all groups.
     """

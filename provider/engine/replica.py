@@ -22,13 +22,14 @@ Product = Callable[[Call, Rows], torch.Tensor]
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function that computes the product of each of several matrices."""
 RowProduct = Callable[[memoryview, memoryview], None]
-"""A function that computes the product of one row: it reads the bytes of a request and writes the bytes of its reply;
+"""A function that computes the product of one row: it reads the request's bytes and writes the reply's bytes;
 see `wire.ring.kernels.OneRow`."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
 """The least time limit of a product, in seconds, and the rate by which larger products extend it, in multiplications
-per second. A core is ten times as fast. A tenant waits for at least 30 s, so another replica still has time."""
+per second. One core is ten times as fast as this rate. A tenant waits for at least 30 s for a reply, so after the least
+limit another replica still has time."""
 
 
 def product_limit_s(num_products: int) -> float:
@@ -37,16 +38,16 @@ def product_limit_s(num_products: int) -> float:
 
 
 class ReplicaLost(Exception):
-    """Says that the replica that was to compute a product is gone; whether it had computed the product is unknown."""
+    """Says that a replica was lost before it returned a product; it may or may not have computed the product."""
 
     def __init__(self, began: bool = True) -> None:
-        """Keeps `began`: whether the replica may have received the rows, so that these may be what ended it."""
+        """Keeps `began`: whether the replica may have received the rows, so that the rows may have made it crash."""
         super().__init__()
         self.began = began
 
 
 class Replica(Protocol):
-    """Holds an executor's weights and computes products: one at a time, unless `can_share` is true."""
+    """Computes products with the weights that it holds: one product at a time, unless `can_share` is true."""
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         """Computes one product; see `provider.engine.products.compute` for shapes.
@@ -58,7 +59,7 @@ class Replica(Protocol):
         ...
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes `product` for several matrices at once; each reply owns its memory."""
+        """Computes the products of several requests' rows at once; each reply owns its memory."""
         ...
 
     def row_product(self, call: Call) -> RowProduct | None:
@@ -73,12 +74,12 @@ class Replica(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the replica seems to be alive; the executor asks from time to time while it is idle."""
+        """Returns whether the replica seems to be alive; the executor checks idle replicas regularly."""
         ...
 
     @property
     def can_return(self) -> bool:
-        """Returns whether `revive` may bring the replica back once it is lost."""
+        """Returns whether `revive` may succeed after the replica is lost."""
         ...
 
     def revive(self, is_over: threading.Event) -> bool:
@@ -95,7 +96,7 @@ class Replica(Protocol):
 
 
 class Here:
-    """Computes products in this process, so it is a replica that is never lost."""
+    """Computes products in this process. Such a replica is never lost."""
 
     is_alive, can_return = True, False
 

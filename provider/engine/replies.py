@@ -1,8 +1,8 @@
 """Puts together the reply to each request from its products, and calls the request's callback.
 
 Guarantees: `done` is called exactly once for each request, or not at all if the request is cancelled. If a request is
-invalid, only that request fails, and not the others in its batch. If a callback fails, the other callbacks are still
-called.
+invalid, only that request fails; the other requests in its batch succeed. If one callback raises an error, the other
+callbacks are still called.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Replies:
 
         Args:
             completed: called for every request that gets a reply, fails or is cancelled; None for no callback.
-            unqueue: removes from the queue what is left of a request that failed or was cancelled.
+            unqueue: removes the remaining rows of a request that failed or was cancelled from the queue.
         """
         self._completed, self._unqueue = completed, unqueue
 
     @property
     def are_told(self) -> bool:
-        """Returns whether there is a callback, which `tell` then calls for every request."""
+        """Returns whether a `completed` callback was given, so that `tell` does something."""
         return self._completed is not None
 
     def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """Calls the callback for a request, if there is a callback; `reply` is None if the request has no reply."""
+        """Calls `completed` for an ended request, if it was given; `reply` is None if the request has no reply."""
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
 
     def cancel(self, job: Job) -> bool:
-        """Takes a job out of the queue and drops its rows; returns False if the job had already ended."""
+        """Takes a job out of the queue and drops the job's rows; returns False if the job had already ended."""
         self._unqueue(job.ticket)
         rows = job.end()
         if rows is not None:
@@ -56,8 +56,8 @@ class Replies:
         return rows is not None
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
-        """Returns whether a piece may be computed in its batch. If not, the request was cancelled, or it is failed
-        here: because its deadline has passed, or because of a value that is not finite."""
+        """Returns whether a piece may be computed in its batch. If not, the request has already ended, or this call
+        fails it, because its deadline has passed or because the piece holds a value that is not finite."""
         job = job_of(piece.ticket)
         rows = job.rows
         if rows is None:
@@ -92,7 +92,7 @@ class Replies:
             self.finish(job, reply)
 
     def finish(self, job: Job, reply: torch.Tensor) -> None:
-        """Ends a job and calls its callback with the complete reply."""
+        """Ends a job and calls the job's `done` with the complete reply; does nothing if the job has already ended."""
         rows = job.end()
         if rows is None:
             return
@@ -102,7 +102,7 @@ class Replies:
             job.done(reply)
 
     def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        """Calls `fail` for the job of each ticket."""
+        """Ends the requests of all these tickets (the scheduler's records of requests) with an error."""
         for ticket in tickets:
             try:
                 self.fail(job_of(ticket), error)
@@ -110,6 +110,6 @@ class Replies:
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
     def fail(self, job: Job, error: VeilbaseError) -> None:
-        """Ends a job with an error, unless the job has already ended."""
+        """Ends a job and calls the job's `done` with an error, unless the job has already ended."""
         if self.cancel(job):
             job.done(error)

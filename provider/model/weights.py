@@ -1,4 +1,4 @@
-"""Turns a loaded model into the groups' weights, a manifest and a client bundle.
+"""Turns a loaded model into the weights of its groups of layers, a manifest and a client bundle.
 
 Guarantees: each original weight is freed as soon as it is quantised, and the model itself is dropped, so that the
 provider's memory holds little more than the served weights. Weights are quantised by wire/ring/quantise.py, as the
@@ -36,7 +36,7 @@ coefficients stay below this share; stacked experts are most of a model."""
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """Holds everything that a provider serves: manifest, weights and bundle. It is read-only."""
+    """Holds everything that a provider serves: the manifest, the weights and the bundle. It is read-only."""
 
     manifest: Manifest
     groups: tuple[ServedGroup, ...]
@@ -44,7 +44,7 @@ class PreparedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the memory of the weights, in bytes."""
+        """Returns the size of all weights in memory, in bytes."""
         held = [t for g in self.groups for t in (g.quantised, g.alpha, g.bias, g.native) if t is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -63,8 +63,8 @@ def serve_model(
         loaded: the loaded model; its attributes `model` and `tokenizer` are set to None.
         weights: `int8`, or `native` to keep the checkpoint's weights as well.
         patterns: the layers to serve; see `provider.model.trace.base_layers`.
-        limits: the limits that the manifest announces; None for the defaults.
-        bundle_parent: the folder in which the bundle's temporary folder is made; None for the system's.
+        limits: the limits on requests that the manifest announces; None for the default limits.
+        bundle_parent: the folder in which the bundle's temporary folder is made; None for the system's folder.
         recording: whether the manifest tells tenants that their traffic is recorded.
 
     Returns:
@@ -102,8 +102,8 @@ def serve_model(
 
 
 def other_weights_share(model: nn.Module) -> float:
-    """Returns the share of a model's parameters that are matrices outside nn.Linear, Conv1D, convolutions and
-    embeddings.
+    """Returns the share of a model's parameters that are in matrices of modules other than nn.Linear, Conv1D,
+    convolutions and embeddings; such matrices cannot be served.
 
     Stacked experts are an example: a single parameter of shape (num_experts, in_features, out_features).
     """
@@ -127,7 +127,7 @@ def _warn_of_other_weights(model: nn.Module) -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory to the system. Otherwise glibc kept 400 MB of SmolLM2's 540 MB after they were freed."""
+    """Returns freed memory to the system. Without this, glibc kept 400 of the 540 MB that were freed of SmolLM2."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Other libraries than glibc may lack it.
     if trim is not None:

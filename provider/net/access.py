@@ -1,6 +1,6 @@
-"""Decides which callers are admitted, by checking their certificates against the registry of tenants and shards.
+"""Decides which callers are admitted: looks up each caller's certificate in the registry of tenants and shards.
 
-TLS must have verified each certificate before.
+Callers of this module must pass only certificates that TLS has verified.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from wire.errors import REVOKED, NotPermitted, Unauthenticated, Unavailable, Wir
 
 @dataclass(frozen=True)
 class Access:
-    """Holds the identity of an admitted caller, and the check that is repeated for every request.
+    """Holds an admitted caller's name, and a check, made for every request, that the caller is still admitted.
 
     Attributes:
         tenant: the name of the tenant or shard.
-        refusal: returns None if the caller may go on, else the code of the refusal; raises `RegistryUnreadable` if the
+        refusal: returns None if the caller is still admitted, else the error code; raises `RegistryUnreadable` if the
             registry has been unreadable for too long.
     """
 
@@ -28,7 +28,7 @@ class Access:
     refusal: Callable[[], WireCode | None]
 
     def may_stay(self) -> bool:
-        """Returns whether the caller may go on; false also if the registry cannot be read.
+        """Returns whether the caller is still admitted; false also if the registry cannot be read.
 
         This is used for shards, which join again by themselves. A tenant's stream uses `refusal`, and stays open if the
         registry cannot be read.

@@ -1,7 +1,7 @@
 """Admits or refuses requests by the operator's limits for each tenant.
 
-Guarantees: a tenant has one quota for all its streams, and keeps it when it connects again. A refused request uses up
-nothing of the quota. Memory is bounded, since only a few numbers are kept for each enrolled tenant.
+Guarantees: a tenant has one quota for all its streams, and a new connection does not reset the quota. A refused
+request uses up nothing of the quota. Memory is bounded, since only a few numbers are kept for each enrolled tenant.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
 from wire.limits import MAX_RETRY_S, Limits
 
 TRAINING_S = 60.0
-"""Seconds after a gradient for which a tenant counts as training, on all its streams."""
+"""Seconds for which a tenant counts as training, on all its streams, after it sent a gradient."""
 
 
 class InFlight(NamedTuple):
-    """Counts a tenant's rows in flight, and the bytes of their requests and replies, over all its streams."""
+    """Holds a tenant's rows in flight, and its bytes of requests and replies in flight, over all its streams."""
 
     num_rows: int
     num_bytes: int
 
 
 class TenantAdmission:
-    """Applies one tenant's limits. It is safe under threads."""
+    """Admits or refuses one tenant's requests by the operator's limits. It is safe under threads."""
 
     def __init__(self, limits: TenantLimits, room: SharedRoom) -> None:
         """Keeps the operator's limits for this tenant, and the bound on bytes in flight that all tenants share."""
@@ -35,7 +35,7 @@ class TenantAdmission:
         self._lock = threading.Lock()
         self._quota: Quota | None = None
         self.num_decode = 0
-        """Number of requests in flight that count as decode."""
+        """Number of the tenant's requests in flight that count as decode."""
         self._trained_at_s = float("-inf")
 
     def admit(
@@ -77,11 +77,11 @@ class TenantAdmission:
         return now_s - self._trained_at_s < TRAINING_S
 
     def trained(self, now_s: float) -> None:
-        """Notes that the tenant sent a gradient at `now_s`."""
+        """Records that the tenant sent a gradient at `now_s`."""
         self._trained_at_s = now_s
 
     def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:
-        """Notes that an admitted request is finished, cancelled or lost."""
+        """Removes an ended request from the counts of what is in flight. Every admitted request needs one such call."""
         with self._lock:
             self.num_decode -= request_class is RequestClass.DECODE
             if self._quota is not None:
@@ -94,8 +94,8 @@ class TenantAdmission:
             return InFlight(0, 0) if quota is None else InFlight(quota.rows_in_flight, quota.bytes_in_flight)
 
     def announced(self, limits: Limits) -> Limits:
-        """Returns the limits for this tenant's manifest, to which the tenant adapts the size and number of its
-        requests: the provider's `limits`, reduced to the tenant's own."""
+        """Returns the limits that this tenant's manifest announces: the smaller of the provider's `limits` and the
+        tenant's own. The tenant adapts the size and number of its requests to these."""
         own = self.limits
         return limits.model_copy(
             update={
@@ -120,7 +120,7 @@ class Admission:
         """Stores the limits of all tenants. At the start no tenant has a request in flight.
 
         Args:
-            limits: the limits by tenant's name; the entry `EVERYBODY` is for all tenants without one of their own.
+            limits: the limits by tenant's name; the entry `EVERYBODY` is for all tenants without an entry of their own.
             max_in_flight_bytes: most bytes of all tenants' requests and replies in flight.
         """
         self._limits, self._room = dict(limits or {}), SharedRoom(max_in_flight_bytes)
@@ -129,11 +129,11 @@ class Admission:
 
     @property
     def num_limits(self) -> int:
-        """Returns the number of different sets of limits that there can be."""
+        """Returns the number of sets of limits: one for each name in the settings, and the default."""
         return len(self._limits) + 1
 
     def of(self, tenant: str) -> TenantAdmission:
-        """Returns the quota of a tenant; the first call for a tenant creates it."""
+        """Returns the object that admits a tenant's requests; the first call for a tenant creates it."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:

@@ -1,4 +1,4 @@
-"""Bounds the number of open calls of each caller, since every call occupies one of the threads that all callers share.
+"""Bounds each caller's number of open calls (streams and downloads), since each call occupies a shared thread.
 
 Guarantees: no caller has more than `MAX_CALLS_PER_TENANT` calls open. The bound is lower once half of all threads are
 taken, so that a few dozen callers cannot use up all threads. A refused call is not counted.
@@ -18,7 +18,7 @@ _CALLS_OF_EACH = 2
 
 
 class Calls:
-    """Counts the open calls of each caller."""
+    """Counts each caller's open calls (streams and downloads), and refuses further calls beyond a bound."""
 
     def __init__(self, most_threads: int) -> None:
         """Sets all counts to zero. `most_threads` is the number of threads that all callers share."""
@@ -27,8 +27,8 @@ class Calls:
         self._open: Counter[str] = Counter()
 
     def take_place(self, caller: str) -> bool:
-        """Counts one more call of a caller until `leave`; returns False and counts nothing if the caller has too
-        many."""
+        """Counts one more open call of a caller and returns True; returns False and counts nothing if the caller has
+        too many open calls. After True, callers must call `leave` when the call ends."""
         with self._lock:
             is_crowded = 2 * self._open.total() >= self._most_threads
             if self._open[caller] >= (_CALLS_OF_EACH if is_crowded else MAX_CALLS_PER_TENANT):
@@ -37,13 +37,13 @@ class Calls:
             return True
 
     def leave(self, caller: str) -> None:
-        """Notes that one call of a caller has ended."""
+        """Subtracts one ended call from a caller's count."""
         with self._lock:
             self._open[caller] -= 1
             if self._open[caller] <= 0:
                 del self._open[caller]
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of open calls of each caller that has any."""
+        """Returns the number of open calls by caller's name, for callers with at least one open call."""
         with self._lock:
             return dict(self._open)

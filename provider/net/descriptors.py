@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 MOST_FILES = 1 << 16
-"""Number to which the soft limit of open files is raised at most. The provider cannot use more, and on some systems the
+"""Most open files to which the provider raises its soft limit. The provider cannot use more, and on some systems the
 hard limit is a billion."""
 RESERVED_FILES = 128
-"""Descriptors that are kept from the ports. An idle provider uses 16; bundles, pipes to shards and the usage file need
+"""Descriptors that the ports may not use. An idle provider uses 16; bundles, pipes to shards and the usage file need
 a few more."""
 MOST_RPC_CONNECTIONS = 4096
 """Most connections at the gRPC port, including connections whose handshake is not finished. A silent connection takes
@@ -30,7 +30,7 @@ MOST_STREAMS = 256
 FILES_PER_STREAM = 2
 """Descriptors that a stream at the tensor port uses: one for its socket, and one to wake its waiting thread."""
 _FEW_CONNECTIONS = 1024
-"""Number of connections below which a warning is logged, since a flood of connections then soon keeps tenants out."""
+"""A warning is logged if gRPC may have fewer connections, since a flood of connections then soon keeps tenants out."""
 _STREAMS_PART = 0.6
 """Share of the free descriptors that streams may take. At the usual soft limit of 1,024, this is just enough for
 `MOST_STREAMS`."""
@@ -67,7 +67,7 @@ def file_limit() -> int:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files towards the hard limit; logs a warning if the result is too low.
+    """Raises the soft limit of open files to the hard limit or `MOST_FILES`; warns in the log if the result is too low.
 
     Only the provider's own command may call this, since a library must not change the limits of the program that uses
     it.
@@ -89,13 +89,13 @@ def raise_file_limit() -> None:
 
 
 class SpareDescriptor:
-    """Keeps a descriptor open, so that a file can still be opened after the others ran out. It is safe under threads.
+    """Keeps a spare descriptor, so that one file can be opened even if no other is free. It is safe under threads.
 
-    While the descriptor is not lent, nothing else can use it.
+    While the spare is open, nothing else can use this descriptor; `lent` closes it for one file.
     """
 
     def __init__(self) -> None:
-        """Opens the spare descriptor, if the process may open another file."""
+        """Opens the spare descriptor, unless no descriptor is free."""
         self._lock = threading.Lock()
         self._fd: int | None = None
         self.take_back()
@@ -104,8 +104,8 @@ class SpareDescriptor:
     def lent(self) -> Iterator[None]:
         """Closes the spare descriptor during a `with` block, so that the block can open one file.
 
-        If another thread takes the descriptor first, the block's attempt to open a file fails. `take_back` takes
-        another descriptor later, when one is free.
+        If another thread uses the free descriptor first, the block cannot open its file. The spare is opened again when
+        the block ends; if that fails, `take_back` can open it later.
         """
         with self._lock:
             self._let_go()
@@ -115,7 +115,7 @@ class SpareDescriptor:
                 self._take()
 
     def take_back(self) -> None:
-        """Opens the spare descriptor again, if it is not open and the process may open another file."""
+        """Opens the spare descriptor again if it is closed, unless no descriptor is free."""
         if self._fd is None:
             with self._lock:
                 self._take()
@@ -136,5 +136,5 @@ class SpareDescriptor:
             self._let_go()
 
     def __del__(self) -> None:
-        """Closes the descriptor, since one process may start and stop several servers, as tests do."""
+        """Closes the spare descriptor, which would otherwise leak if a process starts and stops several servers."""
         self._let_go()

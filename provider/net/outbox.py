@@ -1,12 +1,12 @@
 """Decides which frame a stream sends next: short frames in their order, and large replies in turns, one chunk each.
 
-Guarantees: if a request is forgotten, for example by a cancel, no further chunk of its reply is sent. A request is
-forgotten just before the last chunk of its reply is handed out, so that its bytes in flight are free when the tenant
-has that chunk. A small reply never waits for more than one chunk of a large reply. The number of waiting frames is not
-bounded here: callers must check `is_full`.
+Guarantees: once a request is dropped from the table, for example by a cancel, no further chunk of its reply is sent. A
+request is dropped just before the last chunk of its reply is sent, so that its bytes are no longer in flight when the
+tenant has the chunk. A small reply never waits for more than one chunk of a large reply. The number of waiting
+frames is not bounded here: callers must check `is_full`.
 
-Threads: any thread may add frames. Only the thread that sends calls `next_frame` and `stop_sending`, and only this
-thread uses replies that are half sent. There is no lock, since appending to a `deque` and taking from it are safe.
+Threads: any thread may add frames. Only the thread that sends may call `next_frame` and `stop_sending`, and only
+this thread uses replies that are partly sent. There is no lock, since adding to a `deque` and taking from it are safe.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from wire.limits import CHUNK_BYTES
 
 
 class Outbox:
-    """Holds the frames and replies of one stream that wait to be sent."""
+    """Holds the frames and replies that wait to be sent on one stream."""
 
     def __init__(self, table: RequestTable, usage: TenantUsage, most_waiting: int = MAX_REQUESTS) -> None:
         """Makes an outbox in which nothing waits to be sent.
 
         Args:
-            table: the stream's requests in flight; a request is forgotten there when its reply is sent.
+            table: the stream's requests in flight; a request is dropped from the table when its reply is sent.
             usage: counts the tenant's replies.
-            most_waiting: how many frames and replies may wait before `is_full` is true.
+            most_waiting: the number of waiting frames and replies beyond which `is_full` is true.
         """
         self._table, self._usage, self._most_waiting = table, usage, most_waiting
         self.notify: Callable[[], None] = lambda: None
-        """Callback for new frames to send; it may be called in any thread."""
+        """Called, in any thread, when there may be a new frame to send."""
         self._waiting: deque[bytes | memoryview | Request | None] = deque()
-        """Frames, requests whose replies wait to be sent, and None to mark the end."""
+        """Queue of what to send: frames, requests whose replies are ready, and None to mark the end."""
         self._turns: deque[tuple[Request, Iterator[bytes | memoryview]]] = deque()
-        """Large replies of which chunks are being sent, in the order of their turns."""
+        """Large replies that are partly sent, each with its remaining chunks, in the order of their turns."""
         self._has_input_ended = False
         self.is_over = False
         """True once `next_frame` will never return another frame."""
@@ -57,9 +57,9 @@ class Outbox:
         self.notify()
 
     def put_reply(self, request: Request, reply: torch.Tensor) -> None:
-        """Adds the reply to a request in flight; drops the reply if the request was forgotten meanwhile.
+        """Adds the reply to a request; drops the reply if the request is no longer in flight.
 
-        The reply is stored in the request, so that its memory is freed if the request is forgotten.
+        The reply is stored in the request, so that the reply's memory is freed if the request is dropped.
         """
         request.reply = reply
         # The table is asked after the reply was stored: a thread that forgets the request takes it out of the table
@@ -71,12 +71,12 @@ class Outbox:
         self.notify()
 
     def end_input(self) -> None:
-        """Ends the outbox once every request in flight has a reply or an error, and all of these are sent."""
+        """Ends the outbox after every request in flight has a reply or an error and all replies and errors are sent."""
         self._has_input_ended = True
         self.notify()
 
     def end(self) -> None:
-        """Ends the outbox once the frames that wait now are sent; large replies that are half sent are cut off."""
+        """Ends the outbox after the frames that wait now are sent; a large reply that is partly sent is cut off."""
         self._waiting.append(None)
         self.notify()
 
@@ -84,29 +84,29 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether nothing waits and no reply is half sent."""
+        """Returns whether no frame or reply waits and no reply is partly sent."""
         return not self._waiting and not self._turns
 
     @property
     def is_full(self) -> bool:
-        """Returns whether too many frames and replies wait, because the tenant sends requests and does not read."""
+        """Returns whether more than `most_waiting` frames and replies wait, since the tenant does not read them."""
         return len(self._waiting) > self._most_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many frames and replies wait; replies to forgotten requests count until they are taken out."""
+        """Returns the number of frames and replies that wait, including replies to requests that were dropped."""
         return len(self._waiting)
 
     @property
     def num_half_sent(self) -> int:
-        """Returns how many large replies are half sent."""
+        """Returns the number of large replies of which some chunks have been sent."""
         return len(self._turns)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> bytes | memoryview | None:
-        """Returns the frame to send next, or None if there is none at present; if `is_over` is true, there will be
-        none."""
+        """Returns the frame to send next, or None if there is none at present. If `is_over` is true, there will never
+        be another."""
         while not self.is_over:
             # This is checked before the queues, so that a frame which is added in between is found in the next call.
             is_done = self._has_input_ended and self._table.is_idle
@@ -131,12 +131,12 @@ class Outbox:
         return None
 
     def stop_sending(self) -> None:
-        """Drops replies that are half sent, and ends the outbox. Only the thread that takes frames may call this."""
+        """Drops replies that are partly sent, and ends the outbox. Only the thread that sends may call this."""
         self.is_over = True
         self._turns.clear()
 
     def _next_chunk(self) -> bytes | memoryview | None:
-        """Returns the next chunk of the large reply whose turn it is, or None if its request was forgotten."""
+        """Returns the next chunk of the large reply whose turn it is, or None if the request was dropped."""
         request, chunks = self._turns.popleft()
         chunk = next(chunks, None)
         if chunk is not None and self._table.has(request):  # Otherwise this chunk is the last.
@@ -152,7 +152,7 @@ class Outbox:
         return message if self._table.forget(request.header.request_id) else None
 
     def _chunks(self, request: Request) -> Iterator[bytes | memoryview]:
-        """Yields the frames of a large reply, as long as its request is in flight."""
+        """Yields the frames of a large reply, and stops early if the request is no longer in flight."""
         reply, left = request.reply, request.reply_bytes
         if reply is None:
             return  # The request was cancelled or has expired.
@@ -167,8 +167,8 @@ class Outbox:
             yield message
 
     def _answered(self, request: Request) -> Header:
-        """Returns the header of a reply and counts the reply as sent; callers must hold the reply's tensor, since this
-        removes the tensor from the request."""
+        """Returns the header of a reply, counts the reply as sent, and removes the reply's tensor from the request.
+        Callers must keep their own reference to the tensor."""
         asked, size = request.header, request.reply_bytes
         self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
         request.reply = None

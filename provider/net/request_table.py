@@ -1,12 +1,12 @@
 """Keeps the requests in flight of one stream, from their admission until their reply is sent.
 
-Guarantees: a request enters the table and uses the tenant's quota together, or does neither. When it ends, by a reply,
-an error, a cancel, its deadline or the end of the stream, both are undone exactly once. The number of requests, and the
-bytes that they and their replies take, are bounded. Nothing is admitted after `close`. This module neither reads nor
-sends frames.
+Guarantees: a request both enters the table and uses the tenant's quota, or does neither. When the request ends, by a
+reply, an error, a cancel, its deadline or the end of the stream, both are undone exactly once. The number of
+requests, and the bytes of requests and replies, are bounded. Nothing is admitted after `close`. This module neither
+reads nor sends frames.
 
 Threads: the thread that reads the stream admits requests. That thread, the thread that sends, the executor's worker
-threads and the sweep look up and forget requests. `_lock` guards the table. A thread that holds `_lock` may take the
+threads and the sweep look up and drop requests. `_lock` guards the table. A thread that holds `_lock` may take the
 locks of the tenant's quota, but no other lock.
 """
 
@@ -40,7 +40,7 @@ class Request:
 
         Args:
             header: the header of the request's first frame.
-            reply_cols: how many numbers a row of the reply has.
+            reply_cols: the number of columns of the reply.
             held_bytes: the bytes of the request and its reply together.
             request_class: the class that the request counts as.
             expires_at: the deadline, in seconds of `time.monotonic`.
@@ -49,7 +49,7 @@ class Request:
         self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         self.request_class, self.expires_at = request_class, expires_at
         self.assembler: Assembler | None = Assembler(header)
-        """Collects the chunks; None once all chunks are received."""
+        """Joins the request's chunks into rows; None once all chunks are received."""
         self.job: Job | None = None
         self.reply: torch.Tensor | None = None
 
@@ -84,7 +84,7 @@ class RequestTable:
     # ---- admission --------------------------------------------------------------------------------------------------
 
     def class_of(self, header: Header, now: float) -> RequestClass:
-        """Returns the class of a request, which also depends on what the tenant has in flight."""
+        """Returns the class of work of a request, which also depends on the tenant's other requests in flight."""
         admission = self._admission
         return class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
 
@@ -121,15 +121,15 @@ class RequestTable:
             self._admission.trained(now)
 
     def _keep(self, request: Request) -> None:
-        """Puts a request into the table; callers must hold the lock."""
+        """Adds a request to the table and its bytes to the total. Callers must hold the lock."""
         self._requests[request.header.request_id] = request
         self._held_bytes += request.held_bytes
 
     def keep_row(self, request: Request) -> bool:
-        """Adds to the table a row that was admitted without a place in it and could not be computed at once.
+        """Adds the request of a row that `admit` left out of the table and that could not be computed at once.
 
         Returns:
-            False if the stream has ended in the meantime.
+            True if the request was added; False if the stream has ended in the meantime.
         """
         with self._lock:
             if self.is_closed:
@@ -138,8 +138,8 @@ class RequestTable:
             return True
 
     def row_ended(self, request_class: RequestClass, held_bytes: int, is_kept: bool) -> None:
-        """Notes that a row that was admitted outside the table is finished or lost; if `is_kept`, the row was put into
-        the table instead, and stays in flight."""
+        """Records that a row that `admit` left out of the table is finished or lost, and releases its quota. If
+        `is_kept`, `keep_row` put the request into the table, so its quota stays in use."""
         self._is_answering = False
         if not is_kept:
             self._admission.release(request_class, 1, held_bytes)
@@ -151,7 +151,7 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def has(self, request: Request) -> bool:
-        """Returns whether this very request is still in flight; another request with the same id does not count."""
+        """Returns whether this request object is still in flight; another request with the same id does not count."""
         return self._requests.get(request.header.request_id) is request
 
     def expired(self, now: float) -> list[int]:
@@ -173,15 +173,15 @@ class RequestTable:
     # ---- forgetting -------------------------------------------------------------------------------------------------
 
     def forget(self, request_id: int, then: Callable[[], object] | None = None) -> bool:
-        """Drops a request with its reply, takes its job out of the executor, and releases its share of the quota.
+        """Drops a request with its reply, takes the request's job out of the executor, and releases its quota.
 
         Args:
             request_id: the id of the request.
-            then: called under the lock if the request was in the table, so that a thread that finds the request gone
-                also sees the effect of `then`.
+            then: called under the lock if the request was in the table, so that a thread that finds no request with
+                this id also sees the effect of `then`.
 
         Returns:
-            False if there was no such request.
+            True if the request was dropped; False if the table has no such request.
         """
         with self._lock:
             request = self._requests.pop(request_id, None)
@@ -197,14 +197,14 @@ class RequestTable:
         return True
 
     def forget_unfinished(self) -> None:
-        """Drops requests of which chunks are missing, for use when no more chunks will be received."""
+        """Drops the requests of which chunks are missing; callers use this when no more chunks will be received."""
         with self._lock:
             unfinished = [number for number, request in self._requests.items() if request.assembler is not None]
         for number in unfinished:
             self.forget(number)
 
     def close(self) -> None:
-        """Drops all requests and admits no more. Any thread may call this, also more than once."""
+        """Drops all requests, and refuses further requests. Any thread may call this, even repeatedly."""
         with self._lock:
             self.is_closed = True  # This is set under the lock, so that no request is admitted afterwards.
             numbers = list(self._requests)

@@ -34,11 +34,11 @@ from wire.transport.tls_context import server_context
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
-"""Age of the server's certificate, in seconds, from which the next handshake gets a new one. A certificate is valid for
-397 days."""
+"""Age of the server's certificate, in seconds, from which the next handshake gets a new certificate. A certificate is
+valid for 397 days."""
 _HANDSHAKE_MS = 3000
-"""Milliseconds for the TLS handshake and HTTP/2's first frame. They take one round trip, so this allows for a slow
-link and a lost packet. A short time is good, since connections of peers that send nothing then soon make room."""
+"""Milliseconds for the TLS handshake and HTTP/2's first frame. These take one round trip, so the time is enough for
+a slow link and a lost packet. The time is short, so that connections of peers that send nothing are soon closed."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
     """Returns gRPC's options for the server: limits on messages and connections, keepalive, and one process per port.
 
     Args:
-        most_connections: most open connections; a further connection is closed at once.
+        most_connections: most open connections; every connection beyond this number is closed at once.
     """
     return [
         # Any peer can connect and stay silent. Without the first option, silent connections would stay for two minutes
@@ -68,7 +68,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
 
 
 class Server:
-    """Holds the bound ports, and the service behind them once there is a model."""
+    """Holds the bound ports and, after `start`, the service behind the ports."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Server:
         names: Sequence[str] = (),
         tensor_port: int | None = 0,
     ) -> None:
-        """Binds the ports before a model is loaded, so that the operator learns of a taken port at once.
+        """Binds the ports before a model is loaded, so that the operator learns at once if a port is in use.
 
         Args:
             host: the address to bind; with TLS also a name in the server's certificate.
@@ -89,7 +89,7 @@ class Server:
                 streams use gRPC.
 
         Raises:
-            ConfigurationError: a port is taken, or the address is not this machine's.
+            ConfigurationError: a port is in use, or the address is not an address of this machine.
         """
         self._state = state
         self._service: ProviderService | None = None
@@ -104,7 +104,7 @@ class Server:
 
     @property
     def tensors(self) -> TensorPort | None:
-        """Returns the tensor port, for its counts, or None if there is none."""
+        """Returns the tensor port, which counts its connections, or None if there is none."""
         return self._tensors
 
     @property
@@ -137,12 +137,12 @@ class Server:
         Args:
             model: the model that is served.
             shards: the shards that compute; None computes in this process, with the default policy and no measurements.
-            admission: the tenants' quotas; None sets no limits of the operator's.
-            usage: the tenants' usage; None saves none.
+            admission: the tenants' quotas; None means that the operator sets no limits.
+            usage: counts and saves the tenants' usage; None saves no usage.
             busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
 
         Returns:
-            The service, for its counts.
+            The service, whose counts the caller may read.
         """
         if shards is None:
             shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
@@ -163,11 +163,11 @@ class Server:
             self._certificates.renew()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Ends every call, and waits until all have ended.
+        """Ends every call, and waits until all calls have ended.
 
         Args:
-            drain_s: longest time in seconds in which, before that, requests in flight are finished and new ones are
-                refused.
+            drain_s: longest time in seconds for finishing requests in flight, while new requests are refused, before
+                the calls are ended.
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):
@@ -189,7 +189,7 @@ def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
 
 
 class _Certificates:
-    """Holds the server's certificate, and replaces it before it expires and after `renew`."""
+    """Holds the server's certificate, and replaces the certificate before it expires and after `renew`."""
 
     def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
         """Issues the server's first certificate."""
@@ -221,7 +221,7 @@ class _Certificates:
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 
     def _fetch(self) -> Any:
-        """Returns a new configuration for gRPC, or None if gRPC already has the newest."""
+        """Returns gRPC's configuration with the newest certificate, or None if gRPC already has it."""
         with self._lock:
             self._look()
             if self._given == self._number:

@@ -47,7 +47,7 @@ from wire.transport.tls_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256
-"""Number of threads for the calls of all callers; each open call occupies one."""
+"""Number of threads for the calls of all callers; each open call occupies one thread."""
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
@@ -55,12 +55,12 @@ _STATUS = {
     RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
-"""The gRPC status and a fixed text for each kind of refusal; the text gives away no details."""
+"""By kind of refusal, the gRPC status and a fixed text, which tells the caller no details."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class ProviderService:
-    """Implements the methods of the service; `ServedModel` and `Session` do most of the work."""
+    """Implements the provider's network methods; `ServedModel` and `Session` do most of the work."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ProviderService:
 
     @property
     def num_replicas(self) -> list[tuple[int, int]]:
-        """Returns two counts for each shard: replicas that can compute, and replicas that there should be."""
+        """Returns two counts for each shard: the replicas that can compute now, and the replicas that are expected."""
         return self._executor.num_replicas
 
     @property
@@ -126,7 +126,7 @@ class ProviderService:
             return list(self._sessions)
 
     def status(self) -> ServiceStatus:
-        """Returns the numbers of streams, requests, rows and bytes, summed over all streams."""
+        """Returns the present state of all streams: counts of streams, requests, rows, bytes and open calls."""
         sessions = self.sessions
         each, tenants = [session.status() for session in sessions], {session.tenant for session in sessions}
         return ServiceStatus(
@@ -143,7 +143,7 @@ class ProviderService:
         )
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns the gRPC methods, whose messages are raw bytes."""
+        """Returns the gRPC handler with all methods; its messages are raw bytes."""
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
@@ -192,7 +192,7 @@ class ProviderService:
             connection: a new connection, for which TLS has verified the peer's certificate; the caller releases it.
 
         Returns:
-            None if the stream was served; else the error for which it is refused, which the caller must send.
+            None if the stream was served; else the error with which the stream is refused, which the caller must send.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
@@ -235,13 +235,13 @@ class ProviderService:
         yield from self._shard_listener.serve(access.tenant, messages, context, lambda: not access.may_stay())
 
     def _enter(self, context: Any) -> str:
-        """Admits a tenant's call and returns the tenant's name; ends the RPC if the call is refused."""
+        """Admits a tenant's RPC, counts it as open, and returns the tenant's name; ends a refused RPC."""
         access = self._admit(context)
         self._occupy(access.tenant, context)
         return access.tenant
 
     def _admit(self, context: Any, role: Role = "tenant") -> Access:
-        """Returns the caller's access; ends the RPC if the caller is refused."""
+        """Checks the caller's certificate and returns the caller's `Access`; ends the RPC if the caller is refused."""
         chain = context.auth_context().get("x509_pem_cert")
         try:
             return self._look_up(chain[0] if chain else b"", role)
@@ -258,14 +258,14 @@ class ProviderService:
         return access
 
     def _occupy(self, caller: str, context: Any) -> None:
-        """Counts the call as open until either side ends it; ends the RPC if the caller has too many calls open."""
+        """Counts the RPC as open until either side ends it; ends the RPC at once if the caller has too many open."""
         if not self._calls.take_place(caller):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         if not context.add_callback(lambda: self._calls.leave(caller)):
             self._calls.leave(caller)
 
     def _sweep(self) -> None:
-        """Checks every stream regularly, since a stream that only waits for messages would not notice a revocation."""
+        """Checks all streams regularly for revocations and deadlines, which an idle stream would not notice."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
             if self._shard_listener is not None:
@@ -288,7 +288,7 @@ class ProviderService:
             seconds: the longest time to wait.
 
         Returns:
-            Whether all requests were finished in time.
+            True if all requests in flight were finished in time.
         """
         self._is_draining = True
         now = self.status()

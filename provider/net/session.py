@@ -1,4 +1,4 @@
-"""Implements the protocol of one tenant's stream: it reads the tenant's frames, and computes, replies or refuses.
+"""Implements the protocol of one tenant's stream: reads the tenant's requests, has them computed, and sends replies.
 
 Guarantees: a request's header passes every check before memory is allocated for the request. If a request is invalid,
 only that request fails; a frame that cannot be read ends the stream. Errors are sent as numbers, without text. When the
@@ -7,8 +7,8 @@ tenant disconnects, all memory of the session is freed. This module does not kno
 
 Threads: the session has no thread of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands in
 one message at a time, and takes out one frame at a time. The thread that hands in a small request computes it at once.
-The executor's worker threads compute the others, and hand in the outcomes. The sweep of `provider/net/service.py`, a
-drain and the end of the provider use other threads. There is no lock here, since the table has one.
+The executor's worker threads compute the other requests, and hand in the outcomes. A drain, the
+sweep of `provider/net/service.py` and the end of the provider use other threads. The table has the only lock.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
 """Most rows of a decode request that the receiving thread computes itself while no other product runs. A decode step
-has four calls per block of the model, and in each of them a change of threads would cost time."""
+has four calls per block of the model, and in each call a change of threads would cost time."""
 INLINE_PRODUCTS = 1 << 23
-"""Most multiplications of a request that the receiving thread computes itself; they take about a millisecond."""
+"""Most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
 SWEEP_S = 0.5
 """Seconds between two checks of a stream for a revocation and for deadlines that have passed."""
 HANDSHAKE_S = 20.0
@@ -56,10 +56,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Computes(Protocol):
-    """Describes what a session needs of an executor, or of several executors behind one interface."""
+    """Lists the methods that a session calls to have requests computed, by one executor or by several."""
 
     def submit(self, job: Job) -> None:
-        """Queues a job; see `provider.engine.executor.Executor` for this and the other methods."""
+        """Queues a job; `provider.engine.executor.Executor` describes this method and the methods below."""
         ...
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
@@ -70,7 +70,7 @@ class Computes(Protocol):
 
 
 class _Refused(Exception):
-    """Says that the whole stream is refused with a code."""
+    """Says that the whole stream is refused, and with which error code."""
 
     def __init__(self, code: WireCode) -> None:
         self.code = code
@@ -89,7 +89,7 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
 
 
 def error_frame(request_id: int, error: VeilbaseError) -> bytes:
-    """Returns the frame for an error: the error's code and, if there is one, the time after which to retry. With id 0
+    """Returns the frame that reports an error by its code and, if known, the time after which to retry. With id 0
     the error is about the whole stream."""
     retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
     retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
@@ -97,7 +97,7 @@ def error_frame(request_id: int, error: VeilbaseError) -> bytes:
 
 
 class Session:
-    """Implements the provider's end of one stream."""
+    """Implements the provider's side of the protocol on one tenant's stream."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class Session:
             tenant: the tenant's name, for the log and the recorder.
             limits: the limits of this stream.
             admission, usage: the tenant's quota and usage, which all streams of the tenant share.
-            check: checks a call and its columns, and returns the columns of the reply; raises errors of `wire.errors`.
+            check: checks a call and the number of columns of its rows, and returns the number of columns of the reply;
+                raises errors of `wire.errors`.
             executor: computes the products.
             refusal: called for every request; returns None, or the code with which the stream is refused. If it raises
                 Unavailable, since the registry cannot be read, only that request fails.
@@ -136,7 +137,7 @@ class Session:
 
     @property
     def notify(self) -> Callable[[], None]:
-        """Returns the callback for new frames to send, which may be called in any thread; the transport sets it."""
+        """Returns the function that is called, in any thread, when there may be a frame to send."""
         return self._outbox.notify
 
     @notify.setter
@@ -146,7 +147,7 @@ class Session:
     # ---- frames that come -------------------------------------------------------------------------------------------
 
     def receive(self, message: bytes | memoryview) -> bool:
-        """Takes one message; returns False if the session takes no more. One thread at a time may call this."""
+        """Handles one message; returns False if the session accepts no more. One thread at a time may call this."""
         try:
             self._take(*frame.parse(message))
             return not self._table.is_closed
@@ -198,13 +199,13 @@ class Session:
             self._compute(request, assembler)
 
     def _check_leftover(self, header: Header) -> None:
-        """Accepts a later chunk of a request that was refused, cancelled or expired; raises MalformedFrame if the
-        request's first chunk never came."""
+        """Ignores a later chunk of a request that was refused, cancelled or expired; raises MalformedFrame if the
+        request's first chunk was never received."""
         if header.request_id > self._highest_id:
             raise MalformedFrame("a request must begin with its first chunk")
 
     def _admit_or_answer(self, header: Header, payload: memoryview) -> Request | None:
-        """Admits a request by its first frame; returns None if the request was computed at once, or has failed."""
+        """Admits a request by its first frame and returns it; returns None if it was computed at once or has failed."""
         if header.request_id == 0:
             raise MalformedFrame("request id 0 is the stream itself")
         self._highest_id = max(self._highest_id, header.request_id)
@@ -223,8 +224,8 @@ class Session:
             return None
 
     def _admit(self, header: Header, payload: memoryview, now: float) -> Request | None:
-        """Makes all checks that need only the header, and then puts the request into the table. A single decode row is
-        computed at once instead, if possible; then this returns None."""
+        """Makes all checks that need only the header, puts the request into the table, and returns it. If the request
+        is a single decode row, it is computed at once if possible, and this returns None."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
@@ -239,7 +240,7 @@ class Session:
         return request or self._answer_row(header, payload, reply_cols, held, expires_at)
 
     def _check_shape(self, header: Header) -> int:
-        """Checks the shape that a header announces against the limits; returns the columns of the reply."""
+        """Checks the shape that a header announces against the limits; returns the number of columns of the reply."""
         reply_cols = self._check(header.call, header.cols)
         try:
             frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
@@ -251,7 +252,7 @@ class Session:
         return reply_cols
 
     def end_input(self) -> None:
-        """Notes that no more messages will be received; complete requests still get their replies."""
+        """Ends the input, since no message will be received any more; complete requests still get their replies."""
         self._table.forget_unfinished()
         self._outbox.end_input()
 
@@ -263,7 +264,7 @@ class Session:
         """Computes a single admitted row in this thread, without putting it into the table.
 
         Returns:
-            None if the row was computed or has failed; else the request, which is now in the table.
+            None if the row was computed or has failed; else its request, which was put into the table after all.
         """
         size, is_kept = reply_cols * frame.ITEM_BYTES, False
         try:
@@ -324,8 +325,8 @@ class Session:
     # ---- faults and ends --------------------------------------------------------------------------------------------
 
     def _fail(self, request_id: int, error: VeilbaseError, is_admitted: bool = True) -> None:
-        """Sends an error for a request. If `is_admitted`, the request is taken out of the table first, and nothing is
-        sent if it was not there any more."""
+        """Sends an error for a request. If `is_admitted`, this first drops the request from the table, and sends
+        nothing if the table no longer has the request."""
         code = code_of(error)
         if code is WireCode.INTERNAL:  # The operator needs this line if the tenant asks about the error.
             _LOGGER.error("a request failed", extra=self._named(request_id))
@@ -349,7 +350,7 @@ class Session:
         self._hang_up()
 
     def sweep(self, now: float) -> None:
-        """Fails requests whose deadline has passed; ends the stream if the tenant was revoked, or did not send HELLO
+        """Fails the requests whose deadline has passed. Ends the stream if the tenant was revoked or has not sent HELLO
         in time."""
         self._sweep_at = now + SWEEP_S
         if self._table.is_closed:
@@ -371,13 +372,13 @@ class Session:
         self._is_draining = True
 
     def end(self, code: WireCode) -> None:
-        """Ends the stream with an error about the whole stream."""
+        """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream."""
         self._usage.failed(code)
         self._outbox.append(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
 
     def close(self) -> None:
-        """Drops all requests and ends the stream. Any thread may call this, also more than once."""
+        """Drops all requests and ends the stream. Any thread may call this, even repeatedly."""
         self._table.close()
         self._outbox.end()
 
@@ -386,7 +387,7 @@ class Session:
     def next_frame(self) -> bytes | memoryview | None:
         """Returns the frame to send next, or None if there is none at present; one thread at a time may call this.
 
-        Large replies take turns, one chunk each. `notify` is called when there may be another frame.
+        Large replies take turns, one chunk per turn. `notify` is called when there may be a further frame.
         """
         return self._outbox.next_frame()
 
@@ -396,7 +397,7 @@ class Session:
         return self._outbox.is_over
 
     def stop_sending(self) -> None:
-        """Drops replies that are half sent, and sends nothing more. Only the thread that takes frames may call this."""
+        """Drops replies that are partly sent, and sends nothing more. Only the thread that sends may call this."""
         self._outbox.stop_sending()
 
     @property

@@ -1,7 +1,7 @@
 """Describes the state of streams at one time, for the log, for metrics and for tests: counts, bytes and callers' names.
 
-Guarantees: a status is a copy that does not change. To make one delays a stream's thread only while a few numbers are
-read. The numbers may be from slightly different times, since streams go on meanwhile.
+Guarantees: a status is a copy that does not change. Making a status delays a stream's thread only while a few numbers
+are read. The numbers may be from slightly different times, since the streams continue meanwhile.
 
 Threads: any thread may use this.
 """
@@ -17,7 +17,7 @@ class SessionStatus:
     """Describes the present state of one stream.
 
     Attributes:
-        num_requests: number of requests in flight, without rows that the receiving thread computes at once.
+        num_requests: number of requests in flight, except single rows that the receiving thread computes at once.
         held_bytes: bytes of these requests and their replies.
         num_waiting: number of frames and replies that wait to be sent.
         num_half_sent: number of large replies of which some chunks have been sent.
@@ -25,7 +25,7 @@ class SessionStatus:
         has_greeted: whether the tenant has sent its HELLO.
         is_draining: whether new requests are refused.
         is_closed: whether the session has ended, so that it takes no more messages.
-        is_over: whether there will be no further frame to send.
+        is_over: whether no further frame will be sent.
     """
 
     num_requests: int
@@ -48,11 +48,10 @@ class ServiceStatus:
         num_tenants: number of tenants with an open stream.
         num_unanswered: number of streams with a request in flight.
         num_requests, held_bytes, num_waiting: sums over all streams; see `SessionStatus`.
-        num_rows: rows in flight of these tenants, as in their quotas: including rows that the receiving thread computes
-            at once.
+        num_rows: rows in flight of all tenants with an open stream, including rows that the receiving thread computes.
         calls: by caller's name, the number of open streams and downloads, or connections of a shard's host; only
             callers with at least one.
-        num_joining: number of shards' hosts that are joining.
+        num_joining: number of other hosts that are joining to compute a shard.
         is_draining: whether new streams and requests are refused.
     """
 

@@ -33,7 +33,7 @@ MAX_CONNECTIONS = MOST_STREAMS
 """Most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
 _BACKLOG = 64
 _LINGER_S = 2.0
-"""Longest time in seconds that a tenant may take to read the last frame."""
+"""Longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _WAKE = (1).to_bytes(8, sys.byteorder)
@@ -49,8 +49,8 @@ class TensorPortStatus:
 
     Attributes:
         num_connections: number of open connections, each of which occupies a thread.
-        num_guests: number of open connections without a stream, because their handshake is not finished or they were
-            refused. If nearly all connections are guests, peers without access are flooding the port.
+        num_guests: number of open connections without a stream, because the handshake is not finished or the peer
+            was refused. If nearly all connections are guests, peers without access are flooding the port.
     """
 
     num_connections: int
@@ -61,15 +61,15 @@ class TensorPort:
     """Holds the bound tensor port; `start` begins to accept connections."""
 
     def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
-        """Binds the TCP port, on which connections can then queue until `start`.
+        """Binds the TCP port; connections then wait until `start` begins to accept them.
 
         Args:
             host: an address or a name of this machine.
             port: the port's number; 0 picks a free one.
-            most: most connections, which may be fewer than `MAX_CONNECTIONS` if the process may open only a few files.
+            most: most open connections; fewer than `MAX_CONNECTIONS` if the process may open only a few files.
 
         Raises:
-            ConfigurationError: the port is taken, or the address is not this machine's.
+            ConfigurationError: the port is in use, or the address is not an address of this machine.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -99,8 +99,8 @@ class TensorPort:
 
         Args:
             context: returns the newest TLS context; called at each handshake.
-            serve: called for each connection in a thread of its own. When it returns, the connection is closed; if it
-                returns an error, the error is sent before.
+            serve: called for each connection in a thread of its own. When `serve` returns, the connection is
+                closed; an error that it returns is sent first.
         """
         threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
 
@@ -125,8 +125,8 @@ class TensorPort:
                 time.sleep(_PAUSE_S)
 
     def _find_place(self) -> bool:
-        """Reserves room for one more connection, and returns whether there was any. If there is none, this first closes
-        the oldest connection without a stream, since otherwise any peer could keep the port full."""
+        """Reserves one of the `most` places for a new connection; returns False if no place becomes free. If the port
+        is full, this closes the oldest connection without a stream, since else any peer could keep the port full."""
         if self._places.acquire(blocking=False):
             return True
         with self._lock:
@@ -174,7 +174,7 @@ class TensorPort:
             self._guests.pop(connection, None)
 
     def stop(self) -> None:
-        """Stops accepting, and ends every connection after waiting up to `_STOP_S` seconds for their threads."""
+        """Stops accepting, waits up to `_STOP_S` seconds for the connections' threads, and closes every connection."""
         with self._lock:
             self._has_stopped = True
             ending = dict(self._open)
@@ -243,7 +243,7 @@ class _Carrier:
         session.notify = self._notify
 
     def _notify(self) -> None:
-        """Notes that there may be a frame to send, and wakes the thread if it waits; any thread may call this."""
+        """Tells the connection's thread that there may be a frame to send, and wakes it. Any thread may call this."""
         self._has_news = True
         if self._is_waiting:
             with self._lock, contextlib.suppress(BlockingIOError):
@@ -267,7 +267,7 @@ class _Carrier:
                 self._waker = -1
 
     def _send(self) -> bool:
-        """Sends frames until the connection takes no more; returns False if the session will never send again."""
+        """Sends frames until none is ready or the connection is full; returns False if no frame will ever follow."""
         self._has_news = False  # This is cleared first, so that a frame which is added from here on sets it again.
         while not self._connection.has_unsent:
             message = self._session.next_frame()

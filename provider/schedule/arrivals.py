@@ -1,7 +1,7 @@
 """Predicts when the next decode request will come.
 
-A tenant that decodes calls one layer after the other. Before the next call, the tenant computes for about as long as it
-did the last time at the same layer. The scheduler uses the prediction to run large work that ends before the next
+A tenant that decodes calls one layer after the other. Before the next call, the tenant computes for about as long as
+after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the next
 decode request. A wrong prediction only costs time. The code is not safe under threads.
 """
 
@@ -15,19 +15,20 @@ _SLOW_S = 0.05
 """Longest pause between two layers of one decode step, in seconds. After a longer pause the tenant counts as gone until
 it sends another request."""
 _NEW = 0.25
-"""Weight of the newest gap in the moving mean; a gap is the time from a reply to the tenant's next request."""
+"""Weight of the newest gap in the moving mean; a gap is the time from a reply to the same tenant's next request."""
 _EARLY, _LATE, _LATE_S = 1.0, 4.0, 2e-4
-"""A request is expected from `_EARLY` mean deviations before the mean gap on. It is late `_LATE` mean deviations after
-the mean gap, but at least `_LATE_S` seconds after it (Jacobson, "Congestion avoidance and control", SIGCOMM 1988)."""
+"""After a reply, a request is expected once the mean gap less `_EARLY` mean deviations has passed. It is late once the
+mean gap and `_LATE` mean deviations, or the mean gap and `_LATE_S` seconds if that is longer, have passed (Jacobson,
+"Congestion avoidance and control", SIGCOMM 1988)."""
 _SURELY = 0.8
-"""Share of the mean gap after which a request is expected, however small the deviation."""
+"""Share of the mean gap after which a request is expected, even if the mean deviation is very small."""
 _MOST_GAPS = 1 << 15
 MOST_TENANTS = 1 << 7
-"""Most tenants that are expected at a time. Beyond this, the tenant with the oldest reply is forgotten."""
+"""Most tenants from which a request is expected. If there are more, the tenant with the oldest reply is dropped."""
 
 
 class Arrivals:
-    """Keeps the mean gap of each tenant and call, and the tenants from which a request is expected."""
+    """Keeps each tenant's mean gap from a reply to the next request, and the tenants that are expected to send."""
 
     def __init__(self) -> None:
         """Makes a record of arrivals that knows no tenant yet."""
@@ -36,14 +37,14 @@ class Arrivals:
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:
-        """Notes that the reply to a decode request is ready."""
+        """Records that the reply to a decode request is ready, so that the tenant's next request is expected."""
         self._replied[tenant] = call, now_s
         self._replied.move_to_end(tenant)
         if len(self._replied) > MOST_TENANTS:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """Notes that a decode request has arrived."""
+        """Records that a decode request has arrived, and updates the mean gap of the call before it."""
         before = self._replied.pop(tenant, None)
         if before is None:
             return
@@ -64,8 +65,8 @@ class Arrivals:
             self._gaps.popitem(last=False)
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """Returns the time at which the next request is expected, the time to call this again if no request has come,
-        and the number of tenants from which one is expected.
+        """Returns the time at which the next decode request is expected, the time to call this again if no request has
+        come by then, and the number of tenants from which a request is expected.
 
         If a tenant's request is late, or the tenant's gap is not known yet, its request is expected at once, until the
         tenant counts as gone.

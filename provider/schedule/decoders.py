@@ -1,5 +1,5 @@
-"""Keeps track of the tenants that decode: their requests in the queue, the requests that will probably come next, and
-the tenants that flood, which means that they send many small requests at a time without decoding.
+"""Keeps track of the tenants that decode, of their queued requests, and of the requests that will probably come next.
+Also detects tenants that flood: they send many small requests at a time without decoding.
 
 The code reads no clock: callers pass `now_s`. It is not safe under threads.
 """
@@ -16,7 +16,7 @@ from provider.schedule.ticket import Ticket
 from wire.frame import Call
 
 ACTIVE_S = 1.0
-"""Seconds after a tenant's last request for which the tenant counts as active."""
+"""Seconds for which a tenant counts as active after its last request."""
 
 
 class Decoders:
@@ -26,8 +26,8 @@ class Decoders:
         """Makes a record of decoding tenants that knows no tenant yet.
 
         Args:
-            has_classes: whether decode requests go before other work. If not, arrivals are not predicted and floods are
-                not detected, which saves time in each of a decode step's hundred requests.
+            has_classes: whether decode requests go before other work. If not, this neither predicts arrivals nor
+                detects floods, which saves time in each of the hundred requests of a decode step.
         """
         self._has_classes = has_classes
         self._expected, self._pauses = Arrivals(), Pauses()
@@ -35,12 +35,12 @@ class Decoders:
         self._here: set[Ticket] = set()
         """Requests that arrived as decode requests and have no reply yet."""
         self._senders: OrderedDict[str, float] = OrderedDict()
-        """Tenants that lately sent requests as decode, with the time of the last one."""
+        """Tenants that sent requests as decode within `ACTIVE_S`, with the time of the last request."""
         self._decoding: OrderedDict[str, float] = OrderedDict()
-        """Tenants whose requests lately counted as decode, with the time of the last event."""
+        """Tenants whose requests counted as decode within `ACTIVE_S`, with the time of the last request or reply."""
 
     def came(self, ticket: Ticket, now_s: float, product_s: float) -> None:
-        """Notes that a decode request enters the queue; if its tenant floods, makes it a prefill request.
+        """Records that a decode request enters the queue; turns the request into prefill if its tenant floods.
 
         Args:
             ticket: the request; its class may be changed.
@@ -59,17 +59,17 @@ class Decoders:
         note(self._decoding, ticket.tenant, now_s)
 
     def left_queue(self, ticket: Ticket) -> None:
-        """Notes that no row of a request waits any more; callers report requests of all classes."""
+        """Records that no row of a request is queued any more. Callers call this for requests of all classes."""
         self._num_queued -= ticket.request_class is RequestClass.DECODE
 
     def cancelled(self, ticket: Ticket) -> None:
-        """Notes that a request was cancelled; callers report requests of all classes."""
+        """Records that a request was cancelled. Callers call this for requests of all classes."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, None)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
-        """Notes that a request is finished; callers report requests of all classes."""
+        """Records that the last batch of a request has ended. Callers call this for requests of all classes."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, now_s)
@@ -79,7 +79,7 @@ class Decoders:
                 self._expected.replied(ticket.tenant, ticket.call, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """Notes a decode request that was computed without entering the queue."""
+        """Records a decode request that was computed from `began_s` to `now_s` without entering the queue."""
         note(self._decoding, tenant, now_s)
         if not self._has_classes:
             return
@@ -90,17 +90,17 @@ class Decoders:
         self._expected.replied(tenant, call, now_s)
 
     def are_active(self, now_s: float) -> bool:
-        """Returns whether any tenant decodes now, or did so within `ACTIVE_S` seconds."""
+        """Returns whether a decode request is queued, or the last one came or ended at most `ACTIVE_S` seconds ago."""
         if self._num_queued:
             return True
         return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= ACTIVE_S
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """Predicts the next decode request; see `Arrivals.next_s`."""
+        """Returns when the next decode request is expected, and two more values; see `Arrivals.next_s`."""
         return self._expected.next_s(now_s)
 
     def floods(self, tenant: str, now_s: float) -> bool:
-        """Returns whether a tenant floods while another tenant sends small requests, too."""
+        """Returns whether a tenant floods while another tenant has sent small requests within `ACTIVE_S` seconds."""
         if not self._pauses.is_flood(tenant):
             return False
         latest = itertools.islice(reversed(self._senders.items()), 2)
@@ -108,7 +108,7 @@ class Decoders:
 
 
 def note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
-    """Sets the time at which the tenant was seen last; drops tenants that were not seen for `ACTIVE_S` seconds."""
+    """Stores in `seen` that a tenant was active at `now_s`; drops those last active over `ACTIVE_S` s ago."""
     seen[tenant] = now_s
     seen.move_to_end(tenant)
     while now_s - next(iter(seen.values())) > ACTIVE_S:

@@ -1,8 +1,8 @@
-"""Chooses whose request runs next, by deficit round robin over tenants.
+"""Chooses the tenant whose request runs next, by deficit round robin over tenants.
 
-In each round, every waiting tenant gets a credit, its quantum times its weight. Products are paid for from the credit,
-in rows or in seconds. Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round robin" (SIGCOMM
-1995).
+In each round, every waiting tenant gets a credit: the quantum (the credit of a tenant of weight 1) times the tenant's
+weight. The cost of the tenant's products, in rows or in seconds, is taken from the credit. Source: Shreedhar and
+Varghese, "Efficient fair queuing using deficit round robin" (SIGCOMM 1995).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from provider.schedule.ticket import Ticket
 
 _MOST_DEBT = 8
-"""Most that a tenant can owe, in quanta."""
+"""Most that a tenant can owe, in quanta; a quantum is the credit of one turn for a tenant of weight 1."""
 
 
 class TenantRing:
-    """Holds the tickets of one class that are ready, and takes turns among their tenants.
+    """Holds the tickets (queued requests) of one class that may run now, and gives their tenants turns.
 
-    Tickets of the same tenant go in order of arrival.
+    A tenant's own tickets run in the order in which they were added.
     """
 
     def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
-        """Makes the ring without any tickets.
+        """Makes the ring without any tickets (queued requests).
 
         Args:
-            quantum_of: returns the credit of one turn for a tenant of weight 1, in rows or seconds like all costs here.
-                Its argument is the number of waiting tenants if each of them has a single ticket, else 1.
+            quantum_of: returns the credit of one turn for a tenant of weight 1, in the unit of all costs: rows or s.
+                The argument is the number of waiting tenants if each tenant has a single ticket, else 1.
             weight_of: returns a tenant's weight.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
@@ -38,7 +38,7 @@ class TenantRing:
         self._in_order: dict[Ticket, None] = {}
         self._whose: str | None = None
         self._served: set[str] = set()
-        """Tenants that got their credit in this round. The round ends when all waiting tenants have got theirs."""
+        """Tenants that got their credit in this round, which ends when all waiting tenants have got their credit."""
 
     def __bool__(self) -> bool:
         return bool(self._in_order)
@@ -48,26 +48,26 @@ class TenantRing:
 
     @property
     def oldest(self) -> Ticket:
-        """Returns the oldest ticket of all tenants; the ring must not be empty."""
+        """Returns the oldest ticket (queued request) of all tenants; the ring must not be empty."""
         return next(iter(self._in_order))
 
     @property
     def quantum(self) -> float:
-        """Returns the quantum of every turn in this round. It is fixed at the beginning of the round, so that no tenant
-        can gain by changing it."""
+        """Returns the quantum, the credit of one turn for a tenant of weight 1. It is fixed when a round begins,
+        so that no tenant can gain by sending more or fewer requests during the round."""
         if not self._served:
             self._quantum = self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
         return self._quantum
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a ticket at the end of its tenant's queue."""
+        """Adds a ticket (a queued request) at the end of its tenant's queue."""
         queue = self._queues.setdefault(ticket.tenant, {})
         queue[ticket] = None
         self._num_single += (len(queue) == 1) - (len(queue) == 2)
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a ticket. A tenant without tickets loses its credit, but keeps its debt as long as others wait."""
+        """Removes a queued request. A tenant without any loses its credit, but keeps its debt while others wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
@@ -82,8 +82,8 @@ class TenantRing:
             self._served.clear()
 
     def charge(self, ticket: Ticket, cost: float) -> None:
-        """Charges a tenant for rows of a ticket that were computed, in the tenant's own turn or in another tenant's
-        batch.
+        """Takes the cost of some of a request's rows from its tenant's credit. The rows run in the tenant's own turn
+        or in another tenant's batch.
 
         Callers must call this before `remove`. If a tenant's rows join another tenant's batch before its own turn, the
         tenant gets its credit of this round at once.
@@ -101,14 +101,14 @@ class TenantRing:
         return self._deficits.get(tenant, 0.0) > -self._credit(tenant)
 
     def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
-        """Returns the first ticket of the tenant whose turn it is; the ring must not be empty.
+        """Returns the first ticket (queued request) of the tenant whose turn it is; the ring must not be empty.
 
-        The search visits each tenant once, up to the first tenant that can pay. If none can pay in this round, all
-        rounds until one can pay are computed in one step. A tenant's saved credit is at most the cost of its next
-        piece, or the credit of one turn if that is more.
+        The search visits tenants in order, each at most once, up to the first tenant that can pay. If no tenant can pay
+        in this round, all rounds until one tenant can pay are computed in one step. A tenant's saved credit is at most
+        the cost of its next piece, or the credit of one turn if that is more.
 
         Args:
-            cost_of: returns the cost of the next piece of a ticket.
+            cost_of: returns the cost, in rows or seconds, of a ticket's next piece (the rows of its next product).
         """
         # A single tenant takes no turns. It saves no credit, and owes nothing to a tenant that comes later.
         if len(self._queues) == 1:
@@ -141,19 +141,19 @@ class TenantRing:
         return next(iter(self._queues[tenant]))
 
     def _missing(self, tenant: str, cost: float) -> float:
-        """Returns how much credit a tenant lacks for a cost, and first cuts its savings to the larger of that cost and
-        one turn's credit."""
+        """Reduces a tenant's saved credit to the larger of `cost` and one turn's credit, if it is more; then returns
+        `cost` less the saved credit."""
         saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
         self._deficits[tenant] = saved
         return cost - saved
 
     def _give(self, tenant: str, rounds: int = 1) -> None:
-        """Gives a tenant the credit of several rounds, of which the present round is the last."""
+        """Gives a tenant the credit of several rounds, the present round included."""
         self._deficits[tenant] = self._deficits.get(tenant, 0.0) + rounds * self._credit(tenant)
         self._served.add(tenant)
 
     def _after_more_rounds(self, cost_of: Callable[[Ticket], float]) -> str:
-        """Runs as many rounds as pass until a tenant can pay; returns that tenant and puts it first in the order."""
+        """Gives the credit of all rounds until a tenant can pay; returns this tenant and puts it first in the order."""
         self._served.clear()
         tenants = list(self._queues)
         needed = [

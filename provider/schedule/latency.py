@@ -1,8 +1,8 @@
 """Predicts how long a product takes, as base_s + row_s · rows.
 
-Each lane, the products of one call, has its own two numbers. They are fitted to measured products by exponentially
-weighted least squares. For a lane without measurements, the prediction is the number of its multiplications times the
-mean rate of all lanes.
+Each lane (the products of one call) has its own base_s and row_s. These numbers are fitted to measured products by
+exponentially weighted least squares. For a lane without measurements, the prediction is the product's number of
+multiplications times the mean seconds per multiplication of all lanes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from wire.frame import Call
 
 _FORGET = 0.98
-"""Factor by which each new measurement reduces the weight of the older ones, so that about the last 50 count."""
+"""Factor by which each new measurement reduces the weight of older measurements, so that about the last 50 count."""
 _FIRST_RATE = 2e-11
 """Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
 _APART = 4.0
-"""Largest factor between a lane's slope and the slope that the mean rate of all lanes suggests."""
+"""Largest factor by which a lane's slope (seconds per row) may differ from the slope by the mean rate of all lanes."""
 _OUTLIER = 5.0
-"""Measurements are cut to this multiple of the prediction, since a longer time is a pause of the machine."""
+"""Most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the machine."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class _Sums:
         self.product = self.product * _FORGET + rows * seconds
 
     def line(self, prior: float) -> tuple[float, float]:
-        """Fits a line to the measurements; returns its base in seconds and its slope in seconds per row, both at least
-        0.
+        """Fits a line to the measurements; returns the line's base in seconds and slope in seconds per row, both at
+        least 0.
 
         Args:
             prior: the slope that the mean rate of all lanes suggests. The fitted slope is kept near it, since
                 measurements of nearly equal size say little about the slope, and a slope near zero would predict that
-                any number of rows is computed at once.
+                more rows take no more time.
         """
         mean_rows, mean_s = self.rows / self.weight, self.seconds / self.weight
         spread = self.weight * self.rows2 - self.rows * self.rows
@@ -58,15 +58,15 @@ class _Sums:
 
 
 class LatencyModel:
-    """Predicts the time of products for each lane. It is not safe under threads."""
+    """Predicts the time of a product in each lane (the products of one call). It is not safe under threads."""
 
     def __init__(self, products_per_row: Callable[[Call], int]) -> None:
-        """Makes a model without measurements. `products_per_row` returns in_features · out_features of a lane."""
+        """Makes a model without measurements. `products_per_row` returns a call's multiplications per row."""
         self._products_per_row = products_per_row
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}
         self._sum_base_s = 0.0
-        """The sum of the bases, in seconds, over all lanes with measurements."""
+        """The sum over all measured lanes of base_s, the seconds of a product that do not depend on its rows."""
         self._all = _Sums()
 
     def measured(self, call: Call, num_rows: int, seconds: float) -> None:
@@ -82,17 +82,17 @@ class LatencyModel:
 
     @property
     def mean_base_s(self) -> float:
-        """Returns the mean base over all lanes with measurements: the part of a product's seconds that does not depend
-        on its rows."""
+        """Returns the mean over all measured lanes of base_s, the seconds of a product that do not depend on its
+        rows."""
         return max(0.0, self._sum_base_s) / max(1, len(self._lines))
 
     def predict_s(self, call: Call, num_rows: int) -> float:
-        """Returns the predicted seconds of one product."""
+        """Returns the predicted seconds of one product of a call with `num_rows` rows."""
         base, slope = self._line(call)
         return base + slope * num_rows
 
     def rows_within(self, call: Call, seconds: float) -> int:
-        """Returns the most rows with which a product is predicted to take at most `seconds`; at least 1."""
+        """Returns the largest number of rows whose product is predicted to take at most `seconds`; at least 1."""
         base, slope = self._line(call)
         if slope <= 0:
             return 1 << 30 if base <= seconds else 1
@@ -105,5 +105,5 @@ class LatencyModel:
         return 0.0, self._rate() * self._products_per_row(call)
 
     def _rate(self) -> float:
-        """Returns the mean seconds per multiplication over all lanes."""
+        """Returns the mean seconds per multiplication over all measured products."""
         return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

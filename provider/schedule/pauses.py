@@ -1,5 +1,5 @@
-"""Measures which tenants pause between decode requests; a tenant that decodes must wait for a reply before it can send
-the next request, so a tenant that hardly pauses is not decoding.
+"""Measures how long tenants pause between decode requests. A tenant that decodes must wait for a reply before it can
+send the next request, so a tenant that hardly pauses is not decoding: it floods.
 
 Guarantees: the pause is measured from a tenant's last reply to its next request, and is compared with the time of the
 tenant's own products. So time spent waiting for other tenants makes no tenant look like a flood. The code is not safe
@@ -12,12 +12,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 _NEW = 0.1
-"""Weight of the newest request in the moving means."""
+"""Weight of the newest request in the moving means of a tenant's pauses and product times."""
 _LEAST_PAUSE = 0.25
-"""Least mean pause of a tenant that decodes, as a share of the mean time of its products. The pause contains the way of
-a reply to the tenant and the way of the next request back."""
+"""Least mean pause of a decoding tenant, as a share of the mean time of its products. The pause contains the time in
+which the reply reaches the tenant and the next request reaches the provider."""
 MOST_TENANTS = 1 << 10
-"""Most tenants that are remembered. Beyond this, the tenant with the oldest request is forgotten."""
+"""Most tenants whose pauses are kept. If there are more, the tenant with the oldest last request is dropped."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Pauses:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     def arrived(self, tenant: str, now_s: float, product_s: float) -> None:
-        """Notes that a decode request has arrived; `product_s` is the time of its product alone, in seconds."""
+        """Records that a decode request has arrived whose product alone takes `product_s` seconds."""
         one = self._tenants.get(tenant)
         if one is None:
             one = self._tenants[tenant] = _Tenant()
@@ -52,7 +52,7 @@ class Pauses:
         one.num_here += 1
 
     def left(self, tenant: str, now_s: float | None) -> None:
-        """Notes that a request is finished at `now_s`, or that it was cancelled if `now_s` is None."""
+        """Records that a request was finished at `now_s`, or that it was cancelled, if `now_s` is None."""
         one = self._tenants.get(tenant)
         if one is not None:
             one.num_here, one.left_s = max(0, one.num_here - 1), now_s

@@ -16,11 +16,12 @@ seconds, but at least `_TURN_BASES` times a product's base time (the part that d
 piece of a request reads its layer's weights again."""
 _REQUEST_S, _REQUEST_BASES = 3e-3, 2.0
 _LONGEST_TURN_S, _LONGEST_TURN_BASES = 25e-3, 20.0
-"""If several tenants wait with one request each, a turn is longer by the first pair for each further tenant, and at
-most as long as the second pair says. A pair is a number of seconds and a number of base times, of which the larger
-counts. Longer turns cut a large request into fewer pieces. Each cut lets every other tenant run one more request, which
-costs about the first pair beside its product. If a tenant waits with several requests, turns stay short. With these
-base times, eight tenants get the most rows (docs/benchmarks.md, "Many tenants on one executor")."""
+"""If several tenants wait with one request each, a turn is longer by `_REQUEST_S` seconds, or `_REQUEST_BASES` base
+times if that is more, for each tenant after the first. No turn is longer than `_LONGEST_TURN_S` seconds, or
+`_LONGEST_TURN_BASES` base times if that is more. Longer turns cut a large request into fewer pieces. Each cut lets each
+other tenant run one more request, which costs about `_REQUEST_S` more than its product. If a tenant waits with several
+requests, turns stay short. With these base times, eight tenants get the most rows (docs/benchmarks.md, "Many tenants on
+one executor")."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Policy:
     """Says how requests are combined into batches.
 
     Attributes:
-        name: `opportunistic` holds a request for a while, depending on its size, so that others can share its product;
-            `none` runs the requests one by one in order of arrival; `lockstep` waits for all active tenants.
+        name: `opportunistic` holds a request for a while, depending on its size, so that other requests can share its
+            product; `none` runs the requests one by one in order of arrival; `lockstep` waits for all active tenants.
         max_wait_s: longest time in seconds for which a request is held, under any policy.
         wait_share: under `opportunistic`, the longest hold as a share of the request's own predicted time. Decode
             requests are not held.
@@ -37,7 +38,7 @@ class Policy:
         starvation_s: by class, the longest time in seconds until a piece of the class runs, while more urgent work
             waits or is expected.
         max_batch_rows: most rows of one product.
-        max_batch_numbers: most numbers on the wider side of one product, which bounds the memory of a batch.
+        max_batch_numbers: most numbers in the input or the output of one product; it bounds a batch's memory.
     """
 
     name: PolicyName = "opportunistic"
@@ -52,16 +53,16 @@ class Policy:
 
 
 def turn_rows(request_class: RequestClass, num_equal: int) -> float:
-    """Returns the length of a turn with a latency target, in rows; it does not depend on the waiting tenants."""
+    """Returns the length of a turn with a latency target, in rows. The length does not depend on `num_equal`."""
     return QUANTUM_ROWS[request_class]
 
 
 def turn_s(num_equal: int, base_s: float) -> float:
-    """Returns the length of a turn without a latency target, in seconds of products.
+    """Returns the length of a turn without a latency target, in seconds of computing.
 
     Args:
         num_equal: the number of waiting tenants if each waits with one request, else 1.
-        base_s: the mean base time of a product over all lanes, in seconds.
+        base_s: the mean over all calls of the seconds of a product that do not depend on its rows.
     """
     shortest_s, request_s = max(_TURN_S, _TURN_BASES * base_s), max(_REQUEST_S, _REQUEST_BASES * base_s)
     return min(max(_LONGEST_TURN_S, _LONGEST_TURN_BASES * base_s), shortest_s + request_s * max(0, num_equal - 1))

@@ -1,6 +1,6 @@
-"""Limits what one tenant may request, by token buckets and by bounds on requests in flight.
+"""Limits what one tenant may request, by token buckets (limits on rates) and by bounds on requests in flight.
 
-A request beyond a limit is refused with the time in seconds after which the tenant may retry.
+A request beyond a limit is refused, and the refusal says after how many seconds the tenant may retry.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from provider.schedule.request_class import RequestClass
 
 EVERYBODY = "*"
-"""The name in the limits for all tenants without limits of their own. No tenant can have this name."""
+"""The name, in the operator's limits, for all tenants that are not named there. No tenant can have this name."""
 LOCAL_TENANT = "local"
 """The name that every tenant has if the provider runs without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
 """Default for the most bytes in flight, over all tenants."""
 FULL_RETRY_S = 0.05
-"""Seconds after which to retry if too much is in flight; the time at which room becomes free is not known."""
+"""Seconds after which a tenant may retry if too much is in flight; when a request will end is not known."""
 
 
 def _by_name(given: object) -> object:
@@ -57,8 +57,8 @@ class TenantLimits(BaseModel):
 
 
 class TokenBucket:
-    """Limits a rate: the bucket fills steadily up to one second's worth, and each request takes its amount from it. A
-    larger amount passes when the bucket is full, and leaves the level below zero."""
+    """Limits a rate: the bucket fills steadily up to the amount of one second, and each request takes its own amount
+    out. A request larger than the bucket passes when the bucket is full, and leaves its level below zero."""
 
     def __init__(self, rate: float | None, now_s: float) -> None:
         """Makes a full bucket. `rate` is in units per second; None sets no limit."""
@@ -66,7 +66,7 @@ class TokenBucket:
         self._level, self._filled_s = self._rate, now_s
 
     def retry_s(self, amount: float, now_s: float) -> float:
-        """Returns the seconds until `amount` would pass, or 0 if it passes now; takes nothing from the bucket."""
+        """Returns the seconds until `amount` may be taken, or 0 if it may be taken now; takes nothing."""
         if self._rate == math.inf:
             return 0.0
         self._level = min(self._rate, self._level + (now_s - self._filled_s) * self._rate)
@@ -79,24 +79,24 @@ class TokenBucket:
 
 
 class SharedRoom:
-    """Bounds what all tenants hold together, such as bytes in flight. It is safe under threads.
+    """Bounds an amount that all tenants share, such as the bytes in flight. It is safe under threads.
 
-    No tenant may hold more than what is still free, so there is always room for one more tenant. A single tenant can
-    hold half of the room, and each of two tenants a third.
+    A tenant may hold at most as much as is still free, so there is always room for another tenant. A single tenant can
+    hold half of the size, and each of two tenants can hold a third.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM
     Transactions on Networking 6(2), 1998), with a factor of one.
     """
 
     def __init__(self, size: float) -> None:
-        """Makes a room of which nothing is held. `size` is the most that all tenants may hold together, but a larger
-        amount may pass while nothing else is held."""
+        """Starts with nothing held. `size` is the most that all tenants may hold together, but a single larger amount
+        may be taken while nothing else is held."""
         self._lock = threading.Lock()
         self._size, self._used = size, 0
 
     @property
     def most_of_one(self) -> float:
-        """Returns the most that one tenant can hold in many requests if no other tenant holds anything."""
+        """Returns the most that one tenant can hold, over all its requests, if no other tenant holds anything."""
         return self._size / 2
 
     def take(self, held: int, amount: int) -> bool:
@@ -123,17 +123,17 @@ class Quota:
         Args:
             limits: the operator's limits for this tenant.
             now_s: the present time in seconds.
-            room: the bytes in flight of all tenants; None sets no bound.
+            room: the bound on the bytes in flight of all tenants together; None sets no bound.
         """
         self.limits = limits
         self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
         self.rows_in_flight = self.bytes_in_flight = 0
-        """Rows of requests that were admitted and not yet released, and the bytes of these requests and their
+        """Rows of requests that were admitted and have not ended, and the bytes of these requests and the
         replies."""
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:
-        """Admits a request and returns 0, or changes nothing and returns the seconds after which to retry.
+        """Admits a request and returns 0, or refuses it and returns the seconds after which the tenant may retry.
 
         Args:
             num_rows: the number of rows of the request.
@@ -154,15 +154,15 @@ class Quota:
         return 0.0
 
     def _is_full(self, num_rows: int, num_bytes: int) -> bool:
-        """Returns whether a request exceeds the bounds on what is in flight. A request that is larger than a bound
-        passes while nothing else is in flight, since it could never pass otherwise."""
+        """Returns whether a request would exceed the bounds on the tenant's rows or bytes in flight. A request larger
+        than a bound is admitted if nothing else is in flight, since it could never be admitted otherwise."""
         rows, most_bytes = self.limits.max_rows_in_flight, self.limits.max_in_flight_bytes
         if rows is not None and self.rows_in_flight > 0 and self.rows_in_flight + num_rows > rows:
             return True
         return most_bytes is not None and self.bytes_in_flight > 0 and self.bytes_in_flight + num_bytes > most_bytes
 
     def released(self, num_rows: int, num_bytes: int) -> None:
-        """Notes that an admitted request is finished, cancelled or lost."""
+        """Subtracts an ended request's rows and bytes from the amounts in flight."""
         self.rows_in_flight -= num_rows
         self.bytes_in_flight -= num_bytes
         self._room.give_back(num_bytes)

@@ -1,4 +1,4 @@
-"""Infers the class of each request from what the tenant sends, since the provider cannot trust what a tenant says."""
+"""Infers the class of each request from what the tenant sends, since a tenant could claim a false class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ layer after the other. Further small requests are not decoding, and must not del
 
 
 class RequestClass(IntEnum):
-    """Lists the classes of work, the most urgent first. The operator may forbid a tenant some of them."""
+    """Lists the classes of work, the most urgent first. The operator may forbid a tenant some classes."""
 
     DECODE = 0
     PREFILL = 1
@@ -24,13 +24,13 @@ class RequestClass(IntEnum):
 
 
 def class_of(call: Call, num_rows: int, num_decode: int, is_training: bool) -> RequestClass:
-    """Returns the class of a request.
+    """Returns the class of work (decode, prefill or fine-tuning) as which a request counts.
 
     Args:
         call: the call of the request.
         num_rows: the request's number of rows.
         num_decode: how many of the tenant's requests in flight count as decode.
-        is_training: whether the tenant sent gradients lately.
+        is_training: whether the tenant sent gradients within the last minute.
     """
     if call.direction is Direction.BACKWARD:
         return RequestClass.FINETUNE
@@ -44,8 +44,8 @@ def allowed_by(call: Call, request_class: RequestClass, num_rows: int) -> frozen
     """Returns the classes that permit a request; the tenant must be allowed at least one of them.
 
     Forward passes are part of fine-tuning, so a tenant that may fine-tune may send forward requests. The default mask
-    needs hints for any work, so every class permits hints. A small request may count as prefill only because others are
-    in flight, so a tenant that may decode may send it, too.
+    needs hints for any work, so every class permits hints. A small request may count as prefill only because other
+    requests are in flight, so a tenant that may decode may send small requests of class prefill.
     """
     return _allowed_by(call.direction, call.purpose, request_class, num_rows <= DECODE_ROWS)
 

@@ -1,12 +1,12 @@
 """Decides which rows run next: it forms batches over tenants, and cuts large requests into pieces.
 
 A lane is the queue of the requests of one call; only these can share a product. A ring holds requests that may run now,
-and takes turns among tenants. With a latency target each class has its own ring, and urgent classes go first.
+and gives the tenants turns. With a latency target, each class of work has its own ring, and urgent classes go first.
 
-Guarantees: every row of a ticket that is neither cancelled nor expired is handed out exactly once, and a ticket's rows
-are handed out in order. With a target, no class waits longer than its bound while the executor computes products;
-without a target, all tenants take turns. Each decision looks at a bounded part of the queue. The scheduler never sleeps
-and reads no clock: callers pass `now_s`. It is not safe under threads.
+Guarantees: every row of a request that is neither cancelled nor expired is put into exactly one batch, and a request's
+rows are put into batches in order. With a target, no class waits longer than its bound in Policy while the executor
+computes products; without a target, all tenants take turns. Each decision looks at a bounded part of the queue. The
+scheduler never sleeps and reads no clock: callers pass `now_s`. It is not safe under threads.
 
 Sources: Symbiosis (Multi-Adapter Inference and Fine-Tuning) describes opportunistic batching and the policies compared
 with it; FlexLLM describes token-level scheduling of fine-tuning under a latency target.
@@ -29,21 +29,22 @@ from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL
-"""The ring that holds all requests if there is no latency target, since then no class goes before another."""
+"""The class whose ring holds all requests that may run, if no latency target sets one class before another."""
 _MAX_JOINED = 256
-"""Most pieces in one batch, and most tickets that are considered for it."""
+"""Most pieces (parts of requests) in one batch, and most requests that are considered for a batch."""
 _LEAST_ROWS = 16
 """Fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 """The first is the share of the executor's time for a class that would otherwise wait for ever. The second is the least
-time that a product of this class gets, as a multiple of the time of a product of one row."""
+time allowed for a product of such a class, as a multiple of the time of a product of one row."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
-"""Seconds that a large product may take while decoding tenants pause, if even its smallest piece exceeds the target."""
+"""Seconds that a large product may take while no decode request is expected, if its smallest piece takes longer than
+the target."""
 
 
 class Scheduler:
-    """Holds the queue of one executor."""
+    """Holds one executor's queue of requests, and chooses the batch to compute next."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class Scheduler:
 
         Args:
             policy: how requests are combined.
-            latency: predicts the time of products; `computed` adds measurements to it.
-            weight_of: returns a tenant's share, relative to other tenants.
+            latency: predicts the time of products; `computed` adds measurements to this model.
+            weight_of: returns a tenant's weight: its share of the executor relative to other tenants.
             width_of: returns the larger of in_features and out_features of a call's group.
         """
         self._policy, self._latency, self._width_of = policy, latency, width_of
@@ -73,7 +74,7 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """The tickets that are still held; the other entries of `_held` are no longer valid."""
+        """By call, the requests that are held so that others may join. Other entries of `_held` are out of date."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
@@ -81,7 +82,7 @@ class Scheduler:
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
         self._ran: set[RequestClass] = set()
-        """Classes of the batch that was handed out last."""
+        """Classes of the requests in the newest batch that `next_batch` returned."""
         self._wake_s: float | None = None
 
     def _turn_s(self, num_equal: int) -> float:
@@ -92,7 +93,7 @@ class Scheduler:
 
     @property
     def has_target(self) -> bool:
-        """Returns whether there is a latency target, so that decode goes before other work."""
+        """Returns whether a latency target applies, so that decode requests go before other work."""
         return self._has_classes
 
     def takes_decode(self, tenant: str, now_s: float, is_idle: bool) -> bool:
@@ -110,7 +111,7 @@ class Scheduler:
         return not (self._decoders.floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s)))
 
     def _is_anyone_owed(self, now_s: float) -> bool:
-        """Returns whether a class has waited for its longest time; valid only while nothing runs."""
+        """Returns whether any class has waited for its longest time; the result is valid only while no product runs."""
         since_s = self._owed_at_s
         return any(self._is_starved(one, self._owed_by(one, since_s, now_s)) for one in self._policy.starvation_s)
 
@@ -144,29 +145,29 @@ class Scheduler:
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drops the rows of a request that were not handed out; does nothing if there are none."""
+        """Records that a request was cancelled, and drops its rows that are in no batch yet."""
         self._decoders.cancelled(ticket)
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
     def finished(self, batch: Batch, now_s: float) -> None:
-        """Notes that a batch has ended, successfully or not."""
+        """Records that a batch has been computed or has failed."""
         for piece in batch.pieces:
             if piece.is_last:
                 self._decoders.answered(piece.ticket, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """Notes a decode request that was computed without entering the queue."""
+        """Records a decode request that was computed from `began_s` to `now_s` without entering the queue."""
         note(self._active, tenant, began_s)
         self._decoders.computed_elsewhere(tenant, call, began_s, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
-        """Notes the measured seconds of a batch; callers must leave out batches of which some rows were not
-        computed."""
+        """Adds the measured seconds of a batch to the latency model. Callers must leave out batches of which
+        some rows were not computed."""
         self._latency.measured(batch.call, batch.num_rows, seconds)
 
     def abandon(self) -> list[Ticket]:
-        """Empties the queue and returns its tickets."""
+        """Empties the queue and returns the tickets (requests) that were queued."""
         left = [ticket for lane in self._lanes.values() for ticket in lane]
         self._empty()
         return left
@@ -174,8 +175,8 @@ class Scheduler:
     # ---- handing out batches --------------------------------------------------------------------------------------
 
     def next_batch(self, now_s: float) -> Batch | None:
-        """Returns the batch to compute now, or None if nothing may run yet; `next_due_s` then says when to ask
-        again."""
+        """Returns the batch to compute now, or None if nothing may run yet; `next_due_s` then returns when to
+        call this again."""
         self._wake_s = None
         self._skip_leftovers()
         while self._held and self._held[0][0] <= now_s:
@@ -197,11 +198,11 @@ class Scheduler:
 
     def _limits(self, now_s: float) -> Callable[[float], float] | None:
         """Returns a function that bounds the seconds of a large product while decode requests are expected; None if
-        none is expected or there is no target.
+        no decode request is expected or there is no target.
 
         The function's argument is the time of a product of one row. Its result is the time until the next decode
         request, plus the time for which the target allows decode requests to wait. This also sets `_wake_s`, the time
-        to ask again if the bound is too short for any product.
+        to call `next_batch` again if the bound is too short for any product.
         """
         slo_s = self._policy.slo_s
         if slo_s is None or not self._decoders.are_active(now_s):
@@ -238,7 +239,7 @@ class Scheduler:
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
-        """Returns the time to call `next_batch` again if no request arrives before; None if that is not needed."""
+        """Returns the time to call `next_batch` again if no request arrives first; None to wait for a request."""
         self._skip_leftovers()
         due_s = self._held[0][0] if self._held else None
         if self._wake_s is None or due_s is None:
@@ -268,22 +269,22 @@ class Scheduler:
 
     @property
     def _has_classes(self) -> bool:
-        """Returns whether urgent classes go first, which they do if there is a latency target."""
+        """Returns whether urgent classes go first: under the policy `opportunistic` with a latency target."""
         return self._policy.name == "opportunistic" and self._policy.slo_s is not None
 
     def _ring_of(self, request_class: RequestClass) -> RequestClass:
         return request_class if self._has_classes else _ONE_RING
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
-        """Returns the classes with requests to run, in order, each with whether it goes first because it is starved:
-        it has waited for its longest time."""
+        """Returns the classes that have requests to run, in the order to run them, each with whether the class is
+        starved: it has waited for its longest time, and so goes first."""
         ready = [one for one in RequestClass if self._rings[one]]
         bounds = self._policy.starvation_s
         starved = [one for one in ready if one in bounds and self._is_starved(one, self._owed_s[one])]
         return [(one, True) for one in starved] + [(one, False) for one in ready if one not in starved]
 
     def _owe(self, now_s: float) -> None:
-        """Updates the seconds of the executor that are owed to each class that waited while others ran."""
+        """Updates the seconds of executor time that are owed to each class that waited while other classes ran."""
         since_s, self._owed_at_s = self._owed_at_s, now_s
         ran, self._ran = self._ran, set()
         for one in self._policy.starvation_s:
@@ -291,8 +292,8 @@ class Scheduler:
                 self._owed_s[one] = self._owed_by(one, since_s, now_s)
 
     def _owed_by(self, one: RequestClass, since_s: float, now_s: float) -> float:
-        """Returns the seconds that are owed to a class at `now_s`, if it has waited since `since_s`: a share of the
-        waiting time, up to the share for its longest wait."""
+        """Returns the seconds of executor time owed to a class at `now_s`: the seconds owed before, plus a share of its
+        waiting time since `since_s`, up to that share of its longest allowed wait."""
         if not self._rings[one]:
             return 0.0
         waited_s = max(0.0, now_s - max(since_s, self._rings[one].oldest.arrived_s))
@@ -303,11 +304,11 @@ class Scheduler:
         return owed_s >= _STARVED_SHARE * self._policy.starvation_s[one] * _NEARLY
 
     def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
-        """Returns the cost of a ticket's next piece, if its product may take at most `time_s` seconds."""
+        """Returns the cost of a request's next piece if the piece's product may take at most `time_s` seconds."""
         return self._cost(ticket.call, min(ticket.rows_left, self._room(ticket, time_s)))
 
     def _cost(self, call: Call, num_rows: int, is_joined: bool = False) -> float:
-        """Returns the cost of rows: the number of rows with a latency target, and without one their seconds.
+        """Returns what a tenant pays for rows: their number if there is a latency target, else their seconds.
 
         The tenant whose request begins a product also pays for the product's base time, so that small products are not
         free. Tenants that join the product pay for their rows only.
@@ -332,7 +333,7 @@ class Scheduler:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
     def _room_for_company(self, head: Ticket, now_s: float) -> int:
-        """Returns the most rows of a batch that begins with a decode request and ends within the latency target."""
+        """Returns the most rows of a batch that begins with the decode request `head` and meets the latency target."""
         limit_s = head.arrived_s + (self._policy.slo_s or 0.0) - now_s
         return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
@@ -385,11 +386,11 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Returns the lane in which most tenants wait, if all active tenants wait; else None. For `lockstep`.
+        """Returns the call in which most tenants wait if all active tenants wait, else None; for `lockstep` only.
 
-        The tenants in other lanes wait until these tenants reach their layer, so that soon all are at one layer. Of
-        lanes with equally many tenants, the newest runs: its tenants go on until they meet others. If the oldest ran,
-        groups of equal size would follow each other for ever.
+        The tenants in other lanes wait until the chosen lane's tenants reach the same layer, so that soon all tenants
+        are at one layer. If several lanes have equally many tenants, the newest lane runs, and its tenants advance
+        until they reach a layer at which others wait. If the oldest lane ran, the lanes' tenants would never meet.
         """
         num_waiting = sum(map(len, self._lane_tenants.values()))
         if num_waiting < len(self._active) or any(self._rings.values()):  # Requests in a ring run first.
@@ -397,7 +398,7 @@ class Scheduler:
         return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
-        """Moves a held ticket into its ring, so that it may run."""
+        """Stops holding a request for others to share its product, so that the request may run now."""
         self._let_go(ticket)
         self._rings[self._ring_of(ticket.request_class)].add(ticket)
 

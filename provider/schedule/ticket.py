@@ -10,7 +10,7 @@ from wire.frame import Call
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Holds one request in the queue.
+    """Describes one queued request to the scheduler.
 
     Attributes:
         tenant: the name of the tenant that pays for the request.
@@ -19,7 +19,7 @@ class Ticket:
         request_class: the class of work that the request counts as.
         arrived_s, expires_s: times of arrival and deadline, in seconds of the scheduler's clock.
         due_s: the time until which the request may be held; set by the scheduler.
-        rows_taken: how many rows were handed out in batches so far.
+        rows_taken: the number of rows that are in batches so far.
         job: the executor's job of this request; the scheduler does not use it.
     """
 
@@ -35,13 +35,13 @@ class Ticket:
 
     @property
     def rows_left(self) -> int:
-        """Returns how many rows have not been handed out."""
+        """Returns the number of rows that are in no batch yet."""
         return self.num_rows - self.rows_taken
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Names a part of one request: `num_rows` rows from `first_row` on."""
+    """Describes a part of one request: `num_rows` rows, of which the first is row `first_row`."""
 
     ticket: Ticket
     first_row: int
@@ -49,13 +49,13 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Returns whether this is the last piece of its request."""
+        """Returns whether this piece ends with the last row of its request."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Holds the pieces of requests that one product computes, all of the same call, in the order of their rows."""
+    """Holds the pieces (parts of requests of the same call) that one product computes, in the order of its rows."""
 
     call: Call
     pieces: tuple[Piece, ...]
