@@ -18,14 +18,14 @@ from wire.ring import coding
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
-"""The norm of a column of 8-bit weights: about that of 48 inputs."""
+"""The Euclidean norm of a column of 8-bit weights, about as in a layer with 48 inputs."""
 _LARGEST = 1 << 20
-"""The largest number of a ring row, of the order of `wire.ring.coding.encode`'s results for layers of real width."""
+"""The largest number in a row of `scaled`, as large as `wire.ring.coding.encode` makes it for layers of real width."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds a view, and the secrets that an adversary should find.
+    """Holds a view (what a provider sees) and the secrets that an adversary should find in the view.
 
     Attributes:
         token_ids: the token ids of each prompt.
@@ -75,7 +75,7 @@ def make(
 
 
 def scaled(view: View) -> Opened:
-    """Returns the view's rows as ring arithmetic shows them: each row times its own positive factor, rounded to
+    """Returns the view's rows by seq as ring arithmetic shows them: each row times its own positive factor, rounded to
     integers."""
     generator = torch.Generator().manual_seed(11)
     rows = {}

@@ -1,4 +1,4 @@
-"""Runs `tiny-error` on errors 0 and 1 at dimension 8: two zero rows give the secret, and the block up to the errors."""
+"""Runs `tiny-error` on errors 0 and 1 at dimension 8: two zero rows give the secret, and the secret gives the block."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from noise import sampling
 
 
 def binary(shape: Sequence[int]) -> torch.Tensor:
-    """Draws errors that are 0 or 1."""
+    """Draws lattice errors that are 0 or 1, of the given shape."""
     return sampling.centred_binomial(sampling.Csprng(), shape).remainder(2)
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the rows of three blocks. The error of 0 or 1 itself contributes less than
-    1/ACTIVATION."""
+    """Computes the relative error of the unmasked rows of three blocks. The lattice errors, which are 0 or 1,
+    contribute less than 1/ACTIVATION."""
     traffic = Traffic(toy(8, 1, 0.0), 64, binary)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)

@@ -1,6 +1,6 @@
-"""Checks that faulty masks are noticed, each for its own reason: missing, too narrow, scaled wrongly, or used again.
+"""Checks that `byte-statistics` names the fault of each faulty mask: missing, too narrow, badly scaled, or reused.
 
-Honest full masks among them, and lattice masks at the shipped parameters, must not be noticed.
+The adversary must not name a fault in honest masks: a full mask, and a lattice mask with the shipped parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Case:
 
     Attributes:
         rows: int32, shape (num_rows, NUM_FEATURES).
-        shows_in: faults that must be named, at least; if it is empty, none may be named.
+        shows_in: the faults that the adversary must name; if this set is empty, the adversary may name none.
     """
 
     rows: torch.Tensor
@@ -40,8 +40,8 @@ class Case:
 
 
 def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws encoded rows like a model's, int64: features have different sizes, and tokens resemble those before
-    them."""
+    """Draws encoded rows that resemble a model's, int64: features have different sizes, and neighbouring rows are
+    similar."""
     sizes = torch.rand(NUM_FEATURES, generator=generator) + 0.5
     steps = torch.randn(num_rows + 3, NUM_FEATURES, generator=generator)
     smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features), averaged over four tokens
@@ -49,12 +49,12 @@ def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def uniform(num_rows: int, num_features: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws a full mask, int64, shape (num_rows, num_features)."""
+    """Draws a mask that is uniform mod 2^32; int64, shape (num_rows, num_features)."""
     return torch.randint(-(1 << 31), 1 << 31, (num_rows, num_features), generator=generator)
 
 
 def cases(seed: int = 0) -> Mapping[str, Case]:
-    """Returns faults and honest masks by name; each is one group, in this order."""
+    """Returns messages under faulty and honest masks by the mask's name; case i becomes layer group i of `record`."""
     generator = torch.Generator().manual_seed(seed)
     rows, mask = activations(NUM_ROWS, generator), uniform(NUM_ROWS, NUM_FEATURES, generator)
     line = uniform(1, NUM_ROWS + NUM_FEATURES, generator)[0].unfold(0, NUM_FEATURES, 1)[:NUM_ROWS]
@@ -86,7 +86,7 @@ def _under_lattice(generator: torch.Generator) -> torch.Tensor:
 
 
 def record(folder: Path, sent: Mapping[str, Case]) -> View:
-    """Makes a recording in which each case is a group, in two messages; every second group holds gradients."""
+    """Makes a recording in which each case is a layer group with two messages; every second group holds gradients."""
     exchanges = [
         Exchange(group, part, torch.zeros_like(part), "forward" if group % 2 else "backward")
         for group, case in enumerate(sent.values())
@@ -96,14 +96,14 @@ def record(folder: Path, sent: Mapping[str, Case]) -> View:
 
 
 def is_right(found: Uniformity, group: int, case: Case) -> bool:
-    """Returns whether a group was named for the right faults, or not at all if it is honest."""
+    """Returns True if the adversary named the group's faults, or named none if the group's mask is honest."""
     (figures,) = (one for one in found.looked_at if one.group == group)
     words = set(figures.faults(found.bound))
     return words >= case.shows_in if case.shows_in else not words
 
 
 def control() -> ControlResult:
-    """Computes the share of right verdicts over all cases; 0 if the adversary's claim differs from what it found."""
+    """Computes the share of cases that the adversary judges correctly; 0 if its claim differs from what `look` found."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

@@ -1,4 +1,4 @@
-"""Runs `closed-form` without a mask: it recovers o_proj, v_proj, gate_proj and up_proj to four digits and more."""
+"""Runs `closed-form` without a mask: it recovers the adapter's change of most layers to three digits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 def control() -> ControlResult:
     """Computes the largest relative error over the layers that unmasked traffic determines.
 
-    These are all but the last down_proj, whose output goes to a head that the tenant keeps. In ring arithmetic nothing
-    shows how large the rows before that layer are, so gate_proj and up_proj of the last block are left out, too.
+    These are all adapted layers but the last down_proj, whose output goes to a head that the tenant keeps. In ring
+    arithmetic no message shows how large the inputs of the last down_proj are. Therefore gate_proj and up_proj of the
+    last block are left out in ring arithmetic.
     """
     worst = max(_error("float"), _error("ring"))
     return ControlResult(

@@ -1,4 +1,4 @@
-"""Runs `collusion` on traffic that noise.shares itself masks, seen as the views of its two providers."""
+"""Runs `collusion` on traffic that noise.shares masks: the adversary has the views of both providers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KIND = "llama"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds what each provider saw, and the encoded rows by the first provider's seq; float64."""
+    """Holds both providers' views, and the true encoded rows, float64, by message number (seq) in the first view."""
 
     view_1: View
     view_2: View
@@ -33,7 +33,7 @@ class Traffic:
 
 
 def make(folder: Path, num_prompts: int = NUM_PROMPTS) -> Traffic:
-    """Sends activations of the tiny model, and gradients of the same size, under `shares`."""
+    """Makes traffic under the mask `shares`: activations of the tiny model, and random gradients."""
     shares = Shares(lambda: os.urandom(SEED_BYTES))
     sent: tuple[list[Exchange], list[Exchange]] = [], []
     truth: dict[int, torch.Tensor] = {}
@@ -57,7 +57,7 @@ def _spec(group: int) -> GroupSpec:
 
 
 def _exchange(message: Message, reply_cols: int) -> Exchange:
-    """Makes an exchange with a reply of zeros, which the adversary does not read."""
+    """Makes an exchange of the message and a reply of zeros; the adversary does not read replies."""
     rows, call = message.rows, message.call
     num_rows = count_rows(rows)
     request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows
@@ -67,8 +67,8 @@ def _exchange(message: Message, reply_cols: int) -> Exchange:
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a message's rows; a message that was not unmasked counts as a guess of
-    zero."""
+    """Computes the largest relative error of a message's unmasked rows; a message that was not unmasked counts as a
+    guess of zero."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         stolen = {claim.seq: claim.rows for claim in collude(traffic.view_1, traffic.view_2)}

@@ -1,4 +1,4 @@
-"""Defines the result of a positive control."""
+"""Defines the result of a positive control: a run of an adversary on traffic with a known weakness."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ControlResult:
 
     @property
     def wins(self) -> bool:
-        """Returns whether the control won. A value that is NaN counts as a loss."""
+        """Returns True if the adversary won on the control's traffic. A value that is NaN counts as a loss."""
         return self.value <= self.needed if self.smaller_wins else self.value >= self.needed
 
 

@@ -1,4 +1,4 @@
-"""Runs `differencing` on a mask that is used again: float rows under one Gaussian mask, ring rows under one pad."""
+"""Runs `differencing` on prompts that share one mask: a Gaussian mask on float rows, a uniform mask on ring rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_PROMPTS = 3
 
 
 def control() -> ControlResult:
-    """Computes the worst error, over groups 0 to 3 in float and 4 to 7 in the ring; three prompts give three pairs."""
+    """Computes the largest relative error of a difference of two prompts' rows, in float and ring arithmetic."""
     generator = torch.Generator().manual_seed(0x5EED0003)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     inputs = inputs_of("llama", NUM_PROMPTS, 12)

@@ -1,4 +1,4 @@
-"""Runs `gradient-equations` on an unmasked training step: it gives both down_proj even if the tenant keeps the head."""
+"""Runs `gradient-equations` on an unmasked training step: the adversary must recover the change of both down_proj."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attacks.seen.forward_passes import Opened
 
 
 def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
-    """Returns the relative error of each down_proj, by name; 1, as for a guess of zero, if none is claimed."""
+    """Returns the relative error of the claimed change of each down_proj by layer name; 1 if nothing is claimed."""
     claims = ADVERSARY.attack(traffic.view, traffic.public, opened)
     got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
     found = {}
@@ -29,7 +29,7 @@ def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
 
 
 def control() -> ControlResult:
-    """Computes the largest error over both styles of model."""
+    """Computes the largest relative error of a claimed change of a down_proj, over tiny-llama and tiny-gpt2."""
     worst = 0.0
     for name in ("tiny-llama", "tiny-gpt2"):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Runs `gradient-view` on an unmasked training step of an adapted tiny model; other controls use that step, too."""
+"""Runs `gradient-view` on an unmasked training step of an adapted tiny model; other controls reuse this traffic."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds a view of one prompt and then one training step, and the secrets that an adversary should find.
+    """Holds a view (what a provider sees) of one prompt and one training step, and the secrets that it should reveal.
 
     Attributes:
         token_ids, labels: the tokens and labels of all rows of the batch, in order.
-        gradients: the gradients of base weights by group, summed over the batch; float32, shape (in_features,
+        gradients: the gradients of the base weights by group id, summed over the batch; float32, shape (in_features,
             out_features).
         deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one entry.
     """
@@ -43,14 +43,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Keeps the rows that go through each layer, flattened, by the layer's name."""
+    """Keeps each layer's input and the gradient of its output, as (num_rows, features), by the layer's name."""
 
     inputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
     def hook(self, name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        """Returns a hook that keeps a layer's input, and its output's gradient if its input needs one: only then does
-        a tenant make a backward call."""
+        """Returns a forward hook that keeps a layer's input. If the input needs a gradient, the hook also keeps the
+        gradient of the output, which a tenant would send in a backward call."""
 
         def keep(module: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             self.inputs[name] = given[0].detach().reshape(-1, given[0].shape[-1]).clone()
@@ -64,8 +64,8 @@ class _Kept:
 
 
 def make(folder: Path, name: str = "tiny-llama") -> Traffic:
-    """Makes one prompt of inference, then one batch forward and backward. The first tokens of each row are not trained
-    on."""
+    """Makes the traffic of one prompt of inference and of one training batch, forward and backward. The first tokens of
+    each row have no label."""
     from transformers import AutoModelForCausalLM
 
     from provider.model.load import load, resolve
@@ -92,7 +92,7 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
-    """Adds a LoRA adapter whose B is not zero. Base weights get gradients, too, which no tenant computes."""
+    """Returns the model with a LoRA adapter whose B is not zero, and the kept rows. Base weights get gradients."""
     from peft import LoraConfig, get_peft_model
 
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -108,8 +108,8 @@ def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
 
 
 def _exchanges(manifest: Manifest, kept: _Kept) -> list[Exchange]:
-    """Returns exchanges forward through all groups, and back as far as gradients went. Replies are zeros, because the
-    adversary does not read them."""
+    """Returns one forward exchange for each group, then one backward exchange for each group with a kept gradient.
+    Replies are zeros, because the adversary does not read replies."""
     made = []
     for group in manifest.groups:
         rows = kept.inputs[group.layers[0].name]
@@ -144,7 +144,7 @@ def _deltas(adapted: Any) -> dict[str, torch.Tensor]:
 
 
 def share_right(traffic: Traffic, fact: str) -> float:
-    """Returns the share of the batch's tokens or labels that the adversary names rightly; 0 if it names none."""
+    """Returns the share of the batch's tokens, or labels, that the adversary names correctly; 0 without a claim."""
     wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}[fact]
     for claim in ADVERSARY.attack(traffic.view, traffic.public, None):
         if isinstance(claim, StolenFact) and claim.name == fact:
@@ -154,7 +154,7 @@ def share_right(traffic: Traffic, fact: str) -> float:
 
 
 def control() -> ControlResult:
-    """Computes the share of right tokens and the share of right labels of a batch; the smaller one counts."""
+    """Computes the share of a batch's tokens, and of its labels, that are recovered; returns the smaller share."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))

@@ -1,4 +1,4 @@
-"""Runs `known-mask` on the published scheme itself, and makes masked traffic for other controls."""
+"""Runs `known-mask` on traffic under the mask `gaussian-pool`, and makes masked traffic for other controls."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from wire.ring.seeded_rows import SeededRows
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds a recording, and its true rows.
+    """Holds the view of a recording, the public model, and the true rows of the recorded messages.
 
     Attributes:
-        truth: maps the seq of a product message to its unmasked rows, in the units of the request.
+        truth: the true unmasked rows of each message that requests a product, by message number (seq), in the units
+            of the request.
     """
 
     view: View
@@ -43,25 +44,25 @@ class Traffic:
 
 @functools.cache
 def manifest_of(kind: str) -> Manifest:
-    """Returns the manifest that a provider of the tiny model announces; its weights are native."""
+    """Returns the manifest that a provider of the tiny model announces if it serves the weights unquantized."""
     with tempfile.TemporaryDirectory() as folder:
         return tiny_manifest(kind, "native", Path(folder) / "model")
 
 
 @functools.cache
 def public_of(kind: str) -> PublicModel:
-    """Returns the tiny model as adversaries see it."""
+    """Returns what adversaries know of the tiny model: its public weights and structure."""
     return tiny_public(kind, manifest_of(kind))
 
 
 def normed_groups(public: PublicModel) -> set[int]:
-    """Returns the groups whose input a norm layer made."""
+    """Returns the ids of the groups of layers whose input is the output of a norm layer."""
     return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
 
 
 @functools.cache
 def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> list[dict[int, torch.Tensor]]:
-    """Returns the input of each group of the tiny model for random prompts: for each prompt, group → float32,
+    """Returns, for each of several random prompts, the inputs of the tiny model's layers: group id → float32, shape
     (num_tokens, in_features)."""
     model = tiny_model(kind)
     modules = dict(model.named_modules())
@@ -87,13 +88,13 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Makes a request with a reply of zeros, because these adversaries read requests only."""
+    """Makes an exchange of a request and a reply of zeros, because these adversaries read requests only."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
 
 def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> Traffic:
-    """Records exchanges, each with its unmasked rows (None for an effect)."""
+    """Records exchanges, each paired with its unmasked rows; None for an effect (a mask's product with the weight)."""
     both = list(sent)
     view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
     truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
@@ -111,7 +112,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
 
 
 def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Sends ring rows, each under a fresh mask that is uniform mod 2^32, like a one-time mask."""
+    """Makes traffic in ring arithmetic in which each row has a fresh mask that is uniform mod 2^32."""
     generator = torch.Generator().manual_seed(0x5EED0001)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs:
@@ -122,7 +123,7 @@ def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.
 
 
 def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> dict[int, float]:
-    """Returns seq → ‖X̂ − X‖_F / ‖X‖_F for every claim about rows; a guess of zero scores 1."""
+    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about rows X, by message number (seq)."""
     return {
         claim.seq: float((claim.rows - truth[claim.seq]).norm() / truth[claim.seq].norm())
         for claim in claims
@@ -131,7 +132,7 @@ def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> di
 
 
 def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
-    """Returns ‖X̂ − X‖_F / ‖X‖_F for every claim about a difference X."""
+    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about a difference X of two messages' rows."""
     errors = []
     for claim in claims:
         if isinstance(claim, StolenDifference):
@@ -141,7 +142,7 @@ def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]
 
 
 def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Makes the traffic that the provider sees of a tenant with `mask='gaussian-pool'`."""
+    """Makes the traffic that a tenant with `mask='gaussian-pool'` sends for these inputs."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
     def effect_path(call: Call, payload: Payload, reply_cols: int) -> Future[torch.Tensor]:
@@ -168,7 +169,7 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
 
 
 def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -> list[dict[int, torch.Tensor]]:
-    """Returns the same prompts with the last rows one at a time, as a tenant with a KV cache sends them."""
+    """Splits each prompt's inputs as a tenant with a KV cache sends them: a prefill, then `num_steps` single rows."""
     split = []
     for one in inputs:
         num_tokens = next(iter(one.values())).shape[0] - num_steps
@@ -179,8 +180,8 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Computes the share of messages, of prompts and single tokens, that are unmasked; the adversary is not told σ of
-    the gaussian-pool."""
+    """Computes the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens, and the
+    adversary is not told σ of the gaussian-pool."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)
         traffic = pool_traffic("llama", folder, 0.7, inputs)

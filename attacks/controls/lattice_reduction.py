@@ -9,7 +9,7 @@ from noise.params import NOMINAL_SIGMA
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the rows of two blocks; the error e itself contributes about σ·√3/ACTIVATION.
+    """Computes the relative error of the unmasked rows of two blocks; the lattice error causes about σ·√3/ACTIVATION.
 
     Raises:
         ConfigurationError: fpylll is not installed.

@@ -1,4 +1,4 @@
-"""Makes traffic under a lattice mask, of toy or shipped size, with noise's own arithmetic, for controls and tests."""
+"""Makes traffic under lattice masks of toy or shipped size for controls and tests, with the arithmetic of noise/."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ACTIVATION = 1 << 17
 
 
 def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
-    """Returns a parameter set that is marked as a toy."""
+    """Returns lattice parameters that are marked as a toy, which no tenant accepts by default."""
     return LatticeParameters(f"toy {rank}x{ring_degree}", ring_degree, rank, sigma, 0, "a control", toy=True)
 
 
 def manifest(*num_features: int) -> Manifest:
-    """Returns the manifest of an imaginary provider with square layers of these widths."""
+    """Returns the manifest of an imaginary provider with one square layer in each group, of the given widths."""
     groups = []
     for i, width in enumerate(num_features):
         norm = 127.0 * width**0.5
@@ -62,13 +62,13 @@ ErrorSampler = Callable[[Sequence[int]], torch.Tensor]
 
 @dataclass
 class Traffic:
-    """Makes blocks of masks under one seed of A, and the exchanges in which they are used.
+    """Makes blocks of mask rows from one public matrix A, and the exchanges in which these rows are used.
 
     Attributes:
         parameters: toy or shipped parameters.
         num_features: the number of features of requests and replies.
-        error: draws errors; None draws those of `parameters`.
-        truth: encoded rows x̃ of each exchange, int64; None for the hint.
+        error: draws lattice errors of a shape; None draws from the distribution that `parameters` define.
+        truth: the unmasked encoded rows x̃ of each exchange, int64; None for the exchange of the hint.
         secrets: the secret of each block, int8, shape (k, N).
     """
 
@@ -81,7 +81,7 @@ class Traffic:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        """Draws the seed and requests the hint (the product of the public matrix and the weight)."""
+        """Draws the public matrix's seed, and adds the hint's exchange (hint: the matrix's product with the weight)."""
         self._rng = sampling.Csprng()
         self._generator = torch.Generator().manual_seed(0)
         seed = bytes(self._rng.random_bytes(SEED_BYTES).tolist())
@@ -94,15 +94,15 @@ class Traffic:
         self.truth.append(None)
 
     def activations(self, num_rows: int) -> torch.Tensor:
-        """Draws encoded rows, int64, shape (num_rows, features)."""
+        """Draws random encoded activations, int64, shape (num_rows, num_features)."""
         shape = num_rows, self.num_features
         return torch.randint(-ACTIVATION, ACTIVATION + 1, shape, generator=self._generator, dtype=torch.int64)
 
     def block(self, secret: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the mask of a block: int32, shape (N, features).
+        """Makes the mask of one block: int32, shape (N, num_features).
 
         Args:
-            secret: int8, shape (1, k, N); None draws a fresh one.
+            secret: the block's lattice secret, int8, shape (1, k, N); None draws a fresh one.
         """
         if secret is None:
             secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))
@@ -113,13 +113,13 @@ class Traffic:
         return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
-        """Adds one exchange: rows x̃, int64, under mask rows of the same shape."""
+        """Adds one exchange of encoded rows x̃, int64, under mask rows of the same shape."""
         masked = coding.to_int32(rows + mask.to(torch.int64))
         self.exchanges.append(Exchange(group, masked, coding.product(masked, self._weight), direction))
         self.truth.append(rows)
 
     def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:
-        """Sends a block in messages of equal size; the rows `zero_rows` of the block are zero."""
+        """Adds exchanges of equal size that use a fresh block of mask rows; the encoded rows `zero_rows` are zero."""
         rows = self.activations(self.parameters.ring_degree)
         rows[list(zero_rows)] = 0
         mask = self.block()
@@ -127,16 +127,16 @@ class Traffic:
             self.send(part, mask_part)
 
     def view(self, folder: Path) -> View:
-        """Writes the traffic as a provider's recording into `folder`, and returns the view of it."""
+        """Writes the traffic as a provider's recording into `folder`, and returns the view that adversaries get."""
         return write_recording(folder, manifest(*[self.num_features] * self.num_groups), self.exchanges)
 
     def attacked(self, attack: Callable[..., list[Claim]]) -> list[Claim]:
-        """Returns what an adversary claims about this traffic."""
+        """Runs an adversary's function on the view of this traffic, and returns the adversary's claims."""
         with tempfile.TemporaryDirectory() as folder:
             return attack(self.view(Path(folder) / "recording"), no_model(), None)
 
     def relative_error(self, claims: Sequence[Claim]) -> float:
-        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges of products; a missing claim counts as a guess of zero (1.0)."""
+        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges but the hint's; x̂ is the claimed rows, or zero without a claim."""
         claimed = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
         wrong = total = 0.0
         for seq, rows in enumerate(self.truth):

@@ -1,4 +1,4 @@
-"""Runs `layer-0 lookup` without a mask: it reads prompts exactly."""
+"""Runs `layer-0 lookup` without a mask: the adversary must read every token of the prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:
-    """Computes the share of right tokens on unmasked traffic."""
+    """Computes the share of tokens that the adversary recovers correctly from unmasked traffic."""
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = layer0_lookup.ADVERSARY.attack(traffic.view, traffic.public, None)

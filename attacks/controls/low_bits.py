@@ -13,14 +13,14 @@ from attacks.seen.adversary import StolenRows
 
 STRENGTH = 1000.0
 _FLOAT32_HALF_STEP = 2.0**-24
-"""The largest relative rounding of the sum, which is all that the low bits lose."""
+"""The largest relative rounding error of the float32 sum of row and mask."""
 
 
 def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns which elements of a guess are the row modulo the spacing of the mask's element, up to the rounding of the
-    sum; bool, the shape of `rows`.
+    """Returns True for each element of a guess that equals the row's element modulo the spacing of bfloat16 numbers at
+    the mask's element, up to the rounding of the sum; bool, the shape of `rows`.
 
-    By chance this holds for one element in 2^14: the rounding is that small a share of half a spacing of bfloat16.
+    A random guess is right for one element in 2^14, because the rounding is 2^-14 of half that spacing.
     """
     spacing = torch.exp2(torch.floor(torch.log2(mask.abs()))) * 2.0**-7
     off = guess - rows
@@ -29,8 +29,8 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def control() -> ControlResult:
-    """Computes the share of right elements over all inputs of 12 tokens. A few in a thousand fail, because the sum and
-    its mask lie on two sides of a power of two."""
+    """Computes the share of elements that are right by `right_residues`, over the inputs of all groups. A few in a
+    thousand are wrong, because a power of two lies between the sum and its mask."""
     generator = torch.Generator().manual_seed(0x5EED0006)
     sent, masks = [], []
     for group, rows in inputs_of("llama", 1, 12)[0].items():

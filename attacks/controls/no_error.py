@@ -1,4 +1,4 @@
-"""Runs `no-error` with σ = 0 at dimension 32: one zero row gives the whole block, exactly."""
+"""Runs `no-error` on lattice masks without an error at dimension 32: one zero row reveals the whole block exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attacks.controls.lattice_traffic import Traffic, toy
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the rows of two blocks, which have one zero row each."""
+    """Computes the relative error of the unmasked rows of two blocks; each block has one zero row."""
     traffic = Traffic(toy(16, 2, 0.0), 64)
     for zero_row in (0, 5):
         traffic.send_block([zero_row])

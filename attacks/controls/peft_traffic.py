@@ -1,7 +1,7 @@
-"""Makes the metadata of real adapters: tiny ones of every kind, trained by the tenant's and the provider's own code.
+"""Records the metadata that a provider sees of tiny adapters of every kind, which the real tenant code trains.
 
-Tenant and provider run in this process, so that one kind takes half a second. The provider's recorder records what
-crosses between them. No mask is used, because the metadata are the same under every mask.
+Tenant and provider run in this process, so that one kind takes half a second. The provider's recorder records their
+messages. No mask is used, because the metadata are the same under every mask.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _BATCH = 4
 
 @dataclass(frozen=True)
 class Example:
-    """Holds one adapter and the right facts about it.
+    """Holds one adapter and the facts about the adapter that an adversary should claim.
 
     Attributes:
         kind: one of traffic_shape.KINDS.
         config: makes PEFT's config.
-        lowest: the first layer of the lowest adapted layer's group, or `before` the layer that the adapter reaches
-            first.
-        members: the layers of that group whose inputs are changed: the last parts of their names, joined by `+`.
+        lowest: the name of the first layer in the lowest group of layers that has an adapted layer. If the adapter
+            changes no layer but the inputs of later ones, `before` and the first layer whose input changes.
+        members: the layers of the lowest group whose inputs the adapter changes: the last parts of their names, joined
+            by `+`; empty if there are none.
     """
 
     kind: str
@@ -129,7 +130,7 @@ LLAMA: Mapping[str, Example] = {
         shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
     ),
 }  # fmt: skip
-"""Adapters that can be trained over tiny-llama, with the right facts about them."""
+"""Adapters of tiny-llama, by a name for tests, with the facts that an adversary should claim."""
 _BLOCK = "transformer.h.0."
 GPT2: Mapping[str, Example] = {
     "LoRA of c_attn": Example(
@@ -143,28 +144,28 @@ GPT2: Mapping[str, Example] = {
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
-"""Adapters over tiny-gpt2. Its q, k and v are one layer, so that no group has several layers."""
+"""Adapters of tiny-gpt2 with their facts. This model's q, k and v are one layer, so that no group has several layers."""
 
 
 class _Recorded(ServedModel):
-    """Records each product that a tenant in this process requests."""
+    """Serves a model as the honest provider does, and records every request and reply."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes what `ServedModel.compute` does, and records it."""
+        """Returns the product that `ServedModel.compute` returns, and records the request and the product."""
         reply = super().compute(call, rows)
         self.record("victim", call, rows, reply)
         return reply
 
 
 class Site:
-    """Serves a tiny model once for each adapter."""
+    """Makes a tiny model, and records what its provider sees while a tenant trains and uses an adapter."""
 
     def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
-        """Makes a small public model and a provider that serves it.
+        """Makes a tiny base model and prepares it for serving.
 
         Args:
-            folder: holds the model and all other files.
-            name: one of quick_model.NAMES.
+            folder: the folder for the model, recordings and adapters.
+            name: the model's name, one of quick_model.NAMES.
         """
         self._folder = folder
         self._model = quick_model.make(name, folder / "model")
@@ -178,7 +179,7 @@ class Site:
         Args:
             example: the adapter to train.
             steps: the number of training steps.
-            options: options of `client.finetune`.
+            options: keyword arguments for `client.finetune`.
         """
         self._num_views += 1
         seen, adapter = (self._folder / f"{what}-{self._num_views}" for what in ("seen", "adapter"))
@@ -205,12 +206,12 @@ class Site:
 CHOSEN = (
     "LoRA of q", "IA3 before up", "OFT of k", "BOFT of q and v", "prompt tuning", "prefix tuning", "tuning of all norms"
 )  # fmt: skip
-"""The adapters of LLAMA for which the positive control has time."""
+"""The adapters of LLAMA that the positive control of `traffic-shape` trains; the others take too long."""
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
-    """Returns how many facts are right, and how many there are. A claim that names several kinds or layers must hold
-    the right one, and must be shorter than a list of all."""
+    """Returns how many facts about an adapter were claimed correctly, and how many facts there are. A claim that lists
+    several kinds or layers counts as correct if it holds the true one and does not list all."""
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))
@@ -227,5 +228,5 @@ def _named(claimed: Mapping[str, object], name: str, most: int) -> tuple[str, ..
 
 
 def lengths(example: Example) -> str:
-    """Returns the number of rows of each prompt, in the form of the claim."""
+    """Returns the number of rows of each prompt, soft-prompt rows included, as comma-separated text."""
     return ",".join(str(len(prompt) + example.num_virtual) for prompt in PROMPTS)

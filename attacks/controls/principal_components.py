@@ -1,7 +1,7 @@
 """Runs `principal-components` on a few prompts that are sent many times under one strong mask and fresh noise.
 
-The mean of such messages is the mask plus the mean prompt, and their plain difference is noise. `averaging` and
-`differencing` must therefore fail here, which tests/attacks/test_float_masks.py checks.
+The mean of such messages is the mask plus the mean prompt, and the difference of two messages is mostly noise.
+`averaging` and `differencing` must therefore fail on them, which tests/attacks/test_float_masks.py checks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ GROUP = 4
 
 
 def traffic_under_one_mask(folder: str) -> Traffic:
-    """Makes messages of NUM_PROMPTS prompts in random order. The noise is twice as strong as the differences between
-    prompts."""
+    """Makes the traffic of NUM_PROMPTS prompts, each sent many times in random order under one mask. The fresh noise of
+    each message is twice as strong as the differences between prompts."""
     generator = torch.Generator().manual_seed(0x5EED0007)
     prompts = torch.stack([one[GROUP] for one in inputs_of("llama", NUM_PROMPTS, NUM_TOKENS)])
     strength = float((prompts - prompts.mean(0)).pow(2).mean().sqrt())
@@ -36,8 +36,7 @@ def traffic_under_one_mask(folder: str) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the error of the differences between messages of different prompts. Messages of one prompt have no
-    difference to find."""
+    """Computes the relative error of the claimed differences between messages of different prompts."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = traffic_under_one_mask(folder)
         claims = ADVERSARY.attack(traffic.view, traffic.public, None)

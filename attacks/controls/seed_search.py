@@ -18,7 +18,7 @@ SMALL_SEED = 977
 
 
 def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
-    """Sends two prompts; each message's mask comes from a generator with the next seed."""
+    """Makes the traffic of two prompts; the mask of message i comes from a generator with seed `first_seed` + i."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs_of("llama", 2, 12):
         for group in (0, 2, 4, 6):
@@ -30,7 +30,7 @@ def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
 
 
 def seeded_secret_error() -> float:
-    """Returns the relative error of rows under a lattice mask of the shipped size whose secret has a small seed."""
+    """Returns the relative error of rows under a lattice mask of shipped size whose secret was drawn with a small seed."""
     traffic = lattice_traffic.Traffic(PARAMETERS["default"], 32)
     generator = torch.Generator().manual_seed(SMALL_SEED)
     shape = 1, traffic.parameters.rank, traffic.parameters.ring_degree
@@ -41,8 +41,8 @@ def seeded_secret_error() -> float:
 
 
 def control() -> ControlResult:
-    """Computes the worst error of a message's rows, for float masks from a small seed, ring masks from the clock, and a
-    seeded secret."""
+    """Computes the largest relative error of a message's unmasked rows, over float masks from a small seed, ring masks
+    seeded with the clock, and a lattice mask from a seeded secret."""
     worst = 0.0
     for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):
         with tempfile.TemporaryDirectory() as folder:

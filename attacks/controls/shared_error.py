@@ -1,4 +1,4 @@
-"""Runs `shared-error` at the default parameters, on blocks and on pieces with one error: repeated rows reveal both."""
+"""Runs `shared-error` on lattice masks that reuse an error in two blocks, or in all pieces of a block."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from noise import sampling
 from noise.params import PARAMETERS
 
 NUM_FEATURES, PROMPT, PIECE = 32, 64, 64
-"""The numbers of features, of rows of a prompt and of rows of a piece. The prompt is sent repeatedly, and 49 rows of 32
-features give enough equations."""
+"""The number of features, the number of rows of a prompt, and the number of rows of a piece of a block. The prompt is
+sent repeatedly, and 49 repeated rows of 32 features give the adversary enough equations."""
 
 
 def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:
-    """Sends one prompt as every fourth message, and different prompts between. A block holds eight messages, one in
-    each of its pieces."""
+    """Makes traffic in which the first and fifth message of each block hold the same prompt, and with `share_pieces`
+    also the second. All other prompts differ. Each of a block's eight pieces masks one message.
+
+    Args:
+        share_blocks: whether all blocks have the same lattice error.
+        share_pieces: whether all pieces of a block have the same lattice error.
+        num_blocks: the number of blocks.
+    """
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     drawn = sampling.error(sampling.Csprng(), (1, made.parameters.ring_degree, NUM_FEATURES), made.parameters)
     if share_pieces:
@@ -38,7 +44,7 @@ def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traf
 
 
 def differences_error(made: Traffic, claims: list[Claim]) -> float:
-    """Returns the relative error of the claims about the second block, messages 9 to 16; 1 if there are none."""
+    """Returns the relative error of the claimed differences between messages 1 to 8 and 9 to 16; 1 without a claim."""
     said = {(claim.seq, claim.other_seq): claim.rows for claim in claims if isinstance(claim, StolenDifference)}
     wrong = total = 0.0
     for seq in range(1, 9):
@@ -52,8 +58,8 @@ def differences_error(made: Traffic, claims: list[Claim]) -> float:
 
 
 def control() -> ControlResult:
-    """Computes the worse of two relative errors: of differences of two blocks' rows, and of rows of a block whose
-    pieces share an error."""
+    """Computes the larger of two relative errors: that of claimed differences if two blocks share a lattice error, and
+    that of unmasked rows if the pieces of a block share a lattice error."""
     blocks = traffic(share_blocks=True, share_pieces=False)
     claims = blocks.attacked(ADVERSARY.attack)
     worst = differences_error(blocks, claims) if StolenFact(SHARED, "1, 9") in claims else 1.0

@@ -1,6 +1,7 @@
-"""Runs `slot-reuse` on traffic in which one row of a mask is used twice: it finds the difference of the activations.
+"""Runs `slot-reuse` on two messages under the same mask rows: it recovers the difference of both messages' activations.
 
-A second run uses one secret in two layers, with a separate error in each; the adversary must name these messages.
+In a second run the masks of two messages have the same secret and different errors; the adversary must name both
+messages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from noise.params import PARAMETERS
 
 
 def attack_on_a_shared_secret() -> list[Claim]:
-    """Returns the claims about traffic in which messages 2 and 3, of two groups and directions, share one secret."""
+    """Returns the claims about traffic in which the masks of messages 2 and 3 have the same secret."""
     traffic = Traffic(PARAMETERS["default"], 32, num_groups=2)
     mask, other = traffic.block(), traffic.block()
     error = torch.randint(-21, 22, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -27,8 +28,8 @@ def attack_on_a_shared_secret() -> list[Claim]:
 
 
 def control() -> ControlResult:
-    """Computes the correlation of the claimed difference with the true one; 0 if any other claim is made, or if the
-    shared secret is not named."""
+    """Computes the correlation of the claimed difference of two messages with the true difference; 0 if the adversary
+    makes any other claim, or does not name the messages with a shared secret."""
     traffic = Traffic(PARAMETERS["default"], 32)
     mask, other = traffic.block(), traffic.block()
     for part in (mask[:8], other[:8], mask[:8], mask[8:16]):

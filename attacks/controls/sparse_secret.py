@@ -1,4 +1,4 @@
-"""Runs `sparse-secret` on secrets of one to three trits at the default parameters, under rows of unknown content."""
+"""Runs `sparse-secret` at the default parameters, on lattice secrets with one to three non-zero trits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sparse(weight: int) -> torch.Tensor:
 
 
 def traffic(weights: tuple[int, ...]) -> Traffic:
-    """Sends, for each weight, a message of the first rows of a block; weight 0 stands for an honest secret."""
+    """Makes one message for each weight (the number of non-zero trits of the mask's secret); 0 draws an honest secret."""
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     for weight in weights:
         mask = made.block(sparse(weight) if weight else None)
@@ -37,7 +37,7 @@ def traffic(weights: tuple[int, ...]) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of all rows; the error e itself contributes less than 21/ACTIVATION."""
+    """Computes the relative error of all unmasked rows; the lattice error contributes less than 21/ACTIVATION."""
     sent = traffic((1, 2, 3, 3))
     error = sent.relative_error(sent.attacked(ADVERSARY.attack))
     setting = "lattice mask 3x512 (default), secrets of one, two and three trits"

@@ -15,7 +15,7 @@ STRENGTH = 30.0
 
 
 def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts: int) -> Traffic:
-    """Sends prompts of 12 tokens; every message of a group carries the same Gaussian row."""
+    """Makes the traffic of prompts of 12 tokens; every row of a group's messages is masked by the same Gaussian row."""
     generator = torch.Generator().manual_seed(0x5EED0002)
     inputs = inputs_of(kind, num_prompts, 12)
     masks = {group: STRENGTH * torch.randn(inputs[0][group].shape[1], generator=generator) for group in inputs[0]}
@@ -25,7 +25,7 @@ def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts:
 
 
 def control(kind: str = "llama") -> ControlResult:
-    """Computes the worst error for four normed inputs of 120 tokens. The norm's eps, which is ignored, limits it."""
+    """Computes the largest relative error of the rows of four groups whose inputs come from a norm layer."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = fixed_mask_traffic(kind, folder, public_of(kind), 10)
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

@@ -1,4 +1,4 @@
-"""Runs `subspace-projection` on noise a thousand times stronger than the rows, but in three dimensions of 32."""
+"""Runs `subspace-projection` on noise that is a thousand times stronger than the rows, but spans 3 of 32 dimensions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STRENGTH = 1000.0
 
 
 def control() -> ControlResult:
-    """Computes the correlation with the true rows without their part in the span, which is lost. Each row has fresh
-    noise within one span."""
+    """Computes the correlation of the claimed rows with the part of the true rows that is orthogonal to the noise.
+    Each row has fresh noise within one 3-dimensional span."""
     generator = torch.Generator().manual_seed(0x5EED0005)
     inputs = [one[4] for one in inputs_of("llama", 30, 12)]
     span = torch.linalg.qr(torch.randn(inputs[0].shape[1], RANK, generator=generator)).Q

@@ -1,4 +1,4 @@
-"""Runs `substitute` without a mask, with row scales hidden as in ring arithmetic: it finds ΔW to two digits."""
+"""Runs `substitute` on unmasked rows of unknown scale, as in ring arithmetic: it recovers ΔW to two digits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from attacks.controls.control import ControlResult
 from attacks.seen.adversary import StolenDelta
 
 _TRAINED_TOGETHER = ("q_proj", "k_proj")
-"""Layers that are determined only by their product, and therefore not judged one by one."""
+"""Layers that traffic determines only by the product of both, and that are therefore not judged one by one."""
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error over v, o, gate, up and down of both blocks, without the last down_proj.
+    """Computes the largest relative error of ΔW over v, o, gate, up and down of both blocks except the last down_proj.
 
-    The error was 0.0012 to 0.0038 for ten adapters and traffics, and 0.0019 to 0.0052 on the rows as they were sent.
+    In ten runs with different adapters and prompts the error was 0.0012 to 0.0038, and 0.0019 to 0.0052 if the rows'
+    scales were not hidden.
     """
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))

@@ -16,7 +16,7 @@ HIDDEN = 32
 
 @functools.cache
 def tiny_model(kind: str = "llama") -> Any:
-    """Makes a model of two blocks, hidden size 32 and 64 tokens. Its weights vary more than usual, so adapters show."""
+    """Makes a random model with 2 blocks, hidden size 32, vocabulary 64, and weights larger than transformers' own."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def tiny_model(kind: str = "llama") -> Any:
 
 
 def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
-    """Returns the manifest that a provider of that model announces."""
+    """Returns the manifest that a provider of the model of `tiny_model` announces."""
     from provider.model.load import load, resolve
     from provider.model.weights import serve_model
 
@@ -48,5 +48,5 @@ def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
 
 
 def tiny_public(kind: str, manifest: Manifest) -> PublicModel:
-    """Returns that model as adversaries see it."""
+    """Returns what adversaries know of the model of `tiny_model`: its public weights and structure."""
     return describe(tiny_model(kind), manifest)

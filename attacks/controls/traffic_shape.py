@@ -1,4 +1,4 @@
-"""Runs `traffic-shape` on traffic of a known shape: messages of zeros, because the adversary reads no tensor.
+"""Runs `traffic-shape` on messages of zeros with known row counts, because the adversary reads only metadata.
 
 The control also uses real traffic of adapters of each kind, which attacks/controls/peft_traffic.py trains.
 """
@@ -32,14 +32,14 @@ from attacks.victim.synthetic import Exchange, write_recording
 
 NUM_GROUPS = 4
 PROMPTS = ((7, 1), (12, 5), (3, 2))
-"""Each prompt's (prompt tokens, answer tokens)."""
+"""The number of prompt tokens and the number of answer tokens of each prompt."""
 STEPS = (96, 64)
 """The number of rows of each training step."""
 
 
 def control() -> ControlResult:
-    """Computes the share of right facts, over rows of zeros and over adapters that a real tenant trains at a real
-    provider."""
+    """Computes the share of facts that the adversary claims correctly, over messages of zeros and over adapters that a
+    real tenant trains at a real provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:
         for number, changes_inputs in enumerate((False, True)):
@@ -57,14 +57,14 @@ def control() -> ControlResult:
 
 
 def claimed(view: View, model: PublicModel) -> Mapping[str, object]:
-    """Returns the adversary's claims, by name."""
+    """Returns the value of each claim of the adversary about a view, by the claim's name."""
     claims = ADVERSARY.attack(view, model, None)
     return {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
 
 
 def facts(changes_inputs: bool) -> Mapping[str, object]:
-    """Returns the facts to find. They are few, because each group has one layer and no model says which norms there
-    are."""
+    """Returns the true facts about the traffic of `record`, by name. They are few, because each group has one layer and
+    the adversary gets no model with norms."""
     return {
         "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
         "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
@@ -75,7 +75,8 @@ def facts(changes_inputs: bool) -> Mapping[str, object]:
 
 
 def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> View:
-    """Records training and then answers, with an adapter of group 1. Gradients reach its input only if it is changed.
+    """Records messages of training and then of inference with an adapter on layer group 1. There are gradients of the
+    group's input only if the adapter changes that input.
 
     Args:
         folder: the folder to make.

@@ -1,7 +1,7 @@
-"""Puts named weaknesses into the lattice mask of this process; the checks of attacks/ must notice them.
+"""Weakens the lattice masks of this process on purpose, in ways that the tests of attacks/ must notice.
 
-Each weakness wraps functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the pieces
-and the compiled arithmetic are the real ones.
+Each weakness wraps functions that noise/lattice.py calls when it makes masks. All other code of the tenant, compiled
+arithmetic included, is unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Weakness:
     """Describes one way in which the mask `lattice` is weakened on purpose.
 
     Attributes:
-        inject: makes the weakness, as a context manager.
-        in_pieces: whether the weakness shows only if blocks are made in pieces.
-        adversary: the adversary that notices the weakness from outside, on traffic that repeats a prompt; None if none
-            does.
+        inject: returns a context manager; masks made within its block are weakened.
+        in_pieces: whether the tenant must make blocks of mask rows in pieces for the weakness to show.
+        adversary: the adversary that notices the weakness in a provider's view of traffic that repeats a prompt; None
+            if no adversary does.
     """
 
     name: str
@@ -69,7 +69,7 @@ def _sparse(draw: _Draw) -> _Draw:
 
 
 def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
-    """Returns a wrapper that gives every block, or every piece, the first errors that were drawn for its width."""
+    """Returns a wrapper of the error sampler that gives every block (or piece) of one width the same errors."""
 
     def made_of(draw: _Draw) -> _Draw:
         kept: dict[int, torch.Tensor] = {}
@@ -89,7 +89,7 @@ def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
 
 @contextlib.contextmanager
 def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
-    """Gives one secret to all blocks of one key; `shared_by` maps (group, direction, block number) to the key."""
+    """Gives one lattice secret to all blocks with the same key: `shared_by(group id, direction, block number)`."""
     lock, here = threading.Lock(), threading.local()
     counts: Counter[Any] = Counter()
     kept: dict[Hashable, torch.Tensor] = {}
@@ -135,5 +135,4 @@ WEAKNESSES = (
     ),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
-"""The weaknesses at shipped size. Except for what a weakness itself changes, errors and secrets are as large as the
-layers need."""
+"""The weaknesses, which apply to masks with the shipped parameters."""
