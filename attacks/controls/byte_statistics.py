@@ -103,7 +103,7 @@ def is_right(found: Uniformity, group: int, case: Case) -> bool:
 
 
 def control() -> ControlResult:
-    """Computes the share of cases that the adversary judges correctly; 0 if its claim differs from what `look` found."""
+    """Computes the share of cases that the adversary judges correctly; 0 if it claims other than `look` found."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

@@ -144,7 +144,7 @@ GPT2: Mapping[str, Example] = {
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
-"""Adapters of tiny-gpt2 with their facts. This model's q, k and v are one layer, so that no group has several layers."""
+"""Adapters of tiny-gpt2 with their facts. This model's q, k and v are one layer, so no group has several layers."""
 
 
 class _Recorded(ServedModel):

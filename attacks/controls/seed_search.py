@@ -30,7 +30,7 @@ def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
 
 
 def seeded_secret_error() -> float:
-    """Returns the relative error of rows under a lattice mask of shipped size whose secret was drawn with a small seed."""
+    """Returns the relative error of rows under a lattice mask of shipped size with a secret drawn from a small seed."""
     traffic = lattice_traffic.Traffic(PARAMETERS["default"], 32)
     generator = torch.Generator().manual_seed(SMALL_SEED)
     shape = 1, traffic.parameters.rank, traffic.parameters.ring_degree

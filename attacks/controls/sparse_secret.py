@@ -28,7 +28,7 @@ def sparse(weight: int) -> torch.Tensor:
 
 
 def traffic(weights: tuple[int, ...]) -> Traffic:
-    """Makes one message for each weight (the number of non-zero trits of the mask's secret); 0 draws an honest secret."""
+    """Makes one message for each weight (the count of non-zero trits of the mask's secret); 0 draws an honest one."""
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     for weight in weights:
         mask = made.block(sparse(weight) if weight else None)
