@@ -55,8 +55,8 @@ def false_positive_log2(num_rows: int, num_features: int) -> float:
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims the differences of messages that used the same mask rows in the same order, and a fact for messages that
-    share mask rows at other positions."""
+    """Claims the differences of messages that used the same mask rows in the same order. For messages that share mask
+    rows at other positions, it claims only that they share them."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
         if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):

@@ -183,7 +183,8 @@ def site(folder: Path) -> Site:
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-    """Samples an answer of fixed length; an answer with a value that is not finite fails at its end."""
+    """Samples an answer of fixed length. If a value in it is not finite, the calls go on to the full length, and only
+    then the answer fails."""
     client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
 
 

@@ -79,7 +79,7 @@ class Gain:
     @property
     def divergence(self) -> Worth:
         """Returns the KL divergence from the victim's next-token distribution to the stolen adapter's, in nats per
-        token; the baseline is the base model's divergence."""
+        token, and, as the baseline of the `Worth`, that to the base model's."""
         divergences = torch.tensor([one.divergences for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(divergences[:, 0], sizes, divergences[:, 1])

@@ -60,8 +60,14 @@ def runs(masks: str) -> list[Run]:
 def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
     """Returns the profile for a model: quick for the tiny models, full for others.
 
+    Args:
+        folder: the run's folder.
+        model: the model's name.
+        adapter: the victim's adapter folder; None if the run trains one.
+        peft_kind: the kind of the adapter that the run trains.
+
     Raises:
-        ConfigurationError: the adapter does not exist.
+        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile was asked for another kind than lora.
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")

@@ -82,7 +82,8 @@ class Job:
 
 
 def job_of(ticket: Ticket) -> Job:
-    """Returns the executor's job of a ticket; both stand for one request, the ticket in the scheduler."""
+    """Returns the executor's job for a ticket. The ticket represents a request in the scheduler, and the job represents
+    the same request in the executor."""
     job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")

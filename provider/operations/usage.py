@@ -95,7 +95,7 @@ class TenantUsage:
             self._bytes_down += bytes_down
 
     def computed(self, seconds: float) -> None:
-        """Adds the tenant's share of a product's time, in seconds."""
+        """Adds the tenant's share of the time that a product took to compute, in seconds, to its usage."""
         with self._lock:
             self._seconds += seconds
 

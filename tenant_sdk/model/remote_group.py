@@ -88,7 +88,7 @@ class RemoteExecutor:
             group: the group whose weight is used.
             direction: FORWARD or BACKWARD.
             rows: float32, shape (num_rows, request columns), any device.
-            planned: the courses (run states) of the model that the call belongs to.
+            planned: says how the model's runs treat values that are not finite; see `planned_calls`.
 
         Returns:
             float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it.
