@@ -67,7 +67,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
         peft_kind: the kind of the adapter that the run trains.
 
     Raises:
-        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile was asked for another kind than lora.
+        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile is asked for a kind beside lora.
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
