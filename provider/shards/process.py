@@ -225,7 +225,7 @@ class ShardProcess:
         os.close(self._pidfd)
         shutil.rmtree(self._folder, ignore_errors=True)
         status = process.poll()
-        _kill(process, patience_s=5.0 if self._is_closed else 0.0)
+        _kill(process, grace_s=5.0 if self._is_closed else 0.0)
         if not self._is_closed:
             end = "(it was ended)" if status is None else f"(exit status {status})"
             _LOGGER.error("shard %s %s %s", self.name, what, end)
@@ -295,14 +295,14 @@ def _short_folder() -> str | None:
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
 
 
-def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
+def _kill(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
     """Closes the process's standard input, which tells the process to end; kills the process if it is still running
-    after `patience_s` seconds."""
+    after `grace_s` seconds."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
     try:
-        process.wait(timeout=patience_s)
+        process.wait(timeout=grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -13,7 +13,6 @@ import torch
 
 import provider.identity.registry as registry
 import provider.net.service as service_module
-import wire.transport.retry as patience
 from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
@@ -31,6 +30,7 @@ from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.limits import RETRY_METADATA
+from wire.transport import retry
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
 from wire.transport.identity import TlsIdentity
 
@@ -160,7 +160,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
         fault.is_over = len(pauses) > 2
         return 0.0
 
-    monkeypatch.setattr(patience, "with_jitter", pause)
+    monkeypatch.setattr(retry, "with_jitter", pause)
     rows = ring_rows(3)
     assert torch.equal(ask(connection, rows), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
