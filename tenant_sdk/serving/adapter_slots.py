@@ -34,11 +34,6 @@ class Ticket(Protocol):
         """Returns the number of the adapter's slot on the device, valid from when the adapter is ready until
         `release`."""
 
-    @property
-    def digest(self) -> str:
-        """Returns the digest of the adapter's contents. Keys and values that were computed with an adapter of another
-        digest are never used for a request with this adapter."""
-
     def release(self) -> None:
         """Ends the hold on the adapter; a second call does nothing."""
 
@@ -75,7 +70,6 @@ class BaseModelTicket:
 
     failure: VeilbaseError | None = None
     slot: int = NO_ADAPTER
-    digest: str = ""
 
     def is_ready(self) -> bool:
         """Returns True, since the base model is always on the device."""

@@ -338,14 +338,15 @@ class Engine:
             kv_bytes = self._layout.bytes_for(request.num_tokens)
             self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
         self._fresh.clear()
-        ended = [(self._forget(number), None) for number in self._cancelled if number in self._requests]
+        ended: list[tuple[Request, VeilbaseError | None]] = [
+            (self._forget(number), None) for number in self._cancelled if number in self._requests
+        ]
         self._cancelled.clear()
-        out: list[tuple[Request, VeilbaseError | None]] = [*ended]
         for number in self._scheduler.waiting():
             failure = self._requests[number].ticket.failure
             if failure is not None:
-                out.append((self._forget(number), failure))
-        return out
+                ended.append((self._forget(number), failure))
+        return ended
 
     def _forget(self, number: int) -> Request:
         self._scheduler.remove(number)

@@ -193,10 +193,6 @@ class Scheduler:
         self._waiting.pop(request, None)
         self._running.pop(request, None)
 
-    def is_running(self, request: int) -> bool:
-        """Returns True if the request was admitted and has not been removed."""
-        return request in self._running
-
     def waiting(self) -> list[int]:
         """Returns the requests that are not admitted yet."""
         return list(self._waiting)
@@ -208,9 +204,9 @@ class Scheduler:
             if entry is not None:
                 entry.num_read = segment.stop
 
-    def append(self, request: int, num_tokens: int = 1) -> None:
-        """Records that a running request has more tokens, which the model has yet to compute."""
-        self._running[request].num_tokens += num_tokens
+    def append(self, request: int) -> None:
+        """Records that a running request has one more token, which the model has yet to compute."""
+        self._running[request].num_tokens += 1
 
     def plan(self, now: float) -> Step:
         """Admits the requests that may be admitted, and returns the next step. The step is empty if no request can run.

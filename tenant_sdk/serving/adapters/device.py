@@ -64,7 +64,7 @@ class DeviceTier:
             self._idle[self.numbers.place(slot)[0]].pop(slot, None)
             return slot
 
-    def has_room(self, rank: int, digest: str | None = None) -> bool:
+    def has_room(self, rank: int, digest: str | None) -> bool:
         """Returns True if `assign` would return a slot of this rank now, or if the adapter already has a slot."""
         with self._lock:
             return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
@@ -128,10 +128,9 @@ class DeviceTier:
         with self._lock:
             return len(self._slots), sum(each.holders > 0 for each in self._slots.values())
 
-    def slot_bytes(self, rank: int, modules: Iterable[str] | None = None) -> int:
-        """Returns the bytes that one slot of a rank takes in the layers that `modules` names; None means all layers."""
-        names = self._shapes if modules is None else modules
-        return sum(rank * sum(self._shapes[name]) for name in names) * self.dtype.itemsize
+    def slot_bytes(self, rank: int, modules: Iterable[str]) -> int:
+        """Returns the bytes that one slot of a rank takes in the layers that `modules` names."""
+        return sum(rank * sum(self._shapes[name]) for name in modules) * self.dtype.itemsize
 
     def _abandon(self, slot: int) -> None:
         rank, place = self.numbers.place(slot)

@@ -56,13 +56,11 @@ class PackedAdapter:
         digest: the SHA-256 of the adapter's files, in hex.
         layers: the layers whose factors are in `values`, in order.
         values: A and then Bᵀ of each layer, as one flat tensor, shape (num_weights of all layers,).
-        kind: the kind of adapter, "lora", which decides the arithmetic.
     """
 
     digest: str
     layers: tuple[PackedLayer, ...]
     values: torch.Tensor = field(repr=False)
-    kind: str = "lora"
 
     @property
     def rank(self) -> int:

@@ -36,11 +36,11 @@ class Known:
             raise ConfigurationError(found[2])
         return found[1]
 
-    def is_good(self, found: Found, digest: str) -> None:
+    def keep_digest(self, found: Found, digest: str) -> None:
         """Remembers the digest of an adapter that can be used."""
         self._remember(found.name, found.stamp if found.settled else None, digest, "")
 
-    def is_bad(self, name: str, stamp: Stamp | None, failure: VeilbaseError) -> None:
+    def keep_failure(self, name: str, stamp: Stamp | None, failure: VeilbaseError) -> None:
         """Remembers why an adapter cannot be used. A failure that may be temporary is not remembered."""
         if isinstance(failure, ConfigurationError):
             self._remember(name, stamp, None, str(failure))

@@ -54,7 +54,6 @@ class LoraSettings:
         ranks, alphas: pairs of a pattern and the rank or alpha of the layers that it matches; the first pattern that
             matches a layer's name counts.
         rslora: whether alpha is divided by the square root of the rank, instead of the rank.
-        kind: the kind of adapter, "lora".
     """
 
     rank: int
@@ -62,7 +61,6 @@ class LoraSettings:
     ranks: Sequence[tuple[re.Pattern[str], int]]
     alphas: Sequence[tuple[re.Pattern[str], float]]
     rslora: bool
-    kind: str = "lora"
 
     def rank_of(self, module: str) -> int:
         """Returns the rank that the adapter has in a layer."""

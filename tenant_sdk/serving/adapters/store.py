@@ -321,9 +321,9 @@ class AdapterStore:
             if origin.entry is not None and packed.digest != origin.entry.sha256:
                 raise ConfigurationError(f"the adapter {origin.name} was changed after it was fetched: delete its copy")
         except VeilbaseError as exc:
-            self._known.is_bad(origin.name, stamp, exc)
+            self._known.keep_failure(origin.name, stamp, exc)
             raise
-        self._known.is_good(reading.found, packed.digest)
+        self._known.keep_digest(reading.found, packed.digest)
         self._host.put(packed)
         return packed
 

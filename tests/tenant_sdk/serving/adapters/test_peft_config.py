@@ -24,7 +24,7 @@ def parse(base: Base = BASE, **changes: Any) -> LoraSettings:
 
 def test_what_peft_writes_today_is_accepted() -> None:
     settings = parse()
-    assert (settings.kind, settings.rank_of("model.layers.0.q_proj"), settings.scaling_of("x")) == ("lora", 8, 2.0)
+    assert (settings.rank_of("model.layers.0.q_proj"), settings.scaling_of("x")) == (8, 2.0)
 
 
 def test_rslora_divides_by_the_root() -> None:
