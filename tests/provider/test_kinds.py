@@ -22,16 +22,13 @@ from transformers import (
 from provider.model.load import load, resolve
 from provider.model.trace import base_layers, trace_groups
 from provider.model.weights import other_weights_share, serve_model
-from tests.support.tiny_models import VOCAB, make_tiny
+from tests.support.tiny_models import SIZES, VOCAB, make_tiny
 from wire.errors import ConfigurationError
 
 RWKV: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 3, "rescale_every": 1,
 }  # fmt: skip
-MIXTRAL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_local_experts": 4,
-}  # fmt: skip
+MIXTRAL: dict[str, Any] = {**SIZES, "num_local_experts": 4}
 
 
 @pytest.mark.parametrize("config", [T5Config(), ViTConfig(), BartConfig()], ids=lambda config: config.model_type)

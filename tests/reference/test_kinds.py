@@ -22,14 +22,10 @@ from transformers import (
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_linear import RemoteLinear
 from tests.support.parity import RELATIVE, adapted, batch, local, relative
-from tests.support.tiny_models import VOCAB, save_random
+from tests.support.tiny_models import SIZES, save_random
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-SMALL: dict[str, Any] = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, **COMMON}
+SMALL: dict[str, Any] = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, **SIZES}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "falcon": FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, bias=True),
     "mamba": MambaConfig(**SMALL, state_size=4, num_hidden_layers=2, pad_token_id=0),

@@ -18,13 +18,9 @@ from transformers import (
 from tenant_sdk import TenantClient
 from tests.support.chat_model import character_tokenizer
 from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.tiny_models import VOCAB, save_random
+from tests.support.tiny_models import GPT2_SIZES, SIZES, save_random
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "initializer_range": 0.2,
-}  # fmt: skip
+_COMMON: dict[str, Any] = {**SIZES, "initializer_range": 0.2}
 WINDOW = 6
 """Tokens of a sliding window: less than most prompts of these tests, so that it matters."""
 CONFIGS: dict[str, Any] = {
@@ -36,10 +32,7 @@ CONFIGS: dict[str, Any] = {
         **{**_COMMON, "num_hidden_layers": 3}, head_dim=16, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "gpt2": GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
-    ),
+    "gpt2": GPT2Config(**GPT2_SIZES, initializer_range=0.2),
     "mistral": MistralConfig(**_COMMON, sliding_window=WINDOW),
 }  # fmt: skip
 """A config of each kind."""

@@ -12,26 +12,28 @@ VOCAB = 128
 """Tokens of every tiny model: one for each byte below 128."""
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""The settings of tiny models, as most kinds name them."""
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
+    "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+"""The same settings as GPT-2 names them."""
+
+
 def tiny_config(kind: str) -> Any:
     """Returns a configuration of two layers with a hidden size of 32.
 
     That of gemma has a head size of its own, soft-capping and scaled embeddings.
     """
     if kind == "llama":
-        return LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
-            bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )  # fmt: skip
+        return LlamaConfig(**SIZES, tie_word_embeddings=False)
     if kind == "gpt2":
-        return GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-    return Gemma2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        return GPT2Config(**GPT2_SIZES)
+    return Gemma2Config(**SIZES, head_dim=16)
 
 
 def save_random(config: Any, folder: Path, seed: int = 0) -> None:
