@@ -15,6 +15,7 @@ from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
+from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.session_protocol import ModelSource
 from wire.errors import ConfigurationError
@@ -56,7 +57,7 @@ def copied_base_layer(model: Any) -> tuple[str, str] | None:
 def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:
     if adapter is None:
         return None
-    weights = Path(adapter) / "adapter_model.safetensors"
+    weights = adapter_folder(adapter) / "adapter_model.safetensors"
     if not weights.is_file():
         raise ConfigurationError(f"{adapter} holds no adapter_model.safetensors: is it an adapter folder?")
     return str(Path(adapter).resolve()), weights.stat().st_mtime_ns

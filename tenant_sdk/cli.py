@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenant_sdk import tune
+from tenant_sdk.adapter_folder import adapter_folder
 from wire.errors import VeilbaseError
 
 if TYPE_CHECKING:
@@ -164,10 +165,8 @@ def generate(
 ) -> None:
     """Answer a prompt, and print the answer piece by piece."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    if adapter is not None and not adapter.is_dir():
-        from wire.errors import ConfigurationError
-
-        raise ConfigurationError(f"there is no adapter folder {adapter}")
+    if adapter is not None:
+        adapter_folder(adapter)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
@@ -111,9 +112,9 @@ def _named(adapters: Sequence[str | Path | None]) -> tuple[list[str | None], Mak
     The store keeps the files' numbers unrounded, so that answers are the same as those of `generate`.
 
     Raises:
-        ConfigurationError: the adapters are not in one folder.
+        ConfigurationError: an adapter folder does not exist, or the adapters are not in one folder.
     """
-    paths = [None if each is None else Path(each).absolute() for each in adapters]
+    paths = [None if each is None else adapter_folder(each).absolute() for each in adapters]
     roots = sorted({path.parent for path in paths if path is not None})
     if not roots:
         return [None] * len(paths), None

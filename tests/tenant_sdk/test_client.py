@@ -254,8 +254,10 @@ def test_an_adapter_that_holds_a_base_layer_whole(chat_client: TenantClient, cha
 
 
 def test_adapters_that_cannot_be(chat_client: TenantClient, trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is it an adapter folder"):
+    with pytest.raises(ConfigurationError, match=r"^there is no adapter folder .*/nowhere$"):
         chat_client.generate(PROMPT, tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match="is it an adapter folder"):
+        chat_client.generate(PROMPT, tmp_path)
     other = tmp_path / "other"
     with TenantClient(f"inproc:{make_chat_model(tmp_path / 'gpt2', 'gpt2')}") as client:
         client.finetune(ROWS, lora(fan_in_fan_out=True), other, **QUICK | {"max_steps": 1})
@@ -415,7 +417,7 @@ def test_ctrl_c_says_what_becomes_of_a_run(
         ([], "--identity"),
         (["--identity", "acme"], "no provider can be reached at grpcs://127.0.0.1:1"),
         (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
-        (["--url", "inproc:CHAT", "--mask", "off", "--adapter", "nowhere"], "adapter folder"),
+        (["--url", "inproc:CHAT", "--mask", "off", "--adapter", "nowhere"], "there is no adapter folder nowhere"),
         (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "0"], "max_new_tokens must be a positive"),
         (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "-1"], "max_new_tokens must be a positive"),
         (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "9999"], "max_new_tokens is 9999"),

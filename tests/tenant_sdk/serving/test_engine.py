@@ -307,20 +307,23 @@ def test_generate_many(client: TenantClient, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == ""
 
 
-def test_generate_many_refuses_in_one_line(client: TenantClient) -> None:
+def test_generate_many_refuses_in_one_line(client: TenantClient, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="prompts is a list of prompts, got str"):
         client.generate_many("who?")
     with pytest.raises(ConfigurationError, match="one adapter for each of 2 prompts, got 1"):
         client.generate_many(["a", "b"], ["x"])
-    with pytest.raises(ConfigurationError, match="there is no adapter x here"):
-        client.generate_many(["a", "b"], "x", progress=False)
+    with pytest.raises(ConfigurationError, match=r"^there is no adapter folder nope$"):
+        client.generate_many(["a", "b"], [None, "nope"], progress=False)
     for wrong in ({"adapter": ["x", "y"]}, {"max_new_token": 6}):
         with pytest.raises(
             ConfigurationError, match=f"generate_many does not take {next(iter(wrong))}: beside adapters="
         ):
             client.generate_many(["a", "b"], **wrong)
+    folders = [tmp_path / "there/x", tmp_path / "here/y"]
+    for folder in folders:
+        folder.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="lie in one folder, got 2 folders"):
-        client.generate_many(["a", "b"], ["there/x", "here/y"], progress=False)
+        client.generate_many(["a", "b"], folders, progress=False)
 
 
 def test_generate_many_with_an_adapter_for_each_prompt(client: TenantClient, tmp_path: Path) -> None:
