@@ -83,6 +83,12 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
     return token_ids
 
 
+def bounded_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits of any shape from which a token can be drawn at any temperature: large magnitudes are cut, and
+    minus infinity, which excludes a token, is kept."""
+    return torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
+
+
 class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
     """Checks every step's logits and, in an answer of fixed length, replaces logits from which no token can be
     drawn."""
@@ -106,5 +112,4 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
             return scores
         if self._course.sends_zeros:
             return torch.zeros_like(scores)
-        bounded = scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
-        return torch.where(scores == -torch.inf, scores, bounded)
+        return bounded_logits(scores)

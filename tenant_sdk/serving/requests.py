@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tenant_sdk.fixed_length import bounded_logits
 from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
 from tenant_sdk.serving.answer import Answer, FinishReason
 from tenant_sdk.serving.kv import RequestKv
@@ -21,9 +22,6 @@ LOST = (
     "a value of this request was NaN or infinite, so nothing came of it: its adapter overflows, or the provider "
     "answers wrongly, which verify= (--verify) would tell"
 )
-_LARGEST_LOGIT = 1e18
-"""The largest magnitude of the logits of an answer of fixed length; larger ones are clamped, as in
-tenant_sdk/fixed_length.py."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,8 @@ class Request:
         return is_full or (self.reason is not None and not self.ending.fixed_length)
 
     def _choose(self, logits: torch.Tensor) -> int:
-        if self.ending.fixed_length:  # Else a temperature below 1 could give infinite logits, and their sum NaN.
-            logits = torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
+        if self.ending.fixed_length:
+            logits = bounded_logits(logits)
         return self.sampler.next_token(self._token_ids, logits)
 
     def _give(self, token_id: int) -> None:
