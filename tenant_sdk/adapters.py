@@ -6,7 +6,6 @@ with a one-line error. No adapter is applied only in part.
 
 from __future__ import annotations
 
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.plain_values import positive
 from tenant_sdk.session_protocol import ModelSource
 from wire.errors import ConfigurationError
 from wire.loading import loading
@@ -73,10 +73,3 @@ def virtual_tokens(peft_config: Any) -> int:
     if not getattr(peft_config, "is_prompt_learning", False):
         return 0
     return positive("num_virtual_tokens", peft_config.num_virtual_tokens)
-
-
-def positive(name: str, value: Any) -> int:
-    """Returns the value of a setting; raises ConfigurationError if the value is not a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
-    return int(value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TextStreamer
 
-from tenant_sdk.adapters import adapted_model, positive, virtual_tokens
+from tenant_sdk.adapters import adapted_model, virtual_tokens
 from tenant_sdk.fixed_length import (
     FiniteLogits,
     cut_at_stop,
@@ -25,6 +25,7 @@ from tenant_sdk.fixed_length import (
     refuse_guessing,
 )
 from tenant_sdk.model.planned_calls import Course, planned_calls
+from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
@@ -91,9 +92,7 @@ def generate(
         The text of the answer without special tokens.
     """
     _check_options(max_new_tokens, on_text, options)
-    if not isinstance(fixed_length, bool):
-        raise ConfigurationError(f"fixed_length is True or False, got {type(fixed_length).__name__}")
-    if fixed_length:
+    if true_or_false("fixed_length", fixed_length):
         refuse_early_ends(options)
     tokenizer = session.tokenizer
     model = adapted_model(session, adapter)

@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.adapters import positive
 from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.model.planned_calls import planned_calls
+from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.explain import explain
@@ -199,8 +199,7 @@ class Engine:
         settings = Sampling(
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
         )  # fmt: skip
-        if not isinstance(fixed_length, bool):
-            raise ConfigurationError(f"fixed_length is True or False, got {type(fixed_length).__name__}")
+        true_or_false("fixed_length", fixed_length)
         own_settings = self._model.generation_config
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)

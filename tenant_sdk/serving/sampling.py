@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tenant_sdk.plain_values import true_or_false
 from wire.errors import ConfigurationError
 
 LogitsHook = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -150,8 +151,7 @@ def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:
 
 def _check(settings: Sampling) -> None:
     """Refuses settings of a wrong type, which would otherwise fail in the middle of an answer."""
-    if not isinstance(settings.do_sample, bool):
-        raise ConfigurationError(f"do_sample is True or False, got {type(settings.do_sample).__name__}")
+    true_or_false("do_sample", settings.do_sample)
     seed = settings.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63):
         raise ConfigurationError(f"seed is a whole number of 64 bits, got {ascii(seed)[:40]}")

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from tenant_sdk.plain_values import positive
 from wire.errors import ConfigurationError
 
 
@@ -97,9 +98,7 @@ class Budget:
     def __post_init__(self) -> None:
         """Raises ConfigurationError if, with these limits, a request could wait for ever."""
         for name in ("step_tokens", "max_running", "kv_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
+            positive(name, getattr(self, name))
         if self.step_tokens < self.max_running:
             raise ConfigurationError(
                 f"step_tokens ({self.step_tokens}) must be at least max_running ({self.max_running}): every running "
