@@ -104,7 +104,7 @@ def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAd
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
     """Returns the description of a layer in a packed adapter. The layer's scaling is multiplied into B if this rounds
     nothing, and is kept as a separate number otherwise."""
-    exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
+    exact = dtype is torch.float32 or abs(math.frexp(stored.scaling)[0]) in (0.0, 0.5)  # 0 or ± a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
 

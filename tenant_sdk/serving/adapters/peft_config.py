@@ -41,7 +41,15 @@ _KINDS = {
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
 """Maps each setting with which PEFT makes another kind of adapter from a LoraConfig to the name of this kind."""
+MAX_INTRICATE = 16
+"""The most rank or alpha patterns of one adapter that have a quantifier or an alternative. One takes up to 0.4 ms to
+match a layer's name of 60 characters; a pattern without them takes microseconds."""
+MAX_ALTERNATIVES = 32
+"""The most `|` in one pattern."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
+_UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?!:)|\\[NUux]|[^ -~]")
+"""Finds a repeated group, which may take exponential time; a flag or a look-ahead; or a character beyond ASCII, since
+ranges of such characters take long to compile."""
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 
 
@@ -99,7 +107,9 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings:
 
 def _json_object(name: str, content: bytes) -> dict[str, Any]:
     try:
-        config = json.loads(content)
+        config = json.loads(
+            content.decode()
+        )  # Of bytes, `loads` would also take UTF-16 and UTF-32, which PEFT does not.
     except (ValueError, RecursionError):  # `from None`: a parser's text may quote the file
         config = None
     if not isinstance(config, dict):
@@ -121,6 +131,8 @@ def _check_settings(name: str, config: dict[str, Any]) -> None:
     for setting, value in config.items():
         if setting not in _HARMLESS and value:
             raise ConfigurationError(f"the adapter {name} sets {ascii(setting)[:60]}, which is not served")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ConfigurationError(f"the adapter {name} has a use_rslora that is neither true nor false")
     if config.get("bias", "none") != "none":
         raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
     how = config.get("init_lora_weights")
@@ -173,6 +185,10 @@ def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.
     patterns = config.get(setting) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise ConfigurationError(f"the adapter {name} has a {setting} that is no table of up to {MAX_PATTERNS} entries")
+    if sum("|" in pattern or _QUANTIFIERS.search(pattern) is not None for pattern in patterns) > MAX_INTRICATE:
+        raise ConfigurationError(
+            f"the adapter {name} has a {setting} with more than {MAX_INTRICATE} intricate patterns"
+        )
     compiled = [(_compiled(pattern), value) for pattern, value in patterns.items()]
     if any(pattern is None for pattern, _ in compiled):
         raise ConfigurationError(f"the adapter {name} has a {setting} with a pattern that is too intricate")
@@ -182,8 +198,13 @@ def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.
 def _compiled(pattern: str) -> re.Pattern[str] | None:
     """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if matching could
     take long."""
-    # With two quantifiers of its own, matching takes at most the cube of a module name's length.
-    if len(pattern) > 256 or len(_QUANTIFIERS.findall(pattern)) > 2:
+    # In one group that is not repeated, alternatives add to the ways to match and do not multiply them. So matching
+    # takes at most the cube of a module name's length, or its square for each alternative.
+    num_alternatives = pattern.count("|")
+    num_loops = len(_QUANTIFIERS.findall(pattern.replace("(?:", "("))) + (num_alternatives > 0)
+    if len(pattern) > 256 or num_loops > 2 or num_alternatives > MAX_ALTERNATIVES:
+        return None
+    if pattern.count("(") > 1 or _UNBOUNDED.search(pattern) is not None:
         return None
     try:
         return re.compile(rf"(.*\.)?({pattern})$")

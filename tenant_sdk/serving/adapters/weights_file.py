@@ -107,7 +107,12 @@ def parse_layers(
         found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
         if found is None:
             raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
-        factors.setdefault(found[1], {})[found[2]] = tensor
+        own = factors.setdefault(found[1], {})
+        if (
+            found[2] in own
+        ):  # Names with and without the prefix mean the same layer, and only one of them would be read.
+            raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]} twice, with and without {_PREFIX}")
+        own[found[2]] = tensor
     if not factors:
         raise ConfigurationError(f"the adapter {name} holds no tensors")
     return tuple(_layer(name, module, factors[module], settings, base) for module in sorted(factors))
@@ -119,7 +124,7 @@ def _kind(key: str) -> str:
 
 def _tensors(name: str, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
     try:
-        entries = json.loads(header, object_pairs_hook=_no_duplicates)
+        entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError):
         entries = None
     if not isinstance(entries, dict):

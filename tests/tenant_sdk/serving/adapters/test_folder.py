@@ -215,6 +215,11 @@ def twice(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
+def without_prefix_too(path: Path) -> None:
+    tensors = load_file(path)
+    save_file(tensors | {KEY.removeprefix("base_model.model."): tensors[KEY].clone()}, path)
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (raw(b""), "no such file"),
     "a pickle by another name": (raw(b"\x80\x04}q\0."), "no such file"),
@@ -225,6 +230,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header that is a list": (raw(struct.pack("<Q", 2) + b"[]"), "without a header"),
     "no tensors": (raw(struct.pack("<Q", 2) + b"{}"), "holds no tensors"),
     "a name twice": (twice, "without a header"),
+    "a factor under two names": (without_prefix_too, "twice, with and without"),
     "bytes behind the last tensor": (longer, "overlap, leave gaps or pass"),
     "too many tensors": (header(lambda e: e.update({f"t{at}": 0 for at in range(20_001)})), "20009 tensors: at most"),
     "an entry that is no table": (header(lambda e: e.update({KEY: 5})), "another form"),
@@ -296,6 +302,18 @@ def test_large_numbers_whose_sum_is_infinite_are_numbers(folder: AdapterFolder, 
     saved[KEY].fill_(3e38)
     save_file(saved, root / "good" / WEIGHTS)
     assert bool(torch.isfinite(packed_from(folder, dtype=torch.bfloat16).values).all())
+
+
+@pytest.mark.parametrize("alpha", [0, -16, 1e-300])
+def test_any_alpha_that_is_a_number_is_multiplied_into_b(alpha: float, folder: AdapterFolder, root: Path) -> None:
+    settings = json.loads((root / "good" / CONFIG).read_text())
+    (root / "good" / CONFIG).write_text(json.dumps(settings | {"lora_alpha": alpha}))
+    saved = load_file(root / "good" / WEIGHTS)
+    packed = packed_from(folder, dtype=torch.bfloat16)
+    layer = packed.layers[0]
+    _, lora_b = layer.factors(packed.values[: layer.num_weights])
+    expected = saved[KEY.replace("lora_A", "lora_B")].bfloat16().float() * (alpha / 8)
+    assert torch.equal(lora_b.t().float() * layer.scaling, expected)
 
 
 def test_half_precision_files_give_the_same_numbers(folder: AdapterFolder, root: Path) -> None:

@@ -32,11 +32,20 @@ def test_rslora_divides_by_the_root() -> None:
 
 
 def test_patterns_match_as_in_peft() -> None:
-    ranks = {"q_proj": 4, r"layers\.1\.k_proj": 5, "model.layers.2.v_proj": 6, r".*o_proj": 7, "layers.[34].q": 9}
+    ranks = {
+        "q_proj": 4,
+        r"layers\.1\.k_proj": 5,
+        "model.layers.2.v_proj": 6,
+        r".*o_proj": 7,
+        "layers.[34].q": 9,
+        r"layers\.(?:6|7)\..*": 3,
+        "(h|model.layers.8).q": 2,
+    }
     settings = parse(rank_pattern=ranks, alpha_pattern={"k_proj": 40})
     for module in (
         "model.layers.0.q_proj", "model.layers.1.k_proj", "model.layers.11.k_proj", "model.layers.2.v_proj",
-        "model.layers.2.v_proj.x", "a.b.o_proj", "xq_proj", "model.layers.3.q", "model.layers.5.q",
+        "model.layers.2.v_proj.x", "a.b.o_proj", "xq_proj", "model.layers.3.q", "model.layers.5.q", "model.layers.6.q",
+        "model.layers.7.q", "model.layers.8.q", "model.layers.9.q",
     ):  # fmt: skip
         rank = ranks.get(get_pattern_key(list(ranks), module), 8)
         assert settings.rank_of(module) == rank
@@ -59,6 +68,7 @@ def test_patterns_match_as_in_peft() -> None:
         ({"target_parameters": ["experts"]}, "sets 'target_parameters'"),
         ({"lora_bias": True}, "sets 'lora_bias'"),
         ({"something_new": 1}, "sets 'something_new'"),
+        ({"use_rslora": 1}, "use_rslora that is neither"),
         ({"bias": "all"}, "trains biases"),
         ({"init_lora_weights": "pissa"}, "'pissa', which changes base weights"),
         ({"init_lora_weights": "olora"}, "'olora', which changes base weights"),
@@ -69,6 +79,15 @@ def test_patterns_match_as_in_peft() -> None:
         ({"rank_pattern": [1]}, "rank_pattern that is no table"),
         ({"rank_pattern": {f"p{at}": 4 for at in range(5000)}}, "rank_pattern that is no table"),
         ({"rank_pattern": {"(a+)+(b+)": 4}}, "too intricate"),
+        ({"rank_pattern": {"(.+)+!": 4}}, "too intricate"),
+        ({"rank_pattern": {"(?:.+){9}!": 4}}, "too intricate"),
+        ({"rank_pattern": {"(|)" * 80 + "!": 4}}, "too intricate"),
+        ({"rank_pattern": {r"(.|\w)" * 40 + "!": 4}}, "too intricate"),
+        ({"rank_pattern": {"(" + "|" * 200 + ")": 4}}, "too intricate"),
+        ({"rank_pattern": {"(?i:[\0-\U0010ffff])": 4}}, "too intricate"),
+        ({"rank_pattern": {r"[\u0100-\U0010ffff]": 4}}, "too intricate"),
+        ({"rank_pattern": {"[\u0100-\U0010ffff]": 4}}, "too intricate"),
+        ({"rank_pattern": {f"{at}.*": 4 for at in range(17)}}, "more than 16 intricate patterns"),
         ({"rank_pattern": {"(": 4}}, "too intricate"),
         ({"alpha_pattern": {"q" * 300: 4}}, "too intricate"),
         ({"lora_alpha": float("nan")}, "the alpha nan"),
@@ -84,7 +103,7 @@ def test_refused_in_one_line(changes: dict[str, Any], match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nope"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nope", '{"r": 8}'.encode("utf-16")])
 def test_settings_that_are_no_object(content: bytes) -> None:
     with pytest.raises(ConfigurationError, match="no JSON object"):
         parse_settings("some", content, BASE)
