@@ -120,11 +120,12 @@ class Answer:
         with self._changed:
             if self._is_done:
                 return
-            self.finish_reason, self._error, self._is_done = reason, error, True
+            # The copy has no traceback, whose frames would keep the rows, keys and values of all requests of the step.
+            self.finish_reason, self._error, self._is_done = reason, copy.copy(error), True
             self._changed.notify_all()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception as exc:  # noqa: BLE001 - a function of the user's; its text may show the answer
+            except BaseException as exc:  # noqa: BLE001 - a function of the user's; its text may show the answer
                 logging.getLogger(__name__).error("a callback of an answer failed (%s)", type(exc).__name__)

@@ -297,7 +297,7 @@ class Engine:
                 while (step := self._next_step()) is not None:
                     self._compute(step)
         except VerificationFailed as exc:
-            failure = self._failure = exc
+            failure = self._failure = copy.copy(exc)  # Without the traceback, whose frames hold rows and masks.
         except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
             failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
         finally:
@@ -376,7 +376,7 @@ class Engine:
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         try:
             is_over = request.take(logits)
-        except Exception as exc:  # noqa: BLE001 - a hook of the user's; its text may show values
+        except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
             self._end(request, _of_the_users(exc))
         else:
             if is_over:
@@ -391,7 +391,7 @@ class Engine:
         if error is None:
             try:
                 request.finish()
-            except Exception as exc:  # noqa: BLE001 - `on_text` got the rest of the text
+            except BaseException as exc:  # noqa: BLE001 - `on_text` got the rest of the text
                 error = _of_the_users(exc)
         if error is not None:
             request.fail(error)
@@ -401,7 +401,7 @@ class Engine:
             self._end(request, error)
 
 
-def _of_the_users(exc: Exception) -> VeilbaseError:
+def _of_the_users(exc: BaseException) -> VeilbaseError:
     """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
     exception's text, which may show values."""
     if isinstance(exc, VeilbaseError):

@@ -104,10 +104,18 @@ class Sampler:
         Args:
             token_ids: the tokens of the prompt and of the answer so far.
             logits: float32, shape (vocab_size,); each number is finite or minus infinity.
+
+        Raises:
+            ConfigurationError: a logits processor returned logits of another shape. A token outside the vocabulary
+                would fail in the next step, and with it the requests of that step.
         """
         scores = logits[None]
         if self._processors:
             scores = self._processors(torch.tensor([token_ids], device=self._device), scores.clone())
+            if scores.shape != (1, len(logits)):
+                raise ConfigurationError(
+                    f"a logits_processor returns logits of the shape {(1, len(logits))}, got {tuple(scores.shape)}"
+                )
         if self._generator is None:
             return int(scores.argmax(dim=-1))
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))

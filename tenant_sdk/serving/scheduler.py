@@ -11,7 +11,8 @@ Guarantees:
 - a request of the caller with the fewest running requests is admitted first. The requests of one caller are admitted in
   the order in which they came, as far as they are ready and fit;
 - smaller requests may overtake a request that does not fit for `overtaking_s` seconds. After that time, no request is
-  admitted before it;
+  admitted before it. Only one request at a time keeps others waiting like this, and the time of the next begins when it
+  is admitted, so that a caller with many large requests does not keep other callers out;
 - the oldest prompt that is being computed gets at least half of the budget for prompts, so that it is always completed.
   The shortest prompts get the rest first.
 """
@@ -127,7 +128,8 @@ class _Entry:
         num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
         num_read: the number of these tokens that the model has computed.
         kv_bytes: the bytes of KV that the request reserves when it is admitted.
-        blocked_since: the time at which the request was first found ready, but too large for the free KV.
+        blocked_since: the time at which the request was first found ready, but too large for the free KV. Only one
+            waiting request has this time.
     """
 
     request: int
@@ -241,6 +243,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         free = self.budget.kv_bytes - self.reserved_bytes
+        blocked = next((entry for entry in self._waiting.values() if entry.blocked_since is not None), None)
         for entry in self._in_turn():
             if len(self._running) >= self.budget.max_running:
                 return
@@ -249,9 +252,11 @@ class Scheduler:
             if entry.kv_bytes <= free:
                 free -= entry.kv_bytes
                 self._running[entry.request] = self._waiting.pop(entry.request)
+                blocked = None if entry is blocked else blocked
                 continue
-            entry.blocked_since = now if entry.blocked_since is None else entry.blocked_since
-            if now - entry.blocked_since >= self.budget.overtaking_s:
+            if blocked is None:
+                blocked, entry.blocked_since = entry, now
+            if entry.blocked_since is not None and now - entry.blocked_since >= self.budget.overtaking_s:
                 return
 
     def _in_turn(self) -> Iterator[_Entry]:

@@ -11,6 +11,7 @@ listener reads while no request is pending, so that the end of an idle stream is
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -82,7 +83,9 @@ class Request:
             self._owner.wait_for(self)
         if isinstance(self.outcome, torch.Tensor):
             return self.outcome
-        raise self.outcome if self.outcome is not None else Unavailable("the connection was closed")
+        if self.outcome is None:
+            raise Unavailable("the connection was closed")
+        raise copy.copy(self.outcome)  # The stream keeps its failure; a traceback on it would keep the caller's rows.
 
 
 class Multiplexer:
@@ -265,7 +268,7 @@ class Multiplexer:
         while True:
             with self._lock:
                 if self.failure is not None:
-                    raise self.failure
+                    raise copy.copy(self.failure)
                 if self._held_bytes + held <= self._limits.max_in_flight_bytes:
                     request = Request(self, next(self._ids), call, num_rows, reply_cols, held)
                     self._requests[request.request_id] = request
