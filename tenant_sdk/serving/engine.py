@@ -1,8 +1,8 @@
 """This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
 base model.
 
-The engine has one thread, which plans a step, computes it with the model, chooses each request's next token, and begins
-again. All other threads submit requests, read answers and cancel.
+The engine has one thread (loop.py), which plans a step, computes it with the model, chooses each request's next token,
+and begins again. All other threads submit requests, read answers and cancel.
 
 Guarantees:
 - a request gets the same tokens as from `TenantClient.generate`, up to rounding. Other requests, and the time at which
@@ -28,49 +28,28 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
-from tenant_sdk.model.planned_calls import planned_calls
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.explain import explain
 from tenant_sdk.serving.kv import kv_layout
-from tenant_sdk.serving.lost_rows import LosesRows
+from tenant_sdk.serving.loop import EngineStatus, ServingLoop
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
-from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
+from tenant_sdk.serving.scheduler import Budget, Scheduler
 from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
 from tenant_sdk.text.rows import pad_token
-from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
+from wire.errors import ConfigurationError, VeilbaseError
 
 MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
 """A function that makes the store of adapters. It takes the model and a function that wakes the engine."""
-
-_CLOSED = "this engine was closed before the answer was complete"
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """Holds the numbers of an engine's running and waiting requests.
-
-    Attributes:
-        num_running: the requests that are admitted, so that their prompts or answers are being computed.
-        num_waiting: the requests that are not admitted yet.
-        reserved_bytes: the bytes of keys and values (KV) that the running requests reserve.
-    """
-
-    num_running: int
-    num_waiting: int
-    reserved_bytes: int
 
 
 class Engine:
@@ -113,7 +92,8 @@ class Engine:
         Raises:
             ConfigurationError: the model cannot be served in this way, or a setting is impossible.
         """
-        self._client, self._clock, self._max_waiting = client, clock, positive("max_waiting", max_waiting)
+        self._client = client
+        positive("max_waiting", max_waiting)
         budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
@@ -121,26 +101,21 @@ class Engine:
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
         self._check_holds_a_request(kv_bytes)
         self._scheduler = Scheduler(budget)
-        self._lock = threading.Lock()
-        self._woken = threading.Event()  # Set without `_lock`, since a store may hold its own lock when it sets this.
-        self._requests: dict[int, Request] = {}
-        self._cancelled: set[int] = set()
-        self._fresh: list[tuple[Request, str]] = []
-        self._next_number = 0
-        self._is_closed = False
-        self._failure: VeilbaseError | None = None
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
-        self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
-        self._runner = StepRunner(ragged, self._layout, self._slots)
+        woken = threading.Event()
+        self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
+        self._loop = ServingLoop(
+            self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots), self._slots,
+            woken=woken, max_waiting=max_waiting, clock=clock,
+        )  # fmt: skip
         try:
             client.fetch_hints()
         except BaseException:
             self._slots.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
-        self._thread.start()
+        self._loop.start()
 
     def _check_holds_a_request(self, kv_bytes: int) -> None:
         smallest = self._layout.bytes_for(2 if self._client.bucket is None else self._client.bucket + 1)
@@ -210,9 +185,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Returns the numbers of running and waiting requests."""
-        with self._lock:
-            num_running = self._scheduler.num_running
-            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes)
+        return self._loop.status()
 
     def explain(self) -> str:
         """Prints and returns a text that states how many requests fit and what the provider sees of them.
@@ -237,47 +210,22 @@ class Engine:
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str
     ) -> Answer:
         self._scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
-        with self._lock:
-            self._check_open()
-            if len(self._requests) - self._scheduler.num_running >= self._max_waiting:
-                raise QuotaExceeded(f"{self._max_waiting} requests wait already: try again later")
-            number = self._next_number
-            self._next_number += 1
+        number = self._loop.next_number()
         ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
-        answer = Answer(len(prompt.token_ids), lambda: self._cancel(number))
+        answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
         request = Request(
             number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text
         )  # fmt: skip
-        with self._lock:
-            try:
-                self._check_open()
-            except VeilbaseError:
-                ticket.release()
-                raise
-            self._requests[number] = request
-            self._fresh.append((request, caller))
-        self._woken.set()
+        try:
+            self._loop.add(request, caller)
+        except VeilbaseError:
+            ticket.release()
+            raise
         return answer
-
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise copy.copy(self._failure)
-        if self._is_closed:
-            raise ConfigurationError("this engine was closed")
-
-    def _cancel(self, number: int) -> None:
-        with self._lock:
-            if number in self._requests:
-                self._cancelled.add(number)
-        self._woken.set()
 
     def close(self) -> None:
         """Ends the engine after the step that is being computed; answers that are not complete fail."""
-        with self._lock:
-            self._is_closed = True
-        self._woken.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Engine:
         """Returns the engine, which already serves requests."""
@@ -288,125 +236,6 @@ class Engine:
     ) -> None:
         """Closes the engine; see `close`."""
         self.close()
-
-    def _serve(self) -> None:
-        """Computes steps until the engine is closed or fails, then ends all requests. The engine's thread runs this."""
-        failure: VeilbaseError = ConfigurationError(_CLOSED)
-        try:
-            with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
-                while (step := self._next_step()) is not None:
-                    self._compute(step)
-        except VerificationFailed as exc:
-            failure = self._failure = copy.copy(exc)  # Without the traceback, whose frames hold rows and masks.
-        except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
-            failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
-        finally:
-            with self._lock:
-                self._is_closed = True
-                left = [self._forget(number) for number in tuple(self._requests)]
-            for request in left:
-                request.fail(failure)
-            self._slots.close()
-
-    def _next_step(self) -> Step | None:
-        """Waits until there are rows to compute, and returns the step; returns None when the engine is closed."""
-        while True:
-            self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
-            with self._lock:
-                if self._is_closed:
-                    return None
-                ended = self._take_in()
-                step = self._scheduler.plan(self._clock())
-            for request, error in ended:
-                if error is None:
-                    request.cancel()
-                else:
-                    request.fail(error)
-            if step.segments:
-                return step
-            if not ended:
-                self._woken.wait()
-
-    def _take_in(self) -> list[tuple[Request, VeilbaseError | None]]:
-        """Gives new requests to the scheduler, and removes requests that are cancelled or whose adapter failed.
-
-        Returns:
-            The removed requests, each with the failure of its adapter, or None if it was cancelled.
-        """
-        for request, caller in self._fresh:
-            kv_bytes = self._layout.bytes_for(request.num_tokens)
-            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
-        self._fresh.clear()
-        ended: list[tuple[Request, VeilbaseError | None]] = [
-            (self._forget(number), None) for number in self._cancelled if number in self._requests
-        ]
-        self._cancelled.clear()
-        for number in self._scheduler.waiting():
-            failure = self._requests[number].ticket.failure
-            if failure is not None:
-                ended.append((self._forget(number), failure))
-        return ended
-
-    def _forget(self, number: int) -> Request:
-        self._scheduler.remove(number)
-        return self._requests.pop(number)
-
-    def _compute(self, step: Step) -> None:
-        """Computes a step with the model, and chooses the next token of each of its requests."""
-        requests = [self._requests[segment.request] for segment in step.segments]
-        try:
-            results = self._runner.run(step, requests)
-        except VerificationFailed:
-            raise
-        except VeilbaseError as exc:
-            self._end_all(requests, exc)
-            return
-        except Exception as exc:  # noqa: BLE001 - torch raises many kinds; their texts may show values
-            self._end_all(requests, VeilbaseError(f"a step of the engine failed ({type(exc).__name__})"))
-            return
-        self._scheduler.advance(step)
-        for request, result in zip(requests, results, strict=True):
-            if not result.is_finite and not request.is_lost:
-                request.lose()
-            if request.is_lost and not request.ending.fixed_length:
-                self._end(request)
-            elif result.logits is not None:
-                self._take(request, result.logits)
-
-    def _take(self, request: Request, logits: torch.Tensor) -> None:
-        try:
-            is_over = request.take(logits)
-        except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
-            self._end(request, _of_the_users(exc))
-        else:
-            if is_over:
-                self._end(request)
-            else:
-                with self._lock:
-                    self._scheduler.append(request.number)
-
-    def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
-        with self._lock:
-            self._forget(request.number)
-        if error is None:
-            try:
-                request.finish()
-            except BaseException as exc:  # noqa: BLE001 - `on_text` got the rest of the text
-                error = _of_the_users(exc)
-        if error is not None:
-            request.fail(error)
-
-    def _end_all(self, requests: Iterable[Request], error: VeilbaseError) -> None:
-        for request in requests:
-            self._end(request, error)
-
-
-def _of_the_users(exc: BaseException) -> VeilbaseError:
-    """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
-    exception's text, which may show values."""
-    if isinstance(exc, VeilbaseError):
-        return exc
-    return VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
 
 
 def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:

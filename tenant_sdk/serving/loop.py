@@ -1,0 +1,263 @@
+"""This module holds the loop of an engine: the thread that plans a step, computes it with the model, chooses each
+request's next token, and begins again.
+
+All other threads add requests, cancel them and read answers. A request belongs to the loop from `add` until its answer
+is done.
+
+Guarantees: every request that was added is ended exactly once: by its own end, by its own failure, by `cancel`, or by
+the end of the loop. Nothing is retried.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tenant_sdk.model.planned_calls import planned_calls
+from tenant_sdk.serving.adapter_slots import AdapterSlots
+from tenant_sdk.serving.kv import KvLayout
+from tenant_sdk.serving.lost_rows import LosesRows
+from tenant_sdk.serving.requests import Request
+from tenant_sdk.serving.scheduler import Scheduler, Step
+from tenant_sdk.serving.steps import StepRunner
+from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
+
+_CLOSED = "this engine was closed before the answer was complete"
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """Holds the numbers of an engine's running and waiting requests.
+
+    Attributes:
+        num_running: the requests that are admitted, so that their prompts or answers are being computed.
+        num_waiting: the requests that are not admitted yet.
+        reserved_bytes: the bytes of keys and values (KV) that the running requests reserve.
+    """
+
+    num_running: int
+    num_waiting: int
+    reserved_bytes: int
+
+
+class ServingLoop:
+    """Computes the steps of one engine in a thread of its own until it is closed."""
+
+    def __init__(
+        self,
+        model: Any,
+        scheduler: Scheduler,
+        layout: KvLayout,
+        runner: StepRunner,
+        slots: AdapterSlots,
+        *,
+        woken: threading.Event,
+        max_waiting: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Keeps the parts of the engine. `start` begins to serve.
+
+        Args:
+            model: the model whose remote layers are called.
+            scheduler: plans the steps.
+            layout: the layout of keys and values, which gives the bytes that a request reserves.
+            runner: computes steps.
+            slots: the store of adapters, which the loop closes at its end.
+            woken: an event that the store sets when an adapter becomes ready or fails.
+            max_waiting: the most requests that wait.
+            clock: returns the present time in seconds.
+        """
+        self._model, self._scheduler, self._layout, self._runner, self._slots = model, scheduler, layout, runner, slots
+        self._max_waiting, self._clock = max_waiting, clock
+        self._lock = threading.Lock()
+        self._woken = woken  # Set without `_lock`, since a store may hold its own lock when it sets this event.
+        self._requests: dict[int, Request] = {}
+        self._cancelled: set[int] = set()
+        self._fresh: list[tuple[Request, str]] = []
+        self._next_number = 0
+        self._is_closed = False
+        self._failure: VeilbaseError | None = None
+        self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def next_number(self) -> int:
+        """Returns a number for a new request.
+
+        Raises:
+            QuotaExceeded: too many requests wait.
+            VeilbaseError: the loop has failed or was closed.
+        """
+        with self._lock:
+            self._check_open()
+            if len(self._requests) - self._scheduler.num_running >= self._max_waiting:
+                raise QuotaExceeded(f"{self._max_waiting} requests wait already: try again later")
+            number = self._next_number
+            self._next_number += 1
+        return number
+
+    def add(self, request: Request, caller: str) -> None:
+        """Queues a request.
+
+        Raises:
+            VeilbaseError: the loop has failed or was closed.
+        """
+        with self._lock:
+            self._check_open()
+            self._requests[request.number] = request
+            self._fresh.append((request, caller))
+        self._woken.set()
+
+    def cancel(self, number: int) -> None:
+        """Cancels a request; a request that is not known, or has ended, is ignored."""
+        with self._lock:
+            if number in self._requests:
+                self._cancelled.add(number)
+        self._woken.set()
+
+    def status(self) -> EngineStatus:
+        """Returns the numbers of running and waiting requests."""
+        with self._lock:
+            num_running = self._scheduler.num_running
+            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes)
+
+    def close(self) -> None:
+        """Ends the loop after the step that is being computed, and waits for this end, except in the loop's own
+        thread."""
+        with self._lock:
+            self._is_closed = True
+        self._woken.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        if self._is_closed:
+            raise ConfigurationError("this engine was closed")
+
+    def _serve(self) -> None:
+        """Computes steps until the engine is closed or fails, then ends all requests. The engine's thread runs this."""
+        failure: VeilbaseError = ConfigurationError(_CLOSED)
+        try:
+            with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
+                while (step := self._next_step()) is not None:
+                    self._compute(step)
+        except VerificationFailed as exc:
+            failure = self._failure = copy.copy(exc)  # Without the traceback, whose frames hold rows and masks.
+        except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
+            failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
+        finally:
+            with self._lock:
+                self._is_closed = True
+                left = [self._forget(number) for number in tuple(self._requests)]
+            for request in left:
+                request.fail(failure)
+            self._slots.close()
+
+    def _next_step(self) -> Step | None:
+        """Waits until there are rows to compute, and returns the step; returns None when the engine is closed."""
+        while True:
+            self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
+            with self._lock:
+                if self._is_closed:
+                    return None
+                ended = self._take_in()
+                step = self._scheduler.plan(self._clock())
+            for request, error in ended:
+                if error is None:
+                    request.cancel()
+                else:
+                    request.fail(error)
+            if step.segments:
+                return step
+            if not ended:
+                self._woken.wait()
+
+    def _take_in(self) -> list[tuple[Request, VeilbaseError | None]]:
+        """Gives new requests to the scheduler, and removes requests that are cancelled or whose adapter failed.
+
+        Returns:
+            The removed requests, each with the failure of its adapter, or None if it was cancelled.
+        """
+        for request, caller in self._fresh:
+            kv_bytes = self._layout.bytes_for(request.num_tokens)
+            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
+        self._fresh.clear()
+        ended: list[tuple[Request, VeilbaseError | None]] = [
+            (self._forget(number), None) for number in self._cancelled if number in self._requests
+        ]
+        self._cancelled.clear()
+        for number in self._scheduler.waiting():
+            failure = self._requests[number].ticket.failure
+            if failure is not None:
+                ended.append((self._forget(number), failure))
+        return ended
+
+    def _forget(self, number: int) -> Request:
+        self._scheduler.remove(number)
+        return self._requests.pop(number)
+
+    def _compute(self, step: Step) -> None:
+        """Computes a step with the model, and chooses the next token of each of its requests."""
+        requests = [self._requests[segment.request] for segment in step.segments]
+        try:
+            results = self._runner.run(step, requests)
+        except VerificationFailed:
+            raise
+        except VeilbaseError as exc:
+            self._end_all(requests, exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - torch raises many kinds; their texts may show values
+            self._end_all(requests, VeilbaseError(f"a step of the engine failed ({type(exc).__name__})"))
+            return
+        self._scheduler.advance(step)
+        for request, result in zip(requests, results, strict=True):
+            if not result.is_finite and not request.is_lost:
+                request.lose()
+            if request.is_lost and not request.ending.fixed_length:
+                self._end(request)
+            elif result.logits is not None:
+                self._take(request, result.logits)
+
+    def _take(self, request: Request, logits: torch.Tensor) -> None:
+        try:
+            is_over = request.take(logits)
+        except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
+            self._end(request, _of_the_users(exc))
+        else:
+            if is_over:
+                self._end(request)
+            else:
+                with self._lock:
+                    self._scheduler.append(request.number)
+
+    def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
+        with self._lock:
+            self._forget(request.number)
+        if error is None:
+            try:
+                request.finish()
+            except BaseException as exc:  # noqa: BLE001 - `on_text` got the rest of the text
+                error = _of_the_users(exc)
+        if error is not None:
+            request.fail(error)
+
+    def _end_all(self, requests: Iterable[Request], error: VeilbaseError) -> None:
+        for request in requests:
+            self._end(request, error)
+
+
+def _of_the_users(exc: BaseException) -> VeilbaseError:
+    """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
+    exception's text, which may show values."""
+    if isinstance(exc, VeilbaseError):
+        return exc
+    return VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
