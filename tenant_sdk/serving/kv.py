@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -81,6 +83,23 @@ def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
     return KvLayout(windows, int(num_kv_heads), int(head_dim), KV_DTYPES[kv_dtype], step_tokens)
 
 
+def as_kept(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns keys or values in the dtype in which they are kept, and their scales if the dtype needs scales.
+
+    Args:
+        numbers: shape (num_kv_heads, num_tokens, head_dim).
+        dtype: one of `KV_DTYPES`.
+
+    Returns:
+        The numbers in `dtype`, and None or float32 scales of shape (num_kv_heads, num_tokens, 1).
+    """
+    if dtype.itemsize > 1:
+        return numbers.to(dtype), None
+    largest = numbers.abs().amax(dim=-1, keepdim=True).float()
+    scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+    return (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(dtype), scale
+
+
 class _LayerKv:
     """Keeps the keys and values of one layer, for at most `capacity` positions from `_first` on."""
 
@@ -93,12 +112,20 @@ class _LayerKv:
         self._halves = self._kept.unbind(0)  # The keys, and the values.
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
+        kept, scales = self._halves, (None, None) if self._scales is None else self._scales.unbind(0)
+        self.addresses = [0 if each is None else each.data_ptr() for each in (*kept, *scales)]
+
+    def make_room(self, position: int, num_new: int) -> int:
+        """Makes room for new tokens, and returns the index in memory of the first of them."""
+        if position + num_new - self._first > self._capacity:
+            self._drop(position)
+        return position - self._first
+
     def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stop = position + keys.shape[1]
-        if stop - self._first > self._capacity:
-            self._drop(position)
+        index_new = self.make_room(position, keys.shape[1])
         for index, numbers in enumerate((keys, values)):
-            self._write(index, position - self._first, numbers)
+            self._write(index, index_new, numbers)
         begin = 0 if self._window is None else max(position - self._window + 1, 0)
         at, num_seen = begin - self._first, stop - begin
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
@@ -114,11 +141,9 @@ class _LayerKv:
 
     def _write(self, index: int, at: int, numbers: torch.Tensor) -> None:
         num_new = numbers.shape[1]
-        if self._scales is not None:
-            largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+        numbers, scale = as_kept(numbers, self._kept.dtype)
+        if self._scales is not None and scale is not None:
             self._scales[index].narrow(1, at, num_new).copy_(scale)
-            numbers = (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)
         self._halves[index].narrow(1, at, num_new).copy_(numbers)
 
     def _read(self, index: int, at: int, num_seen: int, dtype: torch.dtype) -> torch.Tensor:
@@ -147,6 +172,27 @@ class RequestKv:
             _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
             for layer, window in enumerate(layout.windows)
         ]
+        addresses = [[*each.addresses, layout.capacity(layer, num_tokens)] for layer, each in enumerate(self._layers)]
+        self._addresses = np.array(addresses, dtype=np.int64)
+
+    @property
+    def layout(self) -> KvLayout:
+        """Returns the layout of the model's keys and values."""
+        return self._layout
+
+    def describe(self, position: int, num_new: int) -> npt.NDArray[np.int64]:
+        """Makes room for new tokens in every layer, and returns where each layer's keys and values are in memory.
+
+        Args:
+            position: the position of the first new token; all positions before it must have been written.
+            num_new: the number of new tokens.
+
+        Returns:
+            int64, shape (num_layers, 6): the addresses of keys, values, keys' scales and values' scales (0 without
+            scales), the capacity in tokens, and the index of the first new token.
+        """
+        index = [each.make_room(position, num_new) for each in self._layers]
+        return np.column_stack((self._addresses, index))
 
     def update(
         self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor

@@ -10,8 +10,8 @@ import torch
 from tenant_sdk.fixed_length import bounded_logits
 from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
 from tenant_sdk.serving.answer import Answer, FinishReason
+from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv
-from tenant_sdk.serving.ragged import Piece
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.text_stream import TextStream

@@ -17,8 +17,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv, kv_layout
-from tenant_sdk.serving.ragged import Piece, RaggedModel, attend
+from tenant_sdk.serving.ragged import RaggedModel, attend
 from tests.support.served_kinds import CONFIGS, KINDS
 from wire.errors import ConfigurationError
 
