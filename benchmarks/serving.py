@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.adapter_loading import save, smollm2_shapes
 from benchmarks.common import local_model, local_tokenizer, processor_s, provider, rss_mb
+from benchmarks.link import ADDRESSES, Hosts
 
 NEW_TOKENS = 48
 REQUESTS = (1, 8, 16, 32)
@@ -131,7 +132,7 @@ def remote(url: str, folder: str, mask: str) -> None:
             for answer in answers:
                 answer.result()
             figures = _figures(began, [own[0] for own in times], cpu_s=time.process_time() - cpu)
-            return {**figures, "prepare_cpu_s": prepared, "rss_mb": rss_mb(os.getpid())}
+            return {**figures, "prepare_cpu_s": prepared}
 
         longest = max(engine.submit(question(number), max_new_tokens=1).num_prompt_tokens for number in range(2))
         serve_lines(work)
@@ -144,6 +145,7 @@ def _figures(began: float, first_tokens: list[float], cpu_s: float) -> Figures:
         "cpu_s": cpu_s,
         "first_s": statistics.median(first_tokens) - began,
         "decode_s": ended - max(first_tokens),
+        "rss_mb": rss_mb(os.getpid()),
     }
 
 
@@ -205,8 +207,14 @@ Kind = tuple[str, int, int]
 
 
 @contextlib.contextmanager
-def workers(names: tuple[str, ...]) -> Iterator[dict[str, Worker]]:
-    """Starts a provider and the workers with these names: "local", or the name of a mask."""
+def workers(names: tuple[str, ...], round_trip_ms: float | None = None) -> Iterator[dict[str, Worker]]:
+    """Starts a provider and the workers with these names: "local", or the name of a mask.
+
+    Args:
+        names: the names of the workers.
+        round_trip_ms: the round-trip time of a link of 1 Gbit/s between provider and tenants (benchmarks/link.py); None
+            for loopback. Hints are fetched before there is a delay.
+    """
     import torch
 
     with ExitStack() as stack:
@@ -215,19 +223,30 @@ def workers(names: tuple[str, ...]) -> Iterator[dict[str, Worker]]:
         for seed, name in enumerate(_names(NUM_ADAPTERS)):
             save(model, folder / ADAPTERS / name, seed, torch.bfloat16)
         del model
-        url, pid = stack.enter_context(provider(folder))
-        yield {
-            name: stack.enter_context(
-                Worker("local") if name == "local" else Worker("remote", url, str(folder), name, provider_pid=pid)
-            )
-            for name in names
-        }
+        hosts = None if round_trip_ms is None else stack.enter_context(Hosts())
+        with _inside(hosts, 0):
+            url, pid = stack.enter_context(provider(folder, *(() if hosts is None else ("--host", ADDRESSES[0]))))
+        with _inside(hosts, 1):
+            made = {name: stack.enter_context(_worker(name, url, folder, pid)) for name in names}
+        if hosts is not None and round_trip_ms is not None:
+            hosts.set_round_trip(round_trip_ms)
+        yield made
 
 
-def measure(kinds: list[Kind], repeats: int) -> dict[Kind, list[Figures]]:
+def _inside(hosts: Hosts | None, number: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if hosts is None else hosts.inside(number)
+
+
+def _worker(name: str, url: str, folder: Path, provider_pid: int) -> Worker:
+    if name == "local":
+        return Worker("local")
+    return Worker("remote", url, str(folder), name, provider_pid=provider_pid)
+
+
+def measure(kinds: list[Kind], repeats: int, round_trip_ms: float | None = None) -> dict[Kind, list[Figures]]:
     """Returns the figures of each round of each kind of run, after one round that is not counted."""
     made: dict[Kind, list[Figures]] = {kind: [] for kind in kinds}
-    with workers(tuple(dict.fromkeys(name for name, _, _ in kinds))) as running:
+    with workers(tuple(dict.fromkeys(name for name, _, _ in kinds)), round_trip_ms) as running:
         for repeat in range(repeats + 1):
             for name, num_requests, num_adapters in kinds:
                 figures = running[name].run(num_requests, num_adapters)
@@ -244,8 +263,9 @@ def median(figures: list[Figures], name: str) -> float:
 def table(made: dict[Kind, list[Figures]]) -> str:
     """Returns the figures as a table."""
     lines = [
-        "| run | requests | adapters | tokens/s | first token, s | decode, tokens/s | tokens per CPU second |",
-        "|---|---|---|---|---|---|---|",
+        "| run | requests | adapters | tokens/s | first token, s | decode, tokens/s | tokens per CPU second "
+        "| tenant's memory, MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (name, num_requests, num_adapters), figures in made.items():
         num_tokens = num_requests * NEW_TOKENS
@@ -253,7 +273,7 @@ def table(made: dict[Kind, list[Figures]]) -> str:
         lines.append(
             f"| {name} | {num_requests} | {num_adapters or 'base'} | {num_tokens / median(figures, 'wall_s'):.1f} "
             f"| {median(figures, 'first_s'):.2f} | {decoded / median(figures, 'decode_s'):.1f} "
-            f"| {num_tokens / median(figures, 'cpu_s'):.1f} |"
+            f"| {num_tokens / median(figures, 'cpu_s'):.1f} | {median(figures, 'rss_mb'):.0f} |"
         )
     return "\n".join(lines)
 
@@ -287,7 +307,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="rounds that are counted")
     parser.add_argument("--only", nargs="*", help="runs such as lattice:8:0 (worker, requests, adapters)")
-    given = parser.parse_args()
+    parser.add_argument("--round-trip-ms", type=float, help="of a link between provider and tenant; needs root")
+    parser.add_argument(
+        "--busy-poll-ms", type=float, default=0.6, help="the longest busy polling at both ends (docs/serving.md)"
+    )
+    given, _ = parser.parse_known_args()
+    os.environ["VEILBASE_BUSY_POLL_MS"] = os.environ["VEILBASE_PROVIDER_BUSY_POLL_MS"] = str(given.busy_poll_ms)
     kinds = [
         *[(name, count, 0) for count in REQUESTS for name in ("local", "off", "lattice")],
         *[(name, NUM_ADAPTERS, count) for name in ("off", "lattice") for count in (1, NUM_ADAPTERS)],
@@ -296,7 +321,7 @@ def main() -> None:
         kinds = [
             (name, int(count), int(adapters)) for name, count, adapters in (each.split(":") for each in given.only)
         ]
-    made = measure(kinds, given.repeats)
+    made = measure(kinds, given.repeats, given.round_trip_ms)
     print(table(made), bars(made), sep="\n\n")
 
 

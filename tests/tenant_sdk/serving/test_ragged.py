@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tenant_sdk.serving.attention import kernels
 from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel, attend
@@ -47,8 +48,13 @@ def tokens(num: int, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_three_requests_give_the_logits_of_each_alone(kind: str) -> None:
+def test_pieces_of_three_requests_give_the_logits_of_each_alone(
+    kind: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(kernels, "available", lambda: False)
     reference = local(CONFIGS[kind])
     model = RaggedModel(local(CONFIGS[kind]))
     layout = kv_layout(model.model, "fp32", step_tokens=16)
