@@ -1,7 +1,7 @@
 """Measures the serving engine over mTLS loopback: tokens per second and per CPU second, and times to first tokens.
 
 Provider and tenant are processes on one machine, with SmolLM2-135M as base. A run submits its requests at once, each
-with a short question, and ends with the last of NEW_TOKENS tokens of each. With `lattice`, the masks of
+with a short question, and ends with the last token (48, or `--new-tokens`) of each. With `lattice`, the masks of
 a run are made before its clock starts, and none are made beside it. The CPU seconds are those of both processes, and
 those of `lattice` include the masks that were made for the run. Runs of all kinds take turns, and the figures are
 medians over the rounds. The peer is transformers' `generate` with the same model in float32, on left-padded batches.
@@ -45,12 +45,12 @@ def question(number: int) -> str:
 # ---- the processes that do the work ----------------------------------------------------------------------------------
 
 
-def serve_lines(work: Callable[[int, int], Figures]) -> None:
-    """Answers each line "requests adapters" on standard input with the figures of that run, as a line of JSON."""
+def serve_lines(work: Callable[[int, int, int], Figures]) -> None:
+    """Answers each line "requests adapters tokens" on standard input with the figures of that run, as a line of
+    JSON."""
     print("ready", flush=True)
     for line in sys.stdin:
-        num_requests, num_adapters = map(int, line.split())
-        print(json.dumps(work(num_requests, num_adapters)), flush=True)
+        print(json.dumps(work(*map(int, line.split()))), flush=True)
 
 
 def local() -> None:
@@ -62,7 +62,7 @@ def local() -> None:
 
     model, tokenizer = local_model(), local_tokenizer()
 
-    def work(num_requests: int, num_adapters: int) -> Figures:
+    def work(num_requests: int, num_adapters: int, num_new: int) -> Figures:
         chats = [[{"role": "user", "content": question(number)}] for number in range(num_requests)]
         batch, times = (
             tokenizer.apply_chat_template(
@@ -73,7 +73,7 @@ def local() -> None:
         began, cpu = time.perf_counter(), time.process_time()
         with torch.no_grad():
             model.generate(
-                **batch, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+                **batch, max_new_tokens=num_new, do_sample=False, eos_token_id=None,
                 pad_token_id=tokenizer.pad_token_id, logits_processor=[_Clock(times)],
             )  # fmt: skip
         return _figures(began, [times[0]] * num_requests, cpu_s=time.process_time() - cpu)
@@ -115,16 +115,16 @@ def remote(url: str, folder: str, mask: str) -> None:
         ) as engine,
     ):
 
-        def work(num_requests: int, num_adapters: int) -> Figures:
+        def work(num_requests: int, num_adapters: int, num_new: int) -> Figures:
             cpu = time.process_time()
             if mask == "lattice":
-                client.prepare(num_requests * (longest + NEW_TOKENS))
+                client.prepare(num_requests * (longest + num_new))
             began, prepared = time.perf_counter(), time.process_time() - cpu
             names = _names(num_adapters) or [None]
             times: list[list[float]] = [[] for _ in range(num_requests)]
             answers = [
                 engine.submit(
-                    question(number), names[number % len(names)], NEW_TOKENS, eos_token_id=[],
+                    question(number), names[number % len(names)], num_new, eos_token_id=[],
                     logits_processor=[_Clock(own)],
                 )
                 for number, own in enumerate(times)
@@ -173,11 +173,11 @@ class Worker:
         )  # fmt: skip
         self._read()
 
-    def run(self, num_requests: int, num_adapters: int = 0) -> Figures:
-        """Returns the figures of one run."""
+    def run(self, num_requests: int, num_adapters: int, num_new: int) -> Figures:
+        """Returns the figures of one run, with `num_new` new tokens for each request."""
         before = self._provider_s()
         if self._process.stdin is not None:
-            self._process.stdin.write(f"{num_requests} {num_adapters}\n")
+            self._process.stdin.write(f"{num_requests} {num_adapters} {num_new}\n")
             self._process.stdin.flush()
         figures: Figures = json.loads(self._read())
         return {**figures, "cpu_s": figures["cpu_s"] + self._provider_s() - before}
@@ -243,13 +243,15 @@ def _worker(name: str, url: str, folder: Path, provider_pid: int) -> Worker:
     return Worker("remote", url, str(folder), name, provider_pid=provider_pid)
 
 
-def measure(kinds: list[Kind], repeats: int, round_trip_ms: float | None = None) -> dict[Kind, list[Figures]]:
+def measure(
+    kinds: list[Kind], repeats: int, num_new: int = NEW_TOKENS, round_trip_ms: float | None = None
+) -> dict[Kind, list[Figures]]:
     """Returns the figures of each round of each kind of run, after one round that is not counted."""
     made: dict[Kind, list[Figures]] = {kind: [] for kind in kinds}
     with workers(tuple(dict.fromkeys(name for name, _, _ in kinds)), round_trip_ms) as running:
         for repeat in range(repeats + 1):
             for name, num_requests, num_adapters in kinds:
-                figures = running[name].run(num_requests, num_adapters)
+                figures = running[name].run(num_requests, num_adapters, num_new)
                 if repeat:
                     made[name, num_requests, num_adapters].append(figures)
     return made
@@ -260,7 +262,7 @@ def median(figures: list[Figures], name: str) -> float:
     return statistics.median(each[name] for each in figures)
 
 
-def table(made: dict[Kind, list[Figures]]) -> str:
+def table(made: dict[Kind, list[Figures]], num_new: int) -> str:
     """Returns the figures as a table."""
     lines = [
         "| run | requests | adapters | tokens/s | first token, s | decode, tokens/s | tokens per CPU second "
@@ -268,8 +270,8 @@ def table(made: dict[Kind, list[Figures]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, num_requests, num_adapters), figures in made.items():
-        num_tokens = num_requests * NEW_TOKENS
-        decoded = num_requests * (NEW_TOKENS - 1)
+        num_tokens = num_requests * num_new
+        decoded = num_requests * (num_new - 1)
         lines.append(
             f"| {name} | {num_requests} | {num_adapters or 'base'} | {num_tokens / median(figures, 'wall_s'):.1f} "
             f"| {median(figures, 'first_s'):.2f} | {decoded / median(figures, 'decode_s'):.1f} "
@@ -307,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="rounds that are counted")
     parser.add_argument("--only", nargs="*", help="runs such as lattice:8:0 (worker, requests, adapters)")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens of each answer")
     parser.add_argument("--round-trip-ms", type=float, help="of a link between provider and tenant; needs root")
     parser.add_argument(
         "--busy-poll-ms", type=float, default=0.6, help="the longest busy polling at both ends (docs/serving.md)"
@@ -321,8 +324,8 @@ def main() -> None:
         kinds = [
             (name, int(count), int(adapters)) for name, count, adapters in (each.split(":") for each in given.only)
         ]
-    made = measure(kinds, given.repeats, given.round_trip_ms)
-    print(table(made), bars(made), sep="\n\n")
+    made = measure(kinds, given.repeats, given.new_tokens, given.round_trip_ms)
+    print(table(made, given.new_tokens), bars(made), sep="\n\n")
 
 
 if __name__ == "__main__":
