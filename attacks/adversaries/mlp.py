@@ -188,7 +188,7 @@ class _Columns:
             moved = [weight.index_add(1, at, step) for weight, step in zip(weights, steps, strict=True)]
             after = self._errors(moved)
             better = after < errors
-            settled = better & (after > errors * (1 - _SETTLED)) & (after < sizes * _STUCK)  # a smaller error is only rounding of the data
+            settled = better & (after > errors * (1 - _SETTLED)) & (after < sizes * _STUCK)  # the data are rounded
             weights = [torch.where(better, new, old) for new, old in zip(moved, weights, strict=True)]
             errors = torch.where(better, after, errors)
             damping = torch.where(better, damping / _RELAX, damping * _TIGHTEN).clamp_min(1e-14)

@@ -68,7 +68,7 @@ def components(points: torch.Tensor) -> torch.Tensor | None:
     centred = points - points.mean(0)
     u, values, vt = torch.linalg.svd(centred, full_matrices=False)
     flatness = min(points.shape) / max(points.shape)
-    median = float(values[: min(points.shape[0] - 1, len(values))].median())  # subtracting the mean removes one dimension
+    median = float(values[: min(points.shape[0] - 1, len(values))].median())  # centring removes one dimension
     kept = values > (0.56 * flatness**3 - 0.95 * flatness**2 + 1.82 * flatness + 1.43) * median
     if not bool(kept.any()):
         return None
