@@ -49,7 +49,7 @@ def make(
     manifest = tiny_manifest(kind, "native", folder / "model")
     generator = torch.Generator().manual_seed(7)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
-    torch.manual_seed(7)  # lora_a is random by itself
+    torch.manual_seed(7)  # PEFT draws lora_a from the global generator
     adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
     deltas: dict[str, torch.Tensor] = {}
     for name, module in adapted.base_model.model.named_modules():

@@ -42,10 +42,13 @@ class Example:
     """Holds one adapter and the facts about the adapter that an adversary should claim.
 
     Attributes:
-        X lowest: the name of the first layer in the lowest group (layers that read the same input) with an adapted
-        layer. If the adapter changes no layer, but changes the inputs of later layers, this is `before ` and the first
-        layer whose input changes. members: the last parts of the names of those layers of the lowest group whose inputs
-        the adapter changes, joined by `+`; empty if there are none.
+        kind: one of traffic_shape.KINDS.
+        config: a function that makes the adapter's PEFT config.
+        lowest: the name of the first layer in the lowest group (layers that read the same input) with an adapted layer.
+            If the adapter changes no layer, but changes the inputs of later layers, this is `before ` and the first
+            layer whose input changes.
+        members: the last parts of the names of those layers of the lowest group whose inputs the adapter changes,
+            joined by `+`; empty if there are none.
     """
 
     kind: str
@@ -209,7 +212,7 @@ CHOSEN = (
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
     """Returns how many facts about an adapter were claimed correctly, and how many facts there are. A claim that lists
-    several kinds or layers counts as correct if the true one is listed and not every possible one is."""
+    several kinds or layers counts as correct if the true one is listed and the list is short."""
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))

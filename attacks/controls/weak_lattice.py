@@ -62,7 +62,7 @@ def _sparse(draw: _Draw) -> _Draw:
         secrets = draw(rng, shape)
         for secret in secrets:
             flat = secret.view(-1)
-            flat[flat.nonzero()[FEW_TRITS:, 0]] = 0  # the first numbers are kept
+            flat[flat.nonzero()[FEW_TRITS:, 0]] = 0  # only the first few trits stay
         return secrets
 
     return sparse
