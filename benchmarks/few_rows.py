@@ -39,8 +39,13 @@ class Passes:
     """Computes the products of all layers, in order. Each pass uses the next copy of the model."""
 
     def __init__(self, num_copies: int, is_backward: bool, rows: tuple[int, ...]) -> None:
-        """Args: num_copies: of the weights; is_backward: whether they are read transposed, as for gradients; rows:
-        the numbers of rows that passes may have."""
+        """Makes the weights.
+
+        Args:
+            num_copies: the number of copies of the model's weights.
+            is_backward: whether the weights are read transposed, as for gradients.
+            rows: the numbers of rows that passes may have.
+        """
         import torch
 
         copies = [[_weight(shape, is_backward) for shape in [*GROUPS.values()] * NUM_LAYERS] for _ in range(num_copies)]

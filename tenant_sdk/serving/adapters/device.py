@@ -70,7 +70,7 @@ class DeviceTier:
             return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
 
     def assign(self, digest: str, rank: int) -> int | None:
-        """Holds a slot for an adapter that is not on the device; callers must then copy the adapter into the slot by
+        """Reserves a slot for an adapter that is not on the device. Callers must then copy the adapter into the slot by
         `fill`.
 
         If no slot is free, the slot that has been idle longest loses its adapter and is used.
