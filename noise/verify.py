@@ -241,7 +241,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _project(quantised: torch.Tensor, columns: int) -> _Projection:
-    """Draws R and computes W̃·R. No number of the product overflows int32: 127 · MAX_FEATURES < 2^29."""
+    """Draws R and computes W̃·R. No number of the product overflows int32, since 127 · MAX_FEATURES < 2^29."""
     inputs, outputs = quantised.shape
     outer = _random_bits(outputs, columns)
     parts = [coding.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]

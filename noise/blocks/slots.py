@@ -1,5 +1,6 @@
 """This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
-one row of a block. This module is the part of the rule "no slot is used twice" that needs no file.
+one row of a block. The rule "no slot is used twice" has a part that needs a file, in noise/ledger, and a part in
+memory, which is this module.
 
 Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
 child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;

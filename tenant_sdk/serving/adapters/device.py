@@ -1,5 +1,5 @@
-"""This module is the device tier. It keeps adapters in numbered slots, stacked layer by layer, so that one matrix
-product serves many adapters.
+"""This module implements the device tier, which keeps adapters in numbered slots, stacked layer by layer, so that one
+matrix product serves many adapters.
 
 Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
 slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
