@@ -1,4 +1,4 @@
-"""Training a substitute: what it finds from plain rows and from their directions, and where it claims nothing."""
+"""Tests how a substitute is trained from plain rows and from their directions only, and when nothing is claimed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from attacks.seen.view import View
 pytestmark = pytest.mark.slow
 
 LAST_DOWN = ("model.layers.1.mlp.down_proj", "transformer.h.1.mlp.c_proj")
-"""The tenant keeps the head: nobody sees what comes after it."""
+"""The last down_proj of each model, which is not found because the tenant keeps the head, so that its output is not
+seen."""
 
 
 def stolen(traffic: adapted_traffic.Traffic, opened: Opened | None = None) -> dict[str, torch.Tensor]:
@@ -31,7 +32,8 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def scores(traffic: adapted_traffic.Traffic, deltas: dict[str, torch.Tensor], place: int) -> torch.Tensor:
-    """Change of W_q W_kᵀ per head, shape (num_heads, hidden, hidden): q and k are determined by it alone."""
+    """Returns the change of W_q W_kᵀ per head, shape (num_heads, hidden, hidden). Only this product is determined by q
+    and k."""
     public, block = traffic.public, traffic.public.blocks[place]
     shared = public.num_heads // public.num_kv_heads
 
@@ -113,7 +115,7 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
 
 
 def masked(traffic: adapted_traffic.Traffic, from_group: int) -> Opened:
-    """Rows of which those from some group on are uniform noise."""
+    """Returns a view in which the rows of all groups from a given one on are uniform noise."""
     generator = torch.Generator().manual_seed(5)
     rows = {}
     for message in traffic.view.messages:
@@ -140,7 +142,7 @@ def test_too_little_traffic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", range(8))
 def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is claimed of what follows where the end of a block was not recorded."""
+    """If the end of a block was not recorded, nothing is claimed about later blocks."""
     monkeypatch.setattr(substitute, "_STEPS", (10, 10))
     traffic = adapted_traffic.make(tmp_path)
     messages = tuple(message for message in traffic.view.messages if message.group != missing)
@@ -168,7 +170,7 @@ def test_odd_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a wide model: what was reached by then is claimed."""
+    """On a wide model there is not enough time, so that the layers trained so far are claimed."""
     monkeypatch.setattr(substitute, "_MAX_S", 0.2)
     traffic = adapted_traffic.make(tmp_path)
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""A model whose output head stays with the tenant, end to end: its last down_proj falls to a training step."""
+"""Tests a model whose output head stays with the tenant: a training step reveals the model's last down_proj."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The main job from a shell: a provider process, an enrolled tenant, a provider killed in mid-step, and a resume."""
+"""Tests the main job from a shell: a provider process, an enrolled tenant, a provider that is killed in the middle of a
+step, and a resumed run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from wire.transport.grpc_connection import GrpcConnection
 
 
 class Process:
-    """`provider serve --tls` as its own process."""
+    """Runs `provider serve --tls` in a process of its own."""
 
     def __init__(self, folder: Path, state: Path, port: int = 0) -> None:
         command = ["serve", "--tls", "--weights", "native", "--threads", "1", "--model", folder, "--state", state]

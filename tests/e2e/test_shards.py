@@ -1,4 +1,5 @@
-"""A provider whose layers are in processes of their own: a tenant sees no difference, and survives the loss of one."""
+"""Tests a provider whose layers are in several processes: a tenant sees no difference, and survives the loss of a
+process."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def serve(model: Path) -> Iterator[Serve]:
 
 
 def workers(serving: Serving) -> list[int]:
-    """The shards' processes, in the order of their start."""
+    """Returns the shards' processes in the order in which they started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -78,7 +79,8 @@ def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
 
 
 class Killer:
-    """Kills processes in the middle of a run: after its first checkpoint; the sixth waits for that."""
+    """Kills processes in the middle of a run. The first is killed after the first checkpoint, and the sixth waits for
+    that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path, pids: list[int]) -> None:
         self._pids, self._has_begun, self._is_done = pids, threading.Event(), threading.Event()
@@ -106,7 +108,7 @@ class Killer:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses with a provider of one process."""
+    """Provides the losses of a run with a provider of one process."""
     with serving(make_served_model(model, "int8")) as server:
         return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
 
@@ -150,7 +152,7 @@ def test_a_shard_without_a_replica_is_waited_for(
 
 
 def test_layers_of_other_shards_go_on(model: Path) -> None:
-    """A shard that is given up is an error at once; the other one does not notice."""
+    """If a shard is given up, requests for it fail at once, and requests for the other shard are still served."""
     served_model = make_served_model(model, "int8")
     local = LocalShards.start(served_model.served, 2, 1)
     schedulers = [make_scheduler(served_model.served, Policy(), profiled=False) for _ in range(2)]
@@ -205,7 +207,7 @@ def test_killing_the_front_leaves_nothing(serve: Serve, monkeypatch: pytest.Monk
 def test_a_shard_on_another_host(
     model: Path, serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands of the documentation; the other host is killed in mid-run, and comes back."""
+    """The test runs the documented commands. The other host is killed in the middle of a run, and joins again."""
     state, port = tmp_path / "state", free_port()
     joining: list[subprocess.Popen[str]] = []
 

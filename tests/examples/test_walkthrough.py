@@ -1,7 +1,8 @@
-"""examples/two_terminals.md, block by block: each `sh` block runs as it is printed.
+"""Runs examples/two_terminals.md block by block: each `sh` block is run exactly as printed.
 
-The first word after `sh` tells what a block is: `setup` and `two-machines` are not run here, `serve` runs until the
-end, `fails` must fail with the one line that the page announces, all others must succeed.
+The first word after `sh` names the kind of block. Blocks of the kinds `setup` and `two-machines` are not run here. A
+block `serve` runs until the end of the test. A block `fails` must fail with the one line that the page shows. All other
+blocks must succeed.
 """
 
 from __future__ import annotations

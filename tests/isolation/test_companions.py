@@ -1,4 +1,5 @@
-"""What shares a batch with a request changes nothing of its result, its fate, its account or its way."""
+"""Tests that the requests that share a batch with a request do not change its result, its errors, its usage counts or
+its course."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m attacks.growth`: what is printed is what was measured, and the line is where it says."""
+"""Tests `python -m attacks.growth`: it prints what was measured, and the line has the values that it should."""
 
 from __future__ import annotations
 
