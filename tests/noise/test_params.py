@@ -1,4 +1,4 @@
-"""What is refused, and the numbers that are frozen."""
+"""Tests which parameters are refused, and that the table's numbers are unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_the_documents_check_comes_out_as_it_says() -> None:
 
 
 def test_the_documents_block_sizes_are_those_published_for_kyber() -> None:
-    """Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. Within a bit: we try every 16th m."""
+    """The numbers are from the Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. They agree
+    within a bit, since only every 16th m is tried."""
     text = (ROOT / "docs" / "parameters.md").read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)
     assert script is not None

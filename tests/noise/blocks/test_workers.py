@@ -1,4 +1,5 @@
-"""Every item once, errors come back, and nobody else's number of threads changes."""
+"""Tests that every item is processed once, that errors reach the caller, and that no other thread's number of threads
+changes."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def test_callers_may_be_many() -> None:
 
 
 def test_work_may_write_to_tensors_of_either_kind() -> None:
-    """A caller in inference mode owns inference tensors, which other threads may write only in that mode."""
+    """A caller in inference mode has inference tensors, to which other threads may write only in that mode."""
     for mode in (True, False):
         with torch.inference_mode(mode):
             out = torch.zeros(64)

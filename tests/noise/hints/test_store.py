@@ -1,4 +1,5 @@
-"""The hint store: what it gives back, what it refuses, and what an interruption leaves behind."""
+"""Tests the hint store: the hints that it returns, the files that it refuses, and what remains after an
+interruption."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from wire.frame import Direction
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
-    """A check that passes."""
+    """Accepts all rows, as a check that passes does."""
 
 
 def nothing(first_row: int, num_rows: int) -> Reply:
@@ -41,7 +42,7 @@ def nothing(first_row: int, num_rows: int) -> Reply:
 
 
 def rounded(hint: torch.Tensor, dropped_bits: int) -> torch.Tensor:
-    """The slow and obvious definition: 2^t · ⌊H/2^t + 1/2⌋ mod 2^32, as int32."""
+    """Rounds by the slow and obvious definition 2^t · ⌊H/2^t + 1/2⌋ mod 2^32, as int32."""
     step = 1 << dropped_bits
     wide = (hint.to(torch.int64) + step // 2).div(step, rounding_mode="floor") * step
     return ((wide + 2**31) % 2**32 - 2**31).to(torch.int32)
@@ -145,7 +146,7 @@ def test_an_interrupted_fetch_goes_on(tmp_path: Path, stop_at: int) -> None:
 
 
 def interrupted(folder: Path, stop_at: int, verify: Callable[[int, torch.Tensor], None] | None = accept) -> Provider:
-    """Leaves `stop_at` ranges of ten rows behind."""
+    """Makes a fetch stop after `stop_at` ranges of ten rows."""
     with pytest.raises(Unavailable):
         Provider(exact_hint(70), fail_at=stop_at).get(small_ranges(folder, 70), verify=verify)
     return Provider(exact_hint(70))
@@ -303,7 +304,7 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_leaves_no_file_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """70 features are two tiles: ten writes of rows, then checksums and header."""
+    """The 70 features make two tiles, so there are ten writes of rows, then those of checksums and header."""
     real, count = os.pwrite, 0
 
     def fill_up(handle: int, data: memoryview, offset: int) -> int:
@@ -390,7 +391,7 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", ["disk", "stream"])
 def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, where: str) -> None:
-    """The parent holds the hint's turn, the store's lock and, on disk, the lock between processes."""
+    """The parent holds the hint's own lock, the store's lock and, on disk, the lock between processes."""
     store = HintStore(tmp_path if where == "disk" else None)
     parent, childs, answers = Provider(exact_hint(70)), Provider(exact_hint(70)), []
 
@@ -412,7 +413,8 @@ def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, wh
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> None:
-    """It has a copy of the open lock file: the parent's end of the fetch must free it none the less."""
+    """The child has a copy of the open lock file. Nevertheless, when the parent ends its fetch, the lock must be
+    free."""
     done, told = os.pipe()
 
     def live() -> None:
@@ -511,7 +513,7 @@ def left_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stop_at", [0, 2])
 def test_a_seed_forgotten_during_a_fetch_does_not_disturb_it(tmp_path: Path, stop_at: int) -> None:
-    """One thread renews while another still makes a block under the old seed."""
+    """One thread renews the seed while another thread still makes a block under the old seed."""
     store, provider = small_ranges(tmp_path, 70), Provider(exact_hint(70))
 
     def forget(first_row: int, rows: torch.Tensor) -> None:
@@ -552,7 +554,7 @@ def test_a_fetch_that_fails_after_forgetting_leaves_nothing(tmp_path: Path, kind
 
 
 def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> None:
-    """It has blocks of the old seed on record; it deletes the hint when it renews."""
+    """The other process has reserved blocks of the old seed. It deletes the hint itself when it renews the seed."""
     ours, theirs = HintStore(tmp_path), small_ranges(tmp_path, 70)
     provider = Provider(exact_hint(70))
     provider.get(ours, replace(KEY, group=9))
@@ -569,7 +571,7 @@ def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_forgetting_while_others_fetch_never_breaks_a_fetch(tmp_path: Path) -> None:
-    """Stores of one folder, as processes have them, that fetch and forget as fast as they can."""
+    """Several stores share a folder, as several processes do. They fetch and forget as fast as they can."""
     exact = exact_hint(70)
 
     def work(number: int) -> None:

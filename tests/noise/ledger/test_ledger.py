@@ -1,4 +1,5 @@
-"""No slot twice, no count below what was handed out: under threads, processes, forks, kills, full disks and damage."""
+"""Tests that no slot is used twice and that counts are never too low: with threads, processes, forks, kills, full disks
+and damaged files."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def opened(path: Path, **options: Any) -> Ledger:
 
 
 def used(path: Path) -> dict[str, int]:
-    """Counts as a process that starts now would see them."""
+    """Returns the counts that a newly started process would read."""
     fresh = opened(path)
     totals = {seed.seed_id: seed.used for seed in fresh.audit()}
     fresh.close()
@@ -213,7 +214,8 @@ def test_threads_never_share_a_block(path: Path, one_ledger_each: bool, compact_
 
 
 def check_blocks(blocks: list[tuple[str, int]], path: Path, budget: int) -> None:
-    """Every block once, every seed filled before the next was drawn, and the file says the same."""
+    """Checks that every block is there once, that every seed was used up before the next was drawn, and that the file
+    agrees."""
     assert len(set(blocks)) == len(blocks)
     counts: dict[str, int] = {}
     for seed_id, _ in blocks:
@@ -245,7 +247,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
 def test_processes_share_one_count_and_renew_once(path: Path, compact_bytes: int) -> None:
-    """The file does not even exist when they start; with 500 bytes it is compacted every few records."""
+    """The file does not exist when the processes start. With a limit of 500 bytes it is compacted every few records."""
     workers = [start(WORKER, path, 60, 50, compact_bytes) for _ in range(4)]
     try:
         for worker in workers:
@@ -392,7 +394,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(path: Path, kind: str,
 
 
 def filled(path: Path) -> str:
-    """A ledger with 10 blocks in two records; its seed."""
+    """Makes a ledger with 10 blocks in two records, and returns it with its seed."""
     ledger = opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     ledger.reserve(seed_id, 4, "first")
@@ -416,7 +418,7 @@ def test_a_record_torn_anywhere_is_cut_off_and_said(path: Path) -> None:
 
 
 def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
-    """What a file system may leave where size went to disk before data."""
+    """A file system may leave such zeros if the file's size reached the disk before its data."""
     seed_id = filled(path)
     with path.open("ab") as file:
         file.write(bytes(512))
@@ -446,7 +448,7 @@ def test_a_lost_doubled_or_moved_record_is_noticed(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """The same records with a change, and right checks."""
+    """Returns the same records with one change and correct checks."""
     records = [json.loads(line[17:]) for line in path.read_bytes().splitlines()]
     change(records)
     path.write_bytes(file.encode(records, file.MAGIC))
@@ -597,7 +599,8 @@ def test_a_compaction_that_fails_loses_nothing(path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_is_handed_out_while_a_compacted_file_may_vanish(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renamed, but the folder not synced: after a power cut the old file could be back, without later records."""
+    """The file was renamed, but the folder was not synced. After a power cut the old file, without later records, could
+    be back."""
     ledger, other = opened(path, compact_bytes=1), opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     real = os.fsync
@@ -617,7 +620,8 @@ def test_nothing_is_handed_out_while_a_compacted_file_may_vanish(path: Path, mon
 
 
 def test_a_lock_file_replaced_meanwhile_is_locked_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waited for the old lock file must not write beside those who lock the new one."""
+    """A process that waited for the old lock file must not write at the same time as processes that lock the new
+    one."""
     seed_id = filled(path)
     ledger, lock = opened(path), path.with_name("acme.ledger.lock")
     flock, fsync, locked = fcntl.flock, os.fsync, []

@@ -1,4 +1,5 @@
-"""The compiled transforms: there where they can be, exact for every width, and inside the memory they are given."""
+"""Tests the compiled transforms: they are available where they should be, exact for every width, and stay inside the
+given memory."""
 
 from __future__ import annotations
 
@@ -178,6 +179,6 @@ print("kept inside")
 
 @needs_transforms
 def test_reads_and_writes_nothing_past_an_end() -> None:
-    """In a process of its own: what it would do wrong ends it."""
+    """The test runs in a process of its own, which ends if the code reads or writes past an end."""
     done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
