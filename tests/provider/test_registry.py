@@ -1,4 +1,4 @@
-"""A registry that cannot be read: what counts meanwhile, for how long, and what the log says of it."""
+"""Tests a registry that cannot be read: what counts meanwhile, for how long, and what the log says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO]
 
 
 class Site:
-    """A state with one tenant, a list that has read it, and a clock."""
+    """Holds a state directory with one tenant, a list that has read it, and a clock."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.state, self.now = StateDir(tmp_path / "state"), 1000.0
@@ -94,7 +94,7 @@ def test_the_gate_lets_nobody_new_in_and_keeps_who_is_in(site: Site, monkeypatch
 def test_another_fault_admits_nobody_and_is_not_forgotten(
     site: Site, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """As before there was a grace; and it gives nothing back that was lost before it began."""
+    """Such a fault has no grace period, and it does not restore admissions that were lost before it began."""
     assert site.answers() == [True, False]
     if damage == "missing":
         site.state.tenants_path.unlink()

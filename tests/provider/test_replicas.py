@@ -1,4 +1,5 @@
-"""Several replicas behind one executor: they share the work, and what a lost one had begun another makes."""
+"""Tests several replicas behind one executor: they share the work, and if one is lost, another computes its unfinished
+batches."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 
 class Scripted:
-    """A replica that does what it is told: `script` may block, or raise ReplicaLost."""
+    """Behaves as a test sets: `script` may block, or raise ReplicaLost."""
 
     def __init__(self, served_model: ServedModel, script: Callable[[int], None] = lambda number: None) -> None:
         self._served_model, self._script = served_model, script
@@ -284,7 +285,7 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(served
     asked: list[int] = []
 
     class Picky(Scripted):
-        """Refuses company, and is lost at the second of two that run alone."""
+        """Fails products of several pieces, and is lost at the second of two pieces that run alone."""
 
         def product(self, call: Call, rows: Rows) -> torch.Tensor:
             asked.append(count_rows(rows))

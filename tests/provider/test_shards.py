@@ -1,4 +1,5 @@
-"""Shards in processes of their own: the same replies, a loss in the middle, clear errors, and nothing left behind."""
+"""Tests shards in processes of their own: replies are the same, a loss in the middle is survived, errors are clear, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def replica_of(shards: LocalShards, group: int) -> ShardProcess:
 
 @contextmanager
 def one_process(served_model: ServedModel) -> Iterator[ShardProcess]:
-    """The only process of the only shard; ended with the block."""
+    """Provides the only process of the only shard, which ends with the context."""
     started = LocalShards.start(served_model.served, 1, 1)
     try:
         yield replica_of(started, 0)
@@ -191,7 +192,8 @@ def test_one_that_ends_again_and_again_is_given_up(served_model: ServedModel, ca
 def test_one_that_hangs_is_lost_in_time(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
+    """The process is stopped in the middle of a product. In time, the caller may give the product to another
+    replica."""
     monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
     with one_process(served_model) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)

@@ -1,4 +1,5 @@
-"""Architectures whose layers are called in other ways than Llama's: same results as local transformers + PEFT."""
+"""Tests that architectures whose layers are called differently from Llama's give the same results as local
+transformers + PEFT."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ NOT_ADAPTED = {"lm_head", "head", "out_proj"}
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(kind, folder, client) with native weights, float arithmetic, no mask."""
+    """Provides (kind, folder, client) with native weights and float arithmetic, without a mask."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     save_random(CONFIGS[kind], folder)
@@ -113,7 +114,7 @@ def test_greedy_tokens(pair: Any) -> None:
 
 
 def test_nothing_says_quantized_and_lora_is_the_plain_one(pair: Any) -> None:
-    """With the mark Jamba and others compute otherwise than the local model does."""
+    """With the mark of a quantizer in their config, Jamba and others would compute differently from the local model."""
     kind, _, client = pair
     model = client.load_model()
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]

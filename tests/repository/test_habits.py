@@ -1,4 +1,5 @@
-"""The tools that CONTRIBUTING.md names: `make help`, hooks, editor settings, the commits that blame ignores."""
+"""Tests the tools that CONTRIBUTING.md names: `make help`, hooks, editor settings, and the list of commits that blame
+ignores."""
 
 from __future__ import annotations
 

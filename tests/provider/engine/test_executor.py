@@ -1,4 +1,5 @@
-"""The executor: what shares a product changes nobody's reply, and nobody's fault is anybody else's."""
+"""Tests the executor: requests that share a product do not change each other's replies, and an invalid request fails
+alone."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
 
 
 def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
+    """If other times were counted, a tenant that cancels or sends invalid requests would teach the scheduler that rows
+    cost nothing."""
     gate = Gate(served_model, Policy(max_wait_s=0.0))
     measured: list[int] = []
     computed = gate.scheduler.computed
@@ -197,7 +199,8 @@ def test_a_batch_that_breaks_the_thread_is_survived(
 
 
 def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
-    """Within what a shared core may change from one moment to the next; a guess from multiplications is far off."""
+    """The times must be those of this machine, within what may change on a shared core from one moment to the next. A
+    guess from the number of multiplications would be far off."""
     latency, guess = latency_model(served_model.served), latency_model(served_model.served, profiled=False)
     ratios, guesses = [], []
     for group in served_model.manifest().groups:
@@ -252,7 +255,8 @@ def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedMod
 def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
     served_model: ServedModel, slo_s: float | None, is_made: bool
 ) -> None:
-    """One at a time, so that the large one has half of the core at least; without a target all take turns."""
+    """Only one small product runs beside the large one at a time, so that the large one has at least half of the core.
+    Without a target, the requests take turns."""
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
@@ -283,7 +287,8 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
 
 
 class Clock:
-    """In place of `time`: the machine's time passes while somebody works, and each thread's while it does so itself."""
+    """Replaces `time`. The machine's clock advances when any thread works, and the clock of a thread when that thread
+    works."""
 
     def __init__(self) -> None:
         self._now_s, self._own, self._lock = 1000.0, threading.local(), threading.Lock()
@@ -303,7 +308,8 @@ class Clock:
 def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the latency model nor the tenant of the large one is told of it."""
+    """The time of the small product counts neither in the latency model's measurement of the large product, nor in the
+    usage of the large product's tenant."""
     inside, go_on = threading.Semaphore(0), threading.Event()
     clock = Clock()
     monkeypatch.setattr("provider.engine.executor.time", clock)
@@ -335,7 +341,8 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
 
 
 def test_a_reply_is_given_when_the_replica_is_free(served_model: ServedModel) -> None:
-    """Whoever is woken by it may take the core for long, and nobody else should wait for that."""
+    """The reply may wake a thread that uses the core for a long time, and no other request should wait for that
+    thread."""
     executor = Executor(
         [Here(served_model.compute)], Scheduler(Policy(), latency_model(served_model.served, profiled=False))
     )

@@ -1,4 +1,4 @@
-"""Products against slow references, bad input, and that nothing is kept."""
+"""Tests products against slow references, the refusal of bad input, and that nothing is kept between calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def weights_of(served_model: ServedModel, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The checkpoint's W, shape (in, out), and b of one group."""
+    """Returns the checkpoint's W, shape (in, out), and b of one group."""
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     layers = served_model.manifest().groups[group].layers
     parts = [state[f"{layer.name}.weight"] for layer in layers]

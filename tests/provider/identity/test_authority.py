@@ -1,4 +1,4 @@
-"""The provider's CA: its folder, its certificates, and whom a certificate names."""
+"""Tests the provider's certificate authority: its folder, its certificates, and the name that a certificate gives."""
 
 from __future__ import annotations
 

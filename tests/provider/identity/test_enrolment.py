@@ -1,4 +1,4 @@
-"""The registry of tenants: enrolled, revoked, and the list that every request asks."""
+"""Tests the registry of tenants: enrolment, revocation, and the list that is checked for every request."""
 
 from __future__ import annotations
 

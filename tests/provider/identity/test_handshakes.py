@@ -1,4 +1,4 @@
-"""The provider's certificates in real TLS and gRPC handshakes."""
+"""Tests the provider's certificates in real TLS and gRPC handshakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Outcome:
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> Outcome:
-    """One connection; both sides exchange a byte, since TLS 1.3 tells a client of a refusal only when it reads."""
+    """Makes one connection, on which both sides exchange a byte. With TLS 1.3 a client learns of a refusal only when it
+    reads."""
     outcome = Outcome()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -170,7 +171,7 @@ def test_an_expired_tenant_is_refused(state: StateDir, tmp_path: Path) -> None:
 
 
 class WhoAmI(grpc.GenericRpcHandler):
-    """Answers with the tenant's name."""
+    """Replies with the tenant's name."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:

@@ -1,4 +1,5 @@
-"""Open files: what the ports may take, a limit that is raised in a provider's process, and one kept in reserve."""
+"""Tests the use of file descriptors: the ports' shares, the limit that a provider's process raises, and the spare
+descriptor."""
 
 from __future__ import annotations
 

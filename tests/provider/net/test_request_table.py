@@ -1,4 +1,5 @@
-"""A request's place and its tenant's quota are taken together, and given back once, whatever ends the request."""
+"""Tests that a request takes its place and its tenant's quota together, and gives both back exactly once, whatever ends
+the request."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NOW = 1000.0
 
 
 class Stream:
-    """A table, with the quota of its tenant and the jobs that were cancelled."""
+    """Holds a table with its tenant's quota, and the jobs that were cancelled."""
 
     def __init__(self, limits: TenantLimits | None = None, max_bytes: int = 100 * ROW_BYTES, most: int = 10) -> None:
         self.admission: TenantAdmission = Admission({"acme": limits or TenantLimits()}).of("acme")
@@ -40,13 +41,13 @@ class Stream:
         return request
 
     def admit_row(self, number: int) -> Request:
-        """A row that takes no place."""
+        """Admits a single row that is left out of the table."""
         request = self.request(number)
         self.table.admit(request.header, request.request_class, request.held_bytes, NOW, None)
         return request
 
     def held(self) -> tuple[int, int, int, int, int]:
-        """Requests and bytes of the table; rows, bytes and decode requests of the quota."""
+        """Returns the requests and bytes in the table, and the rows, bytes and decode requests of the quota."""
         return (*self.table.in_flight(), *self.admission.in_flight(), self.admission.num_decode)
 
 
@@ -120,7 +121,7 @@ def test_forgetting_drops_the_reply_and_the_job_once(stream: Stream) -> None:
 
 
 def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: Stream) -> None:
-    """Otherwise the thread that sends could find that all is done, and miss the last frame."""
+    """Otherwise the thread that sends could find that all requests have ended, and miss the last frame."""
     stream.admit(1)
     leaving, leave, order = threading.Event(), threading.Event(), []
 

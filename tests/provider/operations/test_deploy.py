@@ -1,4 +1,5 @@
-"""docs/deploy: manifests that pass Kubernetes' schemas, settings and commands that exist, metrics that are exported."""
+"""Tests docs/deploy: manifests are valid by the schemas of Kubernetes, and the settings, commands and metrics that they
+name exist."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def unknown(given: object, read: object, where: str = "") -> Iterator[str]:
-    """What of a document is not in what Grafana's own types read of it."""
+    """Returns those parts of a document that Grafana's own types do not know."""
     if isinstance(given, dict):
         for key, value in given.items():
             if isinstance(read, dict) and key in read:

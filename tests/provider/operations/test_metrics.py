@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them, on a port and on a socket; health; status; log lines."""
+"""Tests metrics as Prometheus reads them, on a port and on a socket, and health, status and log lines."""
 
 from __future__ import annotations
 

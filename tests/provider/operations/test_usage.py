@@ -1,4 +1,4 @@
-"""Accounts that survive, add up over processes, and never stand in a tenant's way."""
+"""Tests usage counts: they survive a crash, add up over several processes, and never disturb a tenant."""
 
 from __future__ import annotations
 

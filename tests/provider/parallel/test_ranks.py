@@ -1,4 +1,5 @@
-"""Two ranks give what one process gives; whatever one of them does, the other one is not left waiting."""
+"""Tests that two ranks give the results of one process, and that neither rank waits without end, whatever the other one
+does."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 CALL = Call(0, FORWARD, RING)
 HINT = Call(0, BACKWARD, RING, Purpose.HINT)
 SHORT_S = 5.0
-"""A timeout that a test waits for; a busy machine loads a tiny model in it."""
+"""A timeout for which a test waits. On a busy machine it is long enough to load a tiny model."""
 LONG_S = 100.0
-"""A timeout that nothing may wait for."""
+"""A timeout for which no test may wait."""
 
 
 @pytest.fixture
 def each(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Leaves no process group behind, whatever a test came to."""
+    """Removes the process group after each test, however the test ended."""
     yield monkeypatch
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -54,7 +55,7 @@ def rows_of(team: Team, call: Call, num_rows: int) -> Rows:
 
 
 def calls(team: Team) -> list[Call]:
-    """Every call that there is."""
+    """Returns every possible call."""
     pairs = [(RING, purpose) for purpose in Purpose] + [(FLOAT, Purpose.PRODUCT), (FLOAT, Purpose.EFFECT)]
     return [Call(group.info.id, way, *pair) for group in team.whole.groups for way in Direction for pair in pairs]
 
@@ -83,7 +84,7 @@ def test_every_product_is_that_of_one_process(
 def test_threads_that_ask_at_the_same_time_get_their_own(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that entered collectives in different orders would get wrong numbers without an error."""
+    """If ranks entered collectives in different orders, they would get wrong numbers without an error."""
     team = follower.join(each, "tensor", models["llama"], "int8")
     asked = [(call, num_rows) for call in calls(team) if call.arithmetic is RING for num_rows in (1, 300)]
     wrong: list[tuple[Call, int]] = []

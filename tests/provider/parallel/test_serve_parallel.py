@@ -1,4 +1,4 @@
-"""`torchrun ... -m provider serve --parallel`: a real tenant against two real processes, and how they end."""
+"""Tests `torchrun ... -m provider serve --parallel` with a real tenant and two real processes, and how these end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_S = 60.0
 
 
 class Serving:
-    """torchrun and its two ranks."""
+    """Runs torchrun with its two ranks."""
 
     def __init__(self, model: Path, log: Path, *options: str) -> None:
         # --standalone picks free ports, which tests need; docs/placement.md says why a provider is started otherwise
@@ -69,7 +69,7 @@ def serving(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path: P
 
 
 def step(client: TenantClient) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients of an adapter whose B is not zero."""
+    """Returns the logits, and the gradients of an adapter whose B is not zero."""
     torch.manual_seed(3)
     model: Any = get_peft_model(
         client.load_model(),

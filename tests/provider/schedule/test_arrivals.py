@@ -1,4 +1,5 @@
-"""Guesses about the next decode request: learnt from gaps, given up in time, bounded."""
+"""Tests the predictions of the next decode request: they are learnt from gaps, dropped in time, and bounded in
+number."""
 
 from __future__ import annotations
 

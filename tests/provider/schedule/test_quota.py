@@ -1,4 +1,4 @@
-"""Token buckets on an injected clock."""
+"""Tests token buckets with an injected clock."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_classes_by_name() -> None:
 
 
 def test_no_tenant_holds_more_than_is_free() -> None:
-    """Two that take all they can leave a third for whoever comes next, and get nothing more while it is there."""
+    """Two tenants that take all they can leave a third of the size for the next tenant, and get no more while they hold
+    theirs."""
     room = SharedRoom(900)
     first, second, third = (Quota(TenantLimits(), 0.0, room) for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""The scheduler's promises, on an injected clock: nothing sleeps and no product is made."""
+"""Tests the scheduler's guarantees with an injected clock, without sleeps and without products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ DECODE, PREFILL, FINETUNE = RequestClass
 
 
 def model() -> LatencyModel:
-    """Half a millisecond and a tenth of one per row, in every lane."""
+    """Returns a latency model with half a millisecond for each product and a tenth of a millisecond for each row, in
+    every lane."""
     latency = LatencyModel(lambda call: 1000)
     for call in (FORWARD, OTHER, BACKWARD):
         for rows in (1, 100, 1, 100):
@@ -45,7 +46,7 @@ def ticket(tenant: str, rows: int, kind: RequestClass = FINETUNE, call: Call = F
 
 
 def drain(queue: Scheduler, now: float = 1000.0) -> list[Batch]:
-    """All batches, at a time when nothing is held any more."""
+    """Returns all batches, at a time at which no request is held any more."""
     batches = []
     while (batch := queue.next_batch(now)) is not None:
         batches.append(batch)
@@ -133,7 +134,8 @@ def test_without_a_target_all_take_turns() -> None:
 
 @pytest.mark.parametrize(("kind", "bound_s"), [(PREFILL, 0.05), (FINETUNE, 0.2)])
 def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
-    """Endless decode work, and one large request: a piece of it runs within the bound of its class."""
+    """There is endless decode work and one large request. A piece of the large request runs within the time bound of
+    its class."""
     policy = Policy(starvation_s={PREFILL: 0.05, FINETUNE: 0.2}, slo_s=0.01)
     queue = scheduler(policy)
     queue.add(ticket("slow", 400, kind, OTHER), 0.0)
@@ -149,7 +151,8 @@ def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
 
 
 def test_a_flood_of_decode_leaves_others_a_share() -> None:
-    """Small requests without end, which count as decode, against one tenant's fine-tuning, with settings as shipped."""
+    """Small requests without end, which count as decode, compete with the fine-tuning of one tenant, under the default
+    settings."""
     queue = scheduler()
     now, spent = 0.0, {"flood": 0.0, "tuner": 0.0}
     while now < 20.0:
@@ -217,7 +220,7 @@ def test_a_batch_of_decode_takes_all_that_wait() -> None:
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_rows_are_shared_by_weight(weight: float, share: float) -> None:
-    """Two tenants with endless requests of unlike sizes in lanes of their own."""
+    """Two tenants send endless requests of different sizes, each in a lane of its own."""
     queue = Scheduler(Policy(max_batch_rows=64), model(), lambda tenant: weight if tenant == "a" else 1.0)
     for _ in range(400):
         queue.add(ticket("a", 100, call=FORWARD), 0.0)
@@ -325,10 +328,10 @@ def test_every_row_is_handed_out_once_and_in_order(
 
 
 class CountedBytecodes:
-    """The bytecodes that functions of provider/schedule ran on this thread.
+    """Counts the bytecodes that functions of provider/schedule run on this thread.
 
     Attributes:
-        number: so far.
+        number: the count so far.
     """
 
     def __init__(self) -> None:
@@ -355,7 +358,8 @@ class CountedBytecodes:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decision_among_a_thousand_requests_is_cheap(policy: str) -> None:
-    """In bytecodes, which no other load of the machine changes; in microseconds it is `benchmarks.scheduling`'s."""
+    """The cost is counted in bytecodes, which do not depend on other load of the machine. `benchmarks.scheduling`
+    measures microseconds."""
     each = {}
     for num_tenants in (40, 1000):
         queue, requests = LoadedQueue(POLICIES[policy], num_tenants), 0
@@ -418,7 +422,8 @@ def test_nobody_is_held_for_company_while_others_wait_anyway() -> None:
 
 
 def test_turns_are_longer_among_equals_and_short_beside_a_flood() -> None:
-    """A cut of the large request gives each of the others one more; who floods does not lengthen its own turn."""
+    """Each cut of the large request lets each other tenant run one more request. A tenant that floods does not lengthen
+    its own turn."""
     for num_large, rows in ((1, 245), (2, 35)):  # 25 and 4 ms of 0.5 ms and 0.1 ms a row
         queue = scheduler(Policy(wait_share=0.0))
         for _ in range(num_large):
