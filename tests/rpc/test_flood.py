@@ -1,4 +1,5 @@
-"""Strangers who only connect, again and again: tenants come in, stay in, and are revoked all the same."""
+"""Tests peers without certificates that connect again and again: tenants can still connect, stay connected and be
+revoked."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from wire.transport.identity import TlsIdentity
 
 NUM_CLIENTS, NUM_FILES = 2000, 1024
 NEWCOMER_S, REVOKED_S = 15.0, 1.0
-"""The bars."""
+"""The most seconds until a new tenant is served, and until a revocation takes effect."""
 
 
 def ask(connection: GrpcConnection) -> None:
@@ -51,7 +52,7 @@ def ask_on(connection: GrpcConnection) -> None:
 
 @pytest.fixture
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Goes before `provider`."""
+    """Allows only a few connections. This fixture must come before `provider`."""
     monkeypatch.setattr(server_module, "shares", lambda *_, **__: Shares(4, 256))
     return 4
 
@@ -103,7 +104,7 @@ def test_a_certificate_that_is_refused_is_not_tried_again(
 
 
 class Limited:
-    """`provider serve` where no more than `NUM_FILES` files can be open, not even by raising the soft limit."""
+    """Runs `provider serve` with at most `NUM_FILES` open files, also after the soft limit is raised."""
 
     def __init__(self, folder: Path) -> None:
         make_tiny("llama", folder / "model")

@@ -1,4 +1,5 @@
-"""Shards on other hosts: who may join, with which weights, and what a tenant sees when one goes away."""
+"""Tests shards on other hosts: which hosts may join, with which weights, and what a tenant notices when a host
+leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ RING = Arithmetic.RING
 
 
 class Site:
-    """A provider of two shards that has no weights, and hosts that join it."""
+    """Runs a provider of two shards without weights of its own, and hosts that join it."""
 
     def __init__(self, served_model: ServedModel, folder: Path, joins: Sequence[None]) -> None:
         """Args: joins: grows with each replica that has joined an executor."""
@@ -64,7 +65,7 @@ class Site:
         return TlsIdentity.read(self.folder / name)
 
     def join(self, shard: int, name: str = "host") -> JoiningShard:
-        """One more host, once the provider counts on it."""
+        """Makes one more host join, and waits until the provider uses it."""
         before = len(self._joins)
         joining = JoiningShard(self.url, self.identity(name, "shard"), shard, self.load)
         thread = threading.Thread(target=joining.run)
@@ -185,7 +186,7 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
 
 @pytest.mark.parametrize("part", ["quantised", "bias", "native"])
 def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> None:
-    """Float products depend on more than the manifest's digest names."""
+    """In float arithmetic, products depend on more than the manifest's digest covers."""
 
     def others(assignment: Assignment) -> dict[int, ServedGroup]:
         groups = site.load(assignment)
@@ -203,7 +204,7 @@ def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> 
 
 
 def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is revoked at once, others when their time is over."""
+    """A host that is revoked is disconnected at once, and a host that sends nothing when its time is over."""
     late_s, swept, sweep = 0.0, [], ShardListener.sweep
 
     def sweep_late(listener: ShardListener, now: float) -> None:
@@ -270,7 +271,7 @@ def test_a_first_word_that_is_none(site: Site, first: bytes, expected: grpc.Stat
 
 
 def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
-    """The status that a host's words come to."""
+    """Sends a host's messages, and returns the status with which the RPC ends."""
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         call = channel.stream_stream(SHARD_METHOD)(iter(words))
         with pytest.raises(grpc.RpcError) as caught:
@@ -283,7 +284,7 @@ def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
 def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
-    """What it was to compute, another host does."""
+    """Another host computes the products that this host should have computed."""
     answered = threading.Event()
 
     def words() -> Iterator[bytes]:

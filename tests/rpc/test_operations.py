@@ -1,4 +1,5 @@
-"""What an operator does to a provider that runs: drain, renew its certificate, look at it, read its accounts."""
+"""Tests what an operator does with a running provider: drains it, renews its certificate, shows its status, and reads
+usage counts."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ from wire.transport.identity import TlsIdentity
 
 
 class Held:
-    """Products that wait until they are let go."""
+    """Holds products back until the test releases them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.free = threading.Event(), threading.Event()
@@ -147,7 +148,7 @@ def test_a_drain_ends_when_its_time_is_over(
     assert held.begun.wait(WAIT_S)
 
     def let_go() -> None:
-        """Once the drain is over, which what is held does not lengthen."""
+        """Releases the products after the drain is over. Held products do not lengthen the drain."""
         until(lambda: "not answered within" in caplog.text, "the end of the drain")
         held.free.set()
 
@@ -163,7 +164,7 @@ def test_a_drain_ends_when_its_time_is_over(
 def test_what_the_operator_set_reaches_the_scheduler(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a settings file to the policy and the shares of the scheduler that runs."""
+    """The settings go from a file to the policy and the weights of the running scheduler."""
     (tmp_path / "provider.yaml").write_text(
         "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {local: {weight: 5}}\n"
     )
@@ -178,7 +179,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
         return schedulers[-1]
 
     class Started(Exception):
-        """The server was started, and this test has seen enough."""
+        """Is raised when the server has started, since the test needs no more."""
 
     def start(server: Server, served_model: ServedModel, shards: Sequence[Shard], *others: object) -> None:
         assert [one.scheduler for one in shards] == schedulers
@@ -253,7 +254,7 @@ def served_certificate(port: int, folder: Path) -> x509.Certificate:
 
 @pytest.fixture(params=["grpc", "tensor port"])
 def port(request: pytest.FixtureRequest, provider: Provider) -> int:
-    """Each of a provider's ports."""
+    """Yields each of a provider's ports."""
     provider.identity("acme")
     found = provider.server.port if request.param == "grpc" else provider.server.tensor_port
     assert found is not None
@@ -383,7 +384,8 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
-    """Hints of many rows: little to send, so that all are there, and long to compute."""
+    """The requests are hints of many rows. These need few bytes, so that all of them have arrived, but take long to
+    compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
     connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)

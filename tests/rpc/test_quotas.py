@@ -1,4 +1,4 @@
-"""What one tenant may have at once, over the wire: refusals with a time, and a client that comes back later."""
+"""Tests what one tenant may have in flight: refusals name a time, and the client retries after it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_requests_in_flight_are_bounded_however_small(
 def test_small_requests_of_many_streams_are_not_all_decode(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """Else one tenant's eight streams would have eight times what one has beside another who decodes."""
+    """Otherwise a tenant with eight streams would get eight times the share of another tenant that decodes."""
     admission = Admission()
     provider = start(tiny_served_model, admission)
 
@@ -146,7 +146,7 @@ def test_small_requests_of_many_streams_are_not_all_decode(
 
 
 def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Else who splits its steps over two streams goes before who does not."""
+    """Otherwise a tenant that splits its steps over two streams would go before a tenant that does not."""
     provider = start_with(start, tiny_served_model)
     one, other = provider.connect(), provider.connect()
     ask(one, ring_rows(20, REPLY_COLS), Call(0, Direction.BACKWARD, Arithmetic.RING), COLS)
@@ -195,7 +195,7 @@ def test_classes_that_the_operator_does_not_allow(
 def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
     start: StartWith, tiny_served_model: ServedModel, allowed: str
 ) -> None:
-    """The default mask needs them, and `shares` sends nothing else to its second provider."""
+    """The default mask needs hints, and `shares` sends nothing else to its second provider."""
     provider = start_with(start, tiny_served_model, EVERYBODY, classes=[allowed])
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
@@ -219,7 +219,7 @@ def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(
 
 
 def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Else one of the two providers of `shares` would leave its half of a decode step behind all other work."""
+    """Otherwise one of the two providers of `shares` would do its half of a decode step after all other work."""
     provider = start_with(start, tiny_served_model)
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
@@ -233,7 +233,7 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: Se
 def test_all_tenants_share_the_memory(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """One that holds all it can leaves room for the others."""
+    """A tenant that holds as much as it can leaves room for the others."""
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]
@@ -324,7 +324,7 @@ def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_served_mod
 
 
 class Clock:
-    """In place of `time`: sleeping takes none."""
+    """Replaces `time`. Sleeping takes no time."""
 
     def __init__(self) -> None:
         self.now_s, self.slept = 1000.0, []  # type: tuple[float, list[float]]
@@ -345,7 +345,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Refusing:
-    """A `Multiplexer` that refuses the first few tries, and keeps what it was given."""
+    """Implements a `Multiplexer` that refuses the first few attempts, and keeps what was submitted."""
 
     def __init__(self, *errors: VeilbaseError, clock: Clock | None = None, takes_s: float = 0.0) -> None:
         self.errors, self.given = list(errors), []  # type: tuple[list[VeilbaseError], list[Any]]

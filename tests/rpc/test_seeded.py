@@ -1,4 +1,5 @@
-"""Hints over real mTLS and in process: seeds in, products out, and every seed that does not fit."""
+"""Tests hints over real mTLS and in process: seeds are sent and products returned, and every seed that does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ HEAD_BYTES = frame.HEADER_BYTES
 
 
 class HintStream(RawStream):
-    """Sends requests for hints, right and wrong ones."""
+    """Sends valid and invalid requests for hints."""
 
     def hint(self, request_id: int, seeded: SeededRows, call: Call = HINT, **changes: int) -> bytes:
-        """One message; `changes` are of the header."""
+        """Returns a message with a request for a hint; `changes` are made to its header."""
         cols = COLS if call.direction is Direction.FORWARD else REPLY_COLS
         fields = {"rows": seeded.num_rows, "cols": cols, "total_bytes": PACKED_BYTES, "deadline_ms": 30_000}
         return Header(FrameType.REQUEST, request_id, call, **{**fields, **changes}).pack() + seeded.pack()
@@ -60,7 +61,7 @@ def raw(provider: Provider) -> Iterator[HintStream]:
 
 
 def product_of(served_model: ServedModel, rows: SeededRows, call: Call) -> torch.Tensor:
-    """The expanded rows, through the ordinary product."""
+    """Returns the product of the expanded rows, computed as for any rows."""
     info = served_model.manifest().groups[call.group]
     cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
     return served_model.compute(replace(call, purpose=Purpose.PRODUCT), rows.expand(cols))

@@ -1,4 +1,4 @@
-"""The soak of benchmarks/soak.py, short and on a tiny model."""
+"""Runs benchmarks/soak.py for a short time on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor stream over real mTLS: good requests, and every kind of bad one."""
+"""Tests the tensor stream over real mTLS with valid requests and with every kind of invalid one."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStrea
 
 
 def test_small_and_large_requests_alternate(provider: Provider) -> None:
-    """Small ones are computed where they are read, large ones in the compute thread."""
+    """The receiving thread computes small requests, and a worker thread computes large ones."""
     connection = provider.connect()
     for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
         rows = ring_rows(num_rows)
