@@ -172,8 +172,8 @@ def test_a_prompt_longer_than_the_bucket_sends_as_many_rows(hostile: HostileBund
 def test_a_hostile_vocabulary_cannot_choose_which_rows_are_refused(
     hostile: HostileBundle, connect: Open, tmp_path: Path
 ) -> None:
-    """If the provider's tokenizer makes a text too long or makes it vanish, training goes on with a worse row, and
-    looks to the provider like any other."""
+    """If the provider's tokenizer makes too many tokens of a text, or none, training goes on with a shortened or empty
+    row. To the provider this looks like any other training."""
     content = json.loads(hostile.files["tokenizer.json"])
     content["model"] = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": [], "unk_token": None}
     for letter in "abc":

@@ -216,7 +216,7 @@ def test_a_later_run_of_the_same_client_starts_afresh(opened: Opened, tmp_path: 
 
 
 def markers(folder: Path) -> dict[str, list[str]]:
-    """Returns, for each checkpoint, whether it is marked as spoilt."""
+    """Returns, for each checkpoint, which of the marker files `complete` and `not-finite` it has."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     names = ("complete", "not-finite")
     return {path.name: [name for name in names if (path / name).exists()] for path in found}
