@@ -84,8 +84,8 @@ class Verifier:
     """
 
     _kappas: ClassVar[range] = range(40, 65)
-    """The accepted values of κ. Below 40 a forger's chance is worth trying; above 64 the check takes more time for
-    nothing. Tests of the probability use smaller values."""
+    """The accepted values of κ. Below 40 a forger has a realistic chance. Above 64 the check takes more time without a
+    benefit. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
         """Makes a verifier that has not drawn any secrets yet.

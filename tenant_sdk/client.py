@@ -180,8 +180,8 @@ class TenantClient:
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the session's tokenizer; the chat template of an unverified provider's tokenizer is never rendered
-        over the messages' contents."""
+        """Returns the session's tokenizer. If it comes from an unverified provider, its chat template never sees the
+        contents of messages."""
         return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:

@@ -30,8 +30,8 @@ def collude(view_1: View, view_2: View) -> list[StolenRows]:
     """Recovers the encoded rows x̃ of each message of the first view whose seed is in the second view. Each claim
     carries the message's number in the first view.
 
-    The n-th seed of a group, direction and number of rows is matched with the n-th message of the same. This is correct
-    if there is one stream of calls, such as one tenant at a time.
+    Among the calls of one group, direction and number of rows, the n-th seed is matched with the n-th message. This is
+    correct if there is one stream of calls, such as one tenant at a time.
 
     Args:
         view_1: the view of one tenant at the provider that received masked rows.

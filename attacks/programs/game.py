@@ -126,7 +126,7 @@ class Tenant:
 
     @functools.cached_property
     def public_matrix(self) -> torch.Tensor:
-        """Returns A, int32, shape (rank·512, in_features)."""
+        """Returns the public matrix A, int32, shape (rank·512, in_features)."""
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:

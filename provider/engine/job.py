@@ -59,13 +59,13 @@ class Job:
         """
         with self._lock:
             if self.rows is None:
-                return None  # The job has ended.
+                return None  # The job has already ended.
             if self.reply is None:
                 self.reply = unwritten_tensor(self.ticket.num_rows, part.shape[1], part.dtype)
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
         with self._lock:
-            if piece.first_row in self._placed:  # The piece was computed again after a loss.
+            if piece.first_row in self._placed:  # The piece was computed twice, because a replica was lost.
                 return None
             self._placed[piece.first_row] = piece.num_rows
             return reply if sum(self._placed.values()) == self.ticket.num_rows else None

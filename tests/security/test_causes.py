@@ -281,8 +281,8 @@ def _enrol(folder: Path) -> Path:
 
 
 def handle(failure: Failure, folder: Path) -> tuple[str, type[BaseException] | None, weakref.ref[torch.Tensor]]:
-    """Runs a failure and handles its error. Returns the formatted traceback, the type of the cause, and a weak reference to the tensor,
-    which the frames of the traceback hold until then."""
+    """Runs a failure and handles its error. Returns the formatted traceback, the type of the cause, and a weak
+    reference to the tensor, which the frames of the traceback hold until then."""
     rows = torch.full((1, 4), NUMBER, dtype=torch.int32)
     try:  # not `pytest.raises`, whose result would keep the traceback, and so the tensor, in a cycle
         failure(folder, rows)
