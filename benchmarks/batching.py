@@ -1,5 +1,4 @@
-"""Measures batching and scheduling for many tenants. It repeats measurements from papers, and floods a provider with
-one tenant's requests.
+"""Measures batching and scheduling for many tenants, with loads from papers and with a flood of one tenant's requests.
 
 The provider has one core to itself. Processes on another core replay the load: they are tenants without a model that
 send rows as a model would, layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself

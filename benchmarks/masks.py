@@ -1,5 +1,4 @@
-"""Measures how long it takes to make lattice masks and effects, per token, against a local computation of the same
-layers.
+"""Measures how long it takes to make lattice masks and effects, per token, against computing the layers locally.
 
 The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
 effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. The peer computes the

@@ -1,5 +1,5 @@
-"""Compares providers of one process, shards, replicas, tensor parallel and FSDP2 by rows per second through all layers
-and by memory.
+"""Compares one process, shards, replicas, tensor parallel and FSDP2 by rows per second through all layers and by
+memory.
 
 All providers run at once and receive requests in turn, over gRPC on loopback, in ring arithmetic. Each process has one
 thread. The provider of one process is also measured with two threads. Memory is the PSS of each process, so that a page

@@ -1,4 +1,4 @@
-"""Measures how much processor time the scheduler takes per request, from `add` to `finished`, with 1,000 requests
+"""Measures the processor time that the scheduler takes per request, from `add` to `finished`, with 1,000 requests
 queued."""
 
 from __future__ import annotations

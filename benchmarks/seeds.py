@@ -1,5 +1,4 @@
-"""Measures how much the lattice mask changes the final loss of fine-tuning, compared with how much another seed changes
-it.
+"""Measures how much the lattice mask changes the final loss of fine-tuning, compared with the effect of another seed.
 
 This benchmark trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example
 data. For each seed there is one run with `lattice` and one with `off`, both in ring arithmetic, which differ only in

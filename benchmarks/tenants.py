@@ -1,5 +1,4 @@
-"""Compares fine-tuning tenants of one provider with the same number of local processes, by tokens per second and by
-memory.
+"""Compares fine-tuning tenants of one provider with as many local processes, by tokens per second and by memory.
 
 The command is `python -m benchmarks.tenants [throughput | saving]`. For `throughput`, local processes run
 transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on

@@ -33,8 +33,8 @@ _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 integers. `_ROUNDED_TWICE` is for an MLP or attention between two such roundings, which leave errors of 3e-4 on
 SmolLM2."""
 _MAX_DESCENT_S = 60.0
-"""The most seconds that descents may take; after this time nothing is claimed about layers that need one. On SmolLM2
-rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
+"""The seconds, from the start of the attack, after which nothing is claimed about layers that need a descent. On
+SmolLM2 rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
 _THROUGH_MLP = 10.0
 """The factor by which the error of an MLP with public weights may exceed the error of the MLP's input, the residual
 stream."""

@@ -36,7 +36,8 @@ class Choice:
 
 
 def choice(secret: str) -> Choice:
-    """Returns two texts at the first layer, or one text under two adapters at the second block's first layer.
+    """Returns the inputs for a secret: two texts at the first layer, or one text under two adapters at the second
+    block's first layer.
 
     Raises:
         ConfigurationError: there is no such secret.

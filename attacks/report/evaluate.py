@@ -101,7 +101,7 @@ def attack(
         part: the adversaries to run.
         adversaries: all adversaries of the report; the `_THIEVES` among them run on unmasked rows.
         out: the folder below which stolen adapters are written.
-        say: is called with progress and failures, one line each.
+        say: a function that is called with progress and failures, one line each.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}

@@ -1,8 +1,8 @@
 """Reads and checks a recording made by `provider serve --record`, which holds what one provider sees.
 
-A view holds the manifest and the recorded bytes, and nothing of the tenant's. A recording that is empty, damaged or of
-another model is refused with one `ConfigurationError`. Tensors are read when they are asked for. If the recorder
-reached its size limit, messages are there without their tensors, and `is_truncated` says so. If the recorder did not
+A view holds the manifest and the recorded bytes, and nothing that only the tenant knows. A recording that is empty,
+damaged or of another model is refused with one `ConfigurationError`. Tensors are read only when a method needs them. If
+the recorder reached its size limit, later messages have no tensors, and `is_truncated` is True. If the recorder did not
 end properly, `is_ended` is False.
 """
 
