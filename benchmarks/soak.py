@@ -1,5 +1,4 @@
-"""Runs twenty tenants, some of which die suddenly, and checks that no request is lost, no reply wrong, nothing left
-over.
+"""Runs twenty tenants, some of which die suddenly, and checks that nothing is lost, wrong or left over.
 
 Each process runs five tenants, which send requests of all classes. The rows are slices of known rows, and every reply
 is compared bit by bit with the known product. Now and then a tenant closes its connection while requests are pending,

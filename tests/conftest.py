@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tenant_sdk
 
-tenant_sdk.tune()  # before torch and grpc are imported
+tenant_sdk.tune()  # must come before torch and grpc are imported
 
 from pathlib import Path
 from typing import Any

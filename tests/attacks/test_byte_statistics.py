@@ -146,7 +146,7 @@ def test_single_rows_are_compared_with_the_next_message(tmp_path: Path) -> None:
 
 def test_many_messages_are_looked_at_in_runs(tmp_path: Path) -> None:
     (figures,) = statistics.look(seen(tmp_path, [*uniform(300, 1, 64)])).looked_at
-    assert figures.num_numbers == 64 * (19 * 8)  # 38 runs of eight, the last one of four: every other one
+    assert figures.num_numbers == 64 * (19 * 8)  # of 38 runs of eight messages, every other one is taken
 
 
 def test_one_row_has_no_neighbour_below(tmp_path: Path) -> None:

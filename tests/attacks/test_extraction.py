@@ -35,7 +35,7 @@ def test_llama_with_an_adapter_on_some_modules(targets: list[str], tmp_path: Pat
     found = stolen(traffic)
     for layer, delta in traffic.deltas.items():
         if layer == "model.layers.1.mlp.down_proj":
-            assert layer not in found  # the tenant keeps the head: nobody sees what comes after it
+            assert layer not in found  # the tenant keeps the head, so the layer's output is not seen
             continue
         assert float((found[layer] - delta).norm() / delta.norm()) < 1e-3, layer
     untouched = [layer for layer in found if layer not in traffic.deltas]
@@ -80,7 +80,7 @@ def test_ring_rows_up_to_a_secret_factor_each(kind: str, targets: list[str], tmp
             assert layer not in found  # no norm shows how large the rows before the last down_proj are
             continue
         wanted = delta - delta.mean(1, keepdim=True) if layer.endswith("c_proj") else delta
-        # rows are rounded to about 2^19 steps, and c_fc sees them through an activation: 1.3e-3
+        # The rows are rounded to about 2^19 steps, and c_fc is fitted through an activation, so the error is 1.3e-3.
         assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-2, layer
         judged += 1
     assert judged

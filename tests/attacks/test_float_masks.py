@@ -193,7 +193,7 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
         [
             error
             for error in difference_errors(one.attack(traffic.view, traffic.public, None), traffic.truth)
-            if error < 1e6  # of two different prompts
+            if error < 1e6  # the rows are of two different prompts
         ]
         for one in (differencing.ADVERSARY, principal_components.ADVERSARY)
     )

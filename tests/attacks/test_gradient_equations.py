@@ -71,7 +71,7 @@ def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: Traffic)
     for block in traffic.public.blocks:
         messages = {
             (one.group, one.direction): one.seq for one in traffic.view.messages if one.num_rows > 5
-        }  # not the prompt's
+        }  # the tokens of the prompt are left out
         down = opened[messages[block.down.group, "backward"]] @ block.down.weight.T
         given = opened[messages[block.up[0].group, "forward"]]
         terms = [layer(given).requires_grad_() for layer in block.up]

@@ -112,7 +112,7 @@ def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic)
 
 def test_padding_whose_embedding_is_zero(traffic: Traffic) -> None:
     if traffic.public.positions is not None:
-        return  # a position is added: no row is zero
+        return  # a position is added to each row, so no row is zero
     padding = int(traffic.public.embedding.norm(dim=1).argmin())
     rows = training(traffic).forward[traffic.public.blocks[0].q.group].request().to(torch.float64)
     rows[5:8] = 1e-7

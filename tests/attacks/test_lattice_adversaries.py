@@ -127,12 +127,12 @@ def test_a_wrong_secret_does_not_open() -> None:
     sent = coding.to_int32(rows + mask.to(torch.int64))
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
     wrong = traffic.secrets[0].clone()
-    wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32
+    wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32 is wrong
     assert not torch.equal(wrong, traffic.secrets[0])
     opened = leaked_secret.open_block(sent, public, wrong).to(torch.float64)
     both = torch.stack((opened.flatten(), rows.to(torch.float64).flatten()))
     assert abs(float(torch.corrcoef(both)[0, 1])) < 6 / rows.numel() ** 0.5
-    assert float(opened.abs().mean()) == pytest.approx(2**30, rel=0.15)  # as uniform numbers have it
+    assert float(opened.abs().mean()) == pytest.approx(2**30, rel=0.15)  # the mean of uniform numbers
 
 
 def test_binary_systems() -> None:
@@ -165,7 +165,7 @@ def test_binary_systems() -> None:
     ids=lambda control: control.__module__.rsplit(".", 1)[1],
 )
 def test_controls_win(control: Callable[[], ControlResult]) -> None:
-    for _ in range(3):  # fresh secrets each time
+    for _ in range(3):  # each run draws fresh secrets
         result = control()
         assert result.wins, result
 
@@ -249,7 +249,7 @@ def test_slot_reuse_finds_nothing_in_honest_traffic() -> None:
             for _ in range(3):
                 for part in traffic.block().split(64):
                     traffic.send(torch.zeros(64, 64, dtype=torch.int64), part, direction, group)
-    traffic.exchanges.append(traffic.exchanges[-1])  # sent again, byte by byte: allowed
+    traffic.exchanges.append(traffic.exchanges[-1])  # the same bytes are sent again, which is allowed
     assert slot_reuse.false_positive_log2(3 * 512, 64) < -400
     assert traffic.attacked(slot_reuse.attack) == []
 
@@ -373,9 +373,9 @@ def _payload(num_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
     for name, view in views(tmp_path).items():
-        if name == "damaged" and adversary.name == "leaked-secret":  # which looks at no recording
+        if name == "damaged" and adversary.name == "leaked-secret":  # this adversary reads no recording
             continue
-        if name == "damaged":  # which is no mask that held
+        if name == "damaged":  # an error, so that it does not look like a mask that holds
             with pytest.raises(ConfigurationError, match="damaged"):
                 adversary.attack(view, no_model(), None)
             continue

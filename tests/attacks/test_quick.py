@@ -102,7 +102,7 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     assert recover_prompts.main(options) == 0
     rates = {(one.mask, one.adversary): one.finding for one in read(tmp_path) if one.finding.metric == "recovery rate"}
     assert rates["off", "layer-0 lookup"].value == 1.0
-    deep = rates["off", "deep-state inversion"]  # the adapter is strong and not known: most tokens are missed
+    deep = rates["off", "deep-state inversion"]  # the adapter is strong and unknown, so most tokens are missed
     assert deep.value > 3 * deep.interval[1]
     assert rates["lattice", "layer-0 lookup"].value < 0.1
 

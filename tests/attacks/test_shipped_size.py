@@ -89,7 +89,7 @@ def test_two_blocks_with_one_error_give_all_their_differences() -> None:
 def test_known_rows_of_one_block_give_those_of_the_other(tmp_path: Path) -> None:
     traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
     view = traffic.view(tmp_path / "recording")
-    # all of the first block, and of the second the prompt that both have
+    # All rows of the first block are known, and of the second block those of the prompt that both hold.
     known = {seq: traffic.truth[seq].to(torch.float64) for seq in (*range(1, 9), 9)}  # type: ignore[union-attr]
     claims = shared_error.attack(view, no_model(), known)
     opened = {one.seq: one.rows for one in claims if isinstance(one, StolenRows)}

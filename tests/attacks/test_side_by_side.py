@@ -73,7 +73,7 @@ def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
         assert child.stdout.read(4) == b"busy"
         os.killpg(child.pid, signal.SIGTERM)
         assert child.wait(timeout=WAIT_S) == 143
-        assert child.stdout.read() == b""  # the end of all that had it open
+        assert child.stdout.read() == b""  # all processes that held the pipe have ended
     finally:
         child.kill()
         child.wait()

@@ -57,7 +57,7 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
             assert error(delta, traffic.deltas[layer]) < 0.02, layer
     for place in range(2):
         assert error(scores(traffic, found, place), scores(traffic, traffic.deltas, place)) < 0.1
-    if is_scaled:  # which the closed form cannot do without
+    if is_scaled:  # if the scales are hidden, the closed form fails
         claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, opened)
         o_proj = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}[
             "model.layers.0.self_attn.o_proj"
@@ -74,14 +74,14 @@ def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> Non
         if layer in LAST_DOWN:
             assert layer not in found
         elif layer.endswith("c_attn"):
-            # a LayerNorm's rows hardly differ along 1/weight: what is added there is nearly the same for all
+            # With LayerNorm, rows hardly differ along 1/weight, so an addition there is nearly the same for all rows.
             norm = traffic.public.blocks[int(layer.split(".")[2])].attention_norm
             way = torch.nn.functional.normalize(1 / norm.weight, dim=0)[:, None]
             difference = found[f"{layer}[v]"] - wanted[:, 64:]
             assert float((difference - way @ (way.T @ difference)).norm() / wanted[:, 64:].norm()) < 0.05
             judged += 1
         else:
-            # and a LayerNorm takes off the mean of what c_proj adds
+            # LayerNorm also removes the mean of what c_proj adds.
             seen = [one - one.mean(1, keepdim=True) * layer.endswith("c_proj") for one in (found[layer], wanted)]
             assert error(*seen) < 0.05, layer
             judged += 1
@@ -148,7 +148,7 @@ def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: py
     messages = tuple(message for message in traffic.view.messages if message.group != missing)
     found = stolen(replace(traffic, view=View(traffic.view.manifest, messages)))
     if missing == 0:
-        assert found == {}  # no tokens
+        assert found == {}  # the rows are no tokens
     if missing == traffic.public.blocks[1].q.group:
         assert "model.layers.0.mlp.up_proj" in found
         assert not any(".layers.1." in layer or layer.endswith("0.mlp.down_proj") for layer in found)

@@ -115,7 +115,7 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     assert len(str(got.pop("training rows per step")).split(",")) == 2
     layer = "model.layers.1.self_attn"
     assert got.pop("answer tokens") == "1,1,4"
-    # without a model: no word on which inputs come from norms, and where a prefix would show first
+    # Without a model, it is not known which inputs come from norms and where a prefix would show first.
     assert got.pop(LOWEST) == (f"{layer}.q_proj", f"{layer}.o_proj", f"before {layer}.o_proj")
     assert got.pop(KIND) == ("LoRA", "IA3", "OFT", "BOFT", "prefix tuning", "norm tuning")
     assert got == {}

@@ -76,7 +76,7 @@ def test_kill_restart_resume_revoke(
         (identity / "endpoint").read_text().strip(), identity=identity, mask="off", arithmetic="float"
     ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
-        # SIGKILL, from another thread than the one that waits for a reply, once there is a checkpoint
+        # SIGKILL comes from another thread than the one that waits for a reply, once there is a checkpoint.
         submit, saved = GrpcConnection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 

@@ -65,7 +65,7 @@ def workers(serving: Serving) -> list[int]:
     """Returns the shards' processes in the order in which they started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == serving.process.pid and b"provider.shards.worker" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
@@ -121,7 +121,7 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(
 
     pids = workers(sharded)
     assert len(pids) == 4
-    killer = Killer(monkeypatch, tmp_path / "one lost", pids[::2])  # one replica of each shard
+    killer = Killer(monkeypatch, tmp_path / "one lost", pids[::2])  # kills one replica of each shard
     assert finetune(sharded.url, tmp_path / "one lost", "off") == expected
     killer.join()
 
@@ -129,7 +129,7 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(
     killer = Killer(monkeypatch, tmp_path / "masked", workers(sharded)[:1])
     masked = finetune(sharded.url, tmp_path / "masked", "lattice")
     killer.join()
-    assert masked == pytest.approx(expected, abs=5e-3)  # other masks: as far apart as rounding is
+    assert masked == pytest.approx(expected, abs=5e-3)  # the masks differ, so losses differ by rounding
 
     pids = workers(sharded)
     code, out, err = sharded.stop()
@@ -173,7 +173,7 @@ def test_layers_of_other_shards_go_on(model: Path) -> None:
         product(0)
         expected = product(last)
         first = local.replicas[0][0]
-        first._restarts.extend([time.monotonic()] * 5)  # as often as it may be started
+        first._restarts.extend([time.monotonic()] * 5)  # the process counts as restarted as often as allowed
         assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
         for num_rows in (20, 1):
@@ -194,7 +194,7 @@ def test_conflicts_are_one_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_killing_the_front_leaves_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # its own: other tests' shards come and go beside it; a short path
+    with tempfile.TemporaryDirectory() as folder:  # apart from other tests' shards, with a short path
         monkeypatch.setenv("TMPDIR", folder)
         sharded = serve("--shards", 2)
         pids = workers(sharded)
@@ -224,7 +224,7 @@ def test_a_shard_on_another_host(
         run("enroll", name, *flags, "--out", tmp_path / name, "--state", state, "--endpoint", url)
     try:
         thread = threading.Thread(target=join)
-        thread.start()  # before there is anything to join
+        thread.start()  # the shard starts before there is a provider to join
         sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
         end(thread)
         assert len(workers(sharded)) == 1

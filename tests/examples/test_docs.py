@@ -53,12 +53,12 @@ def test_commands_parse(page: Path) -> None:
             assert words[1] in targets
         elif words[0] in APPS:
             command = typer.main.get_command(APPS[words[0]]).commands[words[1]]
-            command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument, a wrong type
+            command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument or a wrong type
         elif words[0] == "python":
             assert words[1] == "-m"
             assert importlib.util.find_spec(words[2]) is not None
             if words[2] in ("attacks.extract_lora", "attacks.recover_prompts"):
-                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits on an unknown option
+                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits if an option is unknown
         else:
             assert words[0] == "source"
 

@@ -40,7 +40,7 @@ def missing_sources(source: str) -> list[str]:
             is_there = any(re.match(rf"{section}\b", one) for one in known)
         elif heading is not None:
             is_there = heading in known
-        elif bare is not None:  # a heading without quotation marks, as in messages
+        elif bare is not None:  # the heading has no quotation marks, as in messages
             is_there = any(bare.startswith(one) for one in known)
         if not is_there:
             missing.append(found[0])

@@ -30,7 +30,7 @@ def bash(script: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedPro
 
 @contextmanager
 def serving(script: str, env: dict[str, str], cwd: Path) -> Iterator[str]:
-    command = ["bash", "-c", f"exec {script}"]  # exec: the signal must reach the provider, not a shell
+    command = ["bash", "-c", f"exec {script}"]  # with exec, the signal reaches the provider and not a shell
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=cwd)
     try:
         assert process.stdout is not None

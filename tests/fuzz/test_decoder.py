@@ -97,7 +97,7 @@ class Receiver:
             assert rows.shape == (header.rows, header.cols)
             assert rows.dtype == frame.DTYPES[header.call.arithmetic]
             assert rows.numel() * 4 == header.total_bytes <= MAX_TENSOR_BYTES
-            rows.sum()  # every byte of it is there
+            rows.sum()  # reads every byte
 
 
 def check_error(exc: VeilbaseError) -> None:
@@ -296,7 +296,7 @@ def changed_manifests(draw: st.DrawFn) -> bytes:
             elif how == "repeat" and isinstance(place, list):
                 place.append(copy.deepcopy(place[last]))
         except (KeyError, IndexError, TypeError):
-            continue  # an earlier change took the place away
+            continue  # an earlier change removed this place
     return json.dumps(content).encode()
 
 

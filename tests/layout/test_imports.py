@@ -192,7 +192,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
-    # a line of its report is cut at the terminal's width
+    # The width is set, since import-linter cuts the lines of its report at the terminal's width.
     options: dict[str, Any] = {"cwd": folder, "env": {"PYTHONPATH": str(folder), "COLUMNS": "1000"}}
     return subprocess.run(command, text=True, capture_output=True, timeout=300, check=False, **options)
 

@@ -151,7 +151,7 @@ def test_a_self_test_is_of_the_cpu(on_meta: Callable[[], None]) -> None:
     product.int_mm_is_exact.cache_clear()
     on_meta()
     assert product.int_mm_is_exact() is expected
-    product.int_mm_is_fast()  # which may differ on a busy machine, but ends
+    product.int_mm_is_fast()  # the result may vary on a busy machine, but the call must end
 
 
 @pytest.mark.skipif(not product.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
@@ -216,7 +216,7 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the scales were first on another device, rows on the CPU do not use the compiled code for single rows."""
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
-    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back
+    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back, so this is set by hand
     monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])
     for direction in (FORWARD, BACKWARD):
         row = rows_of(1, spec.widths(direction)[0])

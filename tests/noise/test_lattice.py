@@ -186,7 +186,7 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         (message,) = masked.messages
         assert message.call == Call(1, direction, Arithmetic.RING)
         assert isinstance(message.payload, MessagePayload)
-        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # of hints at 24 bits
+        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # for hints at 24 bits
         encoded, scales = encode_rows(spec, direction, rows, error_norm, slack)
         ((mask, effect),) = taken
         assert torch.equal(message.rows, encoded + mask)

@@ -129,9 +129,9 @@ def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, d
     scheme.pool.take(first, FORWARD, 1)
     scheme.pool.take(second, FORWARD, 1)
     assert live_secrets() == 2
-    scheme.pool.take(second, BACKWARD, 1)  # the third secret, under the next seed
+    scheme.pool.take(second, BACKWARD, 1)  # this is the third secret, under the next seed
     assert (len(drawn["secret"]), live_secrets()) == (3, 3)
-    rows = rows_of(86, 40)  # more than is left of the first piece
+    rows = rows_of(86, 40)  # this is more than is left of the first piece
     masked = scheme.mask(first, FORWARD, rows)
     assert (len(drawn["secret"]), live_secrets()) == (4, 3)
     fetched = [hint.seed for call, hint in provider.hints if (call.group, call.direction) == (0, FORWARD)]
@@ -187,7 +187,7 @@ def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> Non
     the messages are equal."""
     seen: list[bytes] = []
     square = Provider([weight_of(32, 32, 5), weight_of(32, 32, 5)])
-    for _ in range(2):  # a restart: the same ledger, seed and stored hints
+    for _ in range(2):  # the second round is a restart with the same ledger, seed and stored hints
         scheme = make()
         scheme.bind(square.effect)
         for spec in square.groups:
@@ -201,7 +201,7 @@ def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> Non
 @pytest.mark.parametrize("first_inside", [True, False])
 def test_masks_made_in_inference_mode_can_be_used_outside(make: Any, provider: Provider, first_inside: bool) -> None:
     scheme, spec = make(), provider.groups[0]
-    for inside in (first_inside, not first_inside):  # the second call takes rows of the first one's block
+    for inside in (first_inside, not first_inside):  # the second call uses rows of the first call's block
         with torch.inference_mode(inside):
             masked = scheme.mask(spec, FORWARD, rows_of(3, 40))
             masked.unmask([torch.zeros(3, 24, dtype=torch.int32)])

@@ -30,7 +30,7 @@ from tests.support.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()
-SAMPLES = 1_000_003  # several batches, and no multiple of anything
+SAMPLES = 1_000_003  # this is several batches, and no multiple of any batch size
 Z = 7.0
 
 
@@ -73,7 +73,7 @@ def test_the_statistic_itself_can_fail() -> None:
 
 
 def test_it_is_aes_256_in_counter_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling.os, "urandom", bytes)  # a key of zeros
+    monkeypatch.setattr(sampling.os, "urandom", bytes)  # makes every key zero
     # NIST CAVP, AESAVS: AES-256, key 0, plaintext 0
     assert bytes(Csprng().array(16)).hex() == "dc95c078a2408989ad48a21492842087"
 
@@ -338,7 +338,7 @@ def test_each_set_has_its_error(name: str) -> None:
     drawn = error(RNG, (100, 1000), parameters).double()
     spread = math.sqrt(10.5) if parameters.sigma == 3.2 else parameters.sigma
     assert spread >= parameters.sigma
-    # the standard error of a standard deviation of n normal numbers is sigma / √(2n); 7 of them
+    # The standard error of the standard deviation of n normal numbers is sigma / √(2n), and 7 of them are allowed.
     assert abs(float(drawn.std()) - spread) < Z * spread / math.sqrt(2e5)
     assert float(drawn.abs().max()) <= error_bound(parameters)
 

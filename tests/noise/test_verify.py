@@ -305,7 +305,7 @@ def test_a_child_forked_while_the_lock_is_held_can_check_and_close() -> None:
         verifier.close()
         return f"{alive(secrets)} secrets"
 
-    with verifier._lock:  # by a thread that the child does not have
+    with verifier._lock:  # the lock is held, as if by a thread that the child does not have
         assert in_child(child) == "0 secrets"
     verifier.check(0, FORWARD, rows, coding.product(rows, weight))
 

@@ -14,7 +14,7 @@ import typer
 from provider.cli import app, main
 from provider.config import ProviderSettings, ShardSettings
 
-# flag, type of its word, default in the help, help; as they were when each flag was typed by hand
+# Each entry is (flag, type of its word, default in the help, help), as it was when each flag was written by hand.
 SERVE = [
     ("--model", "str", "smollm2-135m", "Built-in name, GGUF file, Hugging Face folder or hub id."),
     ("--tls", "bool", "", "Mutual TLS; needed for any address but loopback."),
@@ -173,7 +173,7 @@ def end_of(words: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the exit code of the command, and undoes the command's changes to the environment."""
     for name in ("GRPC_VERBOSITY", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setenv("COLUMNS", "160")  # so that no message is wrapped
+    monkeypatch.setenv("COLUMNS", "160")  # messages must not be wrapped
     monkeypatch.setattr(sys, "argv", ["provider", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -39,7 +39,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         expert_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4,
     ),
 }  # fmt: skip
-SERVED = {  # the last parts of names; LoRA goes onto each that PEFT lets it
+SERVED = {  # the last parts of layer names; LoRA changes each layer for which PEFT allows it
     "falcon": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     "mamba": {"in_proj", "x_proj", "out_proj"},
     "rwkv": {"key", "value", "receptance", "head"},
@@ -70,7 +70,7 @@ def lora(kind: str) -> LoraConfig:
 
 
 def logits(model: Any) -> torch.Tensor:
-    # RWKV's state is changed in place, which its gradients do not survive, on either side
+    # RWKV changes its state in place, so that gradients through the state fail on both sides.
     return model(batch(), use_cache=False).logits  # type: ignore[no-any-return]
 
 

@@ -44,7 +44,7 @@ class Patient(BusyPoll):
         self._was_short = True
 
     def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
-        busy_poll._looks_until_s = 0.0  # both ends are in this process here, and both are to look
+        busy_poll._looks_until_s = 0.0  # in this test both ends are in one process, and both must poll
         Patient.looks += is_likely
         super().look(has_come, is_likely)
 

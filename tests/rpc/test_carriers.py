@@ -150,7 +150,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
             stream.send(*messages)
 
     def drain(stream: RawStream) -> None:
-        with contextlib.suppress(*BROKEN):  # its own end
+        with contextlib.suppress(*BROKEN):  # the tenant's own end of the stream
             for _ in stream.call:
                 if stop.is_set():
                     return
@@ -160,7 +160,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
         thread.start()
     slowest = 0.0
     for _ in range(40):
-        began = time.process_time()  # of all threads here: what others take of the machine says nothing
+        began = time.process_time()  # the time of all threads here, which other processes do not change
         assert_served(victim, provider.served_model)
         slowest = max(slowest, time.process_time() - began)
     stop.set()

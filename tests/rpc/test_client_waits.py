@@ -153,7 +153,7 @@ class Waiter(threading.Thread):
 
     def _trace(self, code_frame: CodeFrame, event: str, _argument: object) -> Any:
         if not code_frame.f_code.co_filename.endswith("threading.py") and self.held.is_set():
-            self.released.wait(HELD_S)  # not for ever: it may hold a lock that the others need
+            self.released.wait(HELD_S)  # not for ever, since it may hold a lock that the others need
             self.held.clear()
         return self._trace
 

@@ -64,7 +64,7 @@ def test_connections_that_say_nothing_are_ended(
     provider = start(tiny_served_model)
     began = time.monotonic()
     assert_ends(dial(provider.server.port))
-    assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
+    assert time.monotonic() - began < 20  # gRPC's own time limit is two minutes
 
 
 def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
@@ -183,7 +183,7 @@ def test_a_flood_of_connections_shuts_nobody_out(limited: Limited, where: str) -
             ask_on(fired)
         assert time.monotonic() - began < REVOKED_S
         ask(stays)
-        assert limited.num_files() < NUM_FILES  # what the registry and the accounts need was left
+        assert limited.num_files() < NUM_FILES  # descriptors are left for the registry and the usage file
     ask(stays)
     for connection in (stays, fired):
         connection.close()

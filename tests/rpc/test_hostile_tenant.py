@@ -64,7 +64,7 @@ class Deaf:
         """Opens another stream, which later calls of `send` use."""
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(STREAM_METHOD)
-        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # its end must not be what a test waits for
+        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # the test must not wait for the stream's own end
         self._streams.append((call, outgoing))
         self.send(frame.hello(FrameType.HELLO))
         return call
@@ -112,7 +112,7 @@ def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> 
     product = tiny_served_model.compute
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
-        # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
+        # The storage of `from_numpy` refers to the array, and nothing else does, not even a view without the tensor.
         array = product(call, rows).numpy().copy()
         made.memory.append(weakref.ref(array))
         return torch.from_numpy(array)
@@ -130,7 +130,7 @@ def deaf(provider: Provider) -> Iterator[Deaf]:
 
 def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
     """Makes a session whose sending thread is blocked by the reply to request 2, and whose request 1 was begun."""
-    assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # the last thing that it reads
+    assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # after this, the client reads nothing
     deaf.begin(1)
     deaf.ask(2, LARGE_ROWS)
     session, usage = session_of(provider, DEAF), service_of(provider).usage.of(DEAF)
@@ -162,7 +162,7 @@ def test_streams_above_the_limit_hold_no_thread(
     for _ in range(2 * MAX_CALLS_PER_TENANT):
         refused = deaf.open()
         until(lambda call=refused: not call.is_active(), "a refusal")
-        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # no message is sent, since none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
     assert service.status().calls == {DEAF: MAX_CALLS_PER_TENANT}
     assert_served(running.connect("modest"), tiny_served_model)
@@ -182,11 +182,11 @@ def test_replies_that_nobody_wants_any_more_are_freed(
     session = stuck_session(provider, deaf, replies)
     for number in range(FIRST, FIRST + NUM_REQUESTS):
         ask_unread(session, deaf, number, num_rows)
-        assert replies.num_alive() == 1  # this one; of the one being sent its frame is left
+        assert replies.num_alive() == 1  # only this reply; the one that is being sent is a frame by now
         if way == "cancelled":
             deaf.cancel(number)
         else:
-            session.sweep(time.monotonic() + 1800)  # after its own deadline, before that of the one that was begun
+            session.sweep(time.monotonic() + 1800)  # after its own deadline, and before that of the unfinished request
         until(lambda: replies.num_alive() == 0, f"the end of reply {number}")
     assert len(replies.memory) == 1 + NUM_REQUESTS
     deaf.cancel(1)

@@ -119,7 +119,7 @@ def test_every_product_of_joined_shards_is_the_same(site: Site) -> None:
             seeded = SeededRows(bytes(32), 3, 9)
             assert torch.equal(site.product(hint, seeded), site.served_model.compute(hint, seeded))
     call = Call(0, Direction.FORWARD, RING)
-    rows = site.rows(call, 4096)  # several pieces, and frames
+    rows = site.rows(call, 4096)  # enough for several pieces and frames
     assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
 
 
@@ -179,7 +179,7 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     stream.send(*stream.request(1, site.rows(call, 20), call))
     last = stream.receive()
     assert (last.kind, last.request_id, last.code) == (FrameType.ERROR, 1, WireCode.UNAVAILABLE)
-    assert last.deadline_ms == 1000 * RETRY_S  # another host may come
+    assert last.deadline_ms == 1000 * RETRY_S  # another host may still join
     stream.close()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
@@ -228,7 +228,7 @@ def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, m
         until(lambda: site.service.status().num_joining == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
-            next(silent)  # the provider looks by itself
+            next(silent)  # the provider notices by itself
 
 
 def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
@@ -238,7 +238,7 @@ def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
 
 
 def test_a_provider_that_is_not_there_is_named_and_tried_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # the port is bound, but nothing listens
         taken.bind(("127.0.0.1", 0))
         url = f"grpcs://127.0.0.1:{taken.getsockname()[1]}"
         joining = JoiningShard(url, site.identity("host", "shard"), 0, site.load)

@@ -80,13 +80,13 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
     stream, other = RawStream(provider), RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(WAIT_S)
-    stream.send(*stream.request(2, ring_rows(200)))  # later, or it might join the first one's product
+    stream.send(*stream.request(2, ring_rows(200)))  # sent later, since it might join the first product otherwise
     until(lambda: provider.service.queue_depth >= 1, "the second request in the queue")
     give_up_at = time.monotonic() + WAIT_S
     stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
     number, code = 0, None
-    while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are let in
+    while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are admitted
         number += 1
         other.send(*other.request(number, ring_rows(100), deadline_ms=1))
         code = other.receive().code
@@ -275,7 +275,7 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
     assert served_certificate(port, folder) == second
     monkeypatch.setattr(server_module, "_RENEW_S", 0.0)
     assert served_certificate(port, folder) != second
-    assert_served(before, provider.served_model)  # an open connection goes on
+    assert_served(before, provider.served_model)  # an open connection is still served
     assert_served(provider.connect(), provider.served_model)
 
 

@@ -57,7 +57,7 @@ def test_a_refusal_says_when_to_come_again(
 ) -> None:
     provider = start_with(start, tiny_served_model, rows_per_s=100)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(400)))  # on credit: 300 rows, three seconds
+    stream.send(*stream.request(1, ring_rows(400)))  # uses 300 rows in advance, which are three seconds
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(50)))
     assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
@@ -84,8 +84,8 @@ def test_what_is_in_flight_counts_over_all_streams(
 ) -> None:
     provider = start_with(start, tiny_served_model, **limit)
     streams += [RawStream(provider, "acme") for _ in range(2)]
-    half = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
-    incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
+    half = ring_rows(4096)  # 0.5 MiB for the request, 1 MiB for the reply
+    incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # keeps its place until the rest is received
     streams[0].send(incomplete, *streams[0].request(2, ring_rows(1)))
     assert streams[0].receive().request_id == 2
     streams[1].send(*streams[1].request(1, half))
@@ -100,7 +100,7 @@ def test_bytes_a_second(start: StartWith, tiny_served_model: ServedModel, stream
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start_with(start, tiny_served_model, bytes_per_s=100 * row_bytes)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows' worth are on credit
+    stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows are used in advance
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(50)))
     assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
@@ -186,7 +186,7 @@ def test_classes_that_the_operator_does_not_allow(
     cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
     with pytest.raises(NotPermitted, match="does not allow this identity this kind of work"):
         ask(connection, ring_rows(num_rows, cols), call, reply_cols)
-    other = 100 if num_rows == 1 else 1  # the stream goes on
+    other = 100 if num_rows == 1 else 1  # the stream is still open
     if direction is Direction.FORWARD:
         assert ask(connection, ring_rows(other)).shape == (other, REPLY_COLS)
 
@@ -237,7 +237,7 @@ def test_all_tenants_share_the_memory(
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]
-    for number in range(1, 6):  # ten rows each, of which only the head comes
+    for number in range(1, 6):  # ten rows each, of which only the first bytes are sent
         streams[0].send(streams[0].request(number, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
     streams[0].send(streams[0].request(6, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
     assert 0 < streams[0].expect_error(6, WireCode.QUOTA).deadline_ms <= 1000
@@ -262,7 +262,7 @@ def test_a_long_debt_is_paid_in_visits(
 ) -> None:
     provider = start_with(start, tiny_served_model, rows_per_s=10)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(4096)))  # seven minutes' worth
+    stream.send(*stream.request(1, ring_rows(4096)))  # this is enough for seven minutes
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.expect_error(2, WireCode.QUOTA).deadline_ms == 1000 * MAX_RETRY_S
@@ -279,7 +279,7 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
     ended: list[Session] = []
 
     def refusal() -> None:
-        ended[0].close()  # just before the request is let in
+        ended[0].close()  # ends the stream just before the request is admitted
 
     session = Session("acme", LIMITS, admission.of("acme"), usage, tiny_served_model.check, executor, refusal)
     ended.append(session)

@@ -73,7 +73,7 @@ class Way:
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, *rows.shape, 0, 4 * rows.numel(), 30_000)
         (message,) = frame.frames(header, frame.tensor_bytes(rows))
-        self.session.receive(memoryview(bytearray(message)))  # as it comes from the tensor port
+        self.session.receive(memoryview(bytearray(message)))  # the form in which the tensor port hands it in
         return number
 
     def answer(self) -> tuple[Header, memoryview]:
@@ -144,7 +144,7 @@ def test_it_is_in_flight_while_it_is_made(way: Way) -> None:
     seen: list[tuple[int, bool]] = []
     way.before = lambda: seen.append((way.rows_in_flight, way.session.is_idle))
     way.send(ring_rows(1))
-    assert seen == [(1, False)]  # so that a drain waits for it
+    assert seen == [(1, False)]  # a drain must wait for it
     assert way.holds_nothing
 
 

@@ -142,7 +142,7 @@ def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch
     raw.send(*raw.request(2, ring_rows(2)))
     raw.reply()
     assert threads[0] == "veilbase-compute"
-    assert threads[1] != "veilbase-compute"  # a product of two rows is made where it is read
+    assert threads[1] != "veilbase-compute"  # the receiving thread computes a product of two rows
 
 
 # ---- bad requests: the request fails, the stream goes on ------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_the_reply_counts_as_in_flight(provider: Provider, raw: HintStream) -> N
     assert 1 < LIMITS.max_in_flight_bytes / (4096 * REPLY_COLS * 4) <= 3
     largest = SeededRows(SEED, 0, 4096)
     for number in (1, 2):
-        raw.send(raw.hint(number, largest)[: HEAD_BYTES + 4])  # hold their places until the rest comes
+        raw.send(raw.hint(number, largest)[: HEAD_BYTES + 4])  # keep their places until the rest is received
     raw.send(raw.hint(3, largest))
     raw.expect_error(3, WireCode.QUOTA)
     raw.send(Header(FrameType.CANCEL, 1).pack(), raw.hint(4, largest))

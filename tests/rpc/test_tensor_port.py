@@ -120,7 +120,7 @@ def test_what_is_no_handshake_leaves_nothing(
         plain.close()
     assert_nothing_left(provider)
     assert_served(provider.connect(), provider.served_model)
-    # Anybody can do this: it must not fill the provider's log. The tenant's own says what carries its stream.
+    # Any peer can do this, so it must not fill the provider's log. The tenant's own log says what carries its stream.
     assert not [record for record in caplog.records if record.name.startswith("provider")]
 
 
@@ -193,7 +193,7 @@ def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) 
     until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
-    assert_ends(silent.pop(0))  # the oldest
+    assert_ends(silent.pop(0))  # the oldest connection ends
     until(lambda: tensors_of(provider).status().num_guests == few_places - 1, "the others have stayed")
     for one in silent:
         one.close()
@@ -216,7 +216,7 @@ def test_streams_are_not_sent_away_for_newer_connections(few_places: int, provid
     streams = [RawStream(provider, f"tenant{number}") for number in range(few_places)]
     connection = provider.connect("late")
     assert_served(connection, provider.served_model)
-    assert connection.carrier == "gRPC"  # the other way
+    assert connection.carrier == "gRPC"  # the stream uses gRPC instead
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
         assert stream.receive().request_id == 1
@@ -236,7 +236,7 @@ def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider, monkeypa
         return plain, address
 
     monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
-    for _ in range(3):  # the first is in `accept` already
+    for _ in range(3):  # the first connection is already accepted
         dial(provider).close()
     until(lambda: left[0] == 0, "the failures")
     assert_served(provider.connect(), provider.served_model)
@@ -333,7 +333,7 @@ class Deaf:
             self.ask()
             until(lambda: session.is_idle or theirs.has_unsent, "a reply on its way")
             while theirs.has_unsent and is_ready(theirs, select.POLLOUT, 4 * QUICK_S):
-                threading.Event().wait(QUICK_S)  # the kernel may still be taking it
+                threading.Event().wait(QUICK_S)  # the kernel may still accept bytes
             if theirs.has_unsent:
                 return session, theirs
         raise AssertionError("the kernel took everything")
@@ -372,7 +372,7 @@ def test_a_deaf_tenant_that_goes_away_is_dropped(unhandled: None, provider: Prov
 
 def test_a_deaf_tenants_requests_expire(provider: Provider, deaf: Deaf) -> None:
     session, theirs = deaf.block()
-    deaf.ask()  # it waits behind what is blocked, or is refused because others do
+    deaf.ask()  # it waits behind the blocked reply, or is refused because others wait
     until(lambda: session.status().num_requests > 0, "a request that is not answered")
     session.sweep(time.monotonic() + 60)
     assert provider.service.usage.of("deaf").total().errors["DEADLINE"] > 0
@@ -393,7 +393,7 @@ def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provide
     deaf.block()
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < WAIT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
+    assert time.monotonic() - began < WAIT_S  # the connection alone would last UNREAD_TIMEOUT_MS, five minutes
     assert_nothing_left(provider)
 
 
@@ -498,7 +498,7 @@ def test_an_idle_stream_costs_no_time(provider: Provider) -> None:
     for one in (idle, half, over):
         say(one, frame.hello(FrameType.HELLO))
         assert hear(one).kind is FrameType.WELCOME
-    size = COLS * 4  # a request whose rest does not come
+    size = COLS * 4  # this request is never completed
     say(half, Header(FrameType.REQUEST, 1, CALL, 1, COLS, 0, size, 60_000).pack() + b"\0" * 4)
     raw.send(struct.pack("<I", 1000))
     say(over, b"\xff" * 100)

@@ -183,7 +183,7 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
         with pytest.raises(Unavailable, match="nothing was sent"):
             ask(connection, ring_rows(1))
         assert set(seen) == {FrameType.HELLO}
-        assert_served(connection, provider.served_model)  # asked again, it finds its own
+        assert_served(connection, provider.served_model)  # after asking again, it finds its own port
         assert connection.carrier == carrier_of(provider)
     finally:
         other.stop()

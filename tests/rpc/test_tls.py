@@ -74,14 +74,14 @@ def test_revocation_ends_an_open_stream(provider: Provider) -> None:
     with pytest.raises(NotPermitted):
         ask(connection, ring_rows(3))
     with pytest.raises(AccessError):
-        ask(connection, ring_rows(3))  # a new stream is refused too
+        ask(connection, ring_rows(3))  # a new stream is also refused
     assert_served(other, provider.served_model)
 
 
 def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
     stream = RawStream(provider, "idle")
     revoke(provider.state, "idle")
-    stream.expect_error(0, WireCode.NOT_PERMITTED)  # by the sweep, without a request
+    stream.expect_error(0, WireCode.NOT_PERMITTED)  # the sweep ends it without a request
     stream.expect_end()
     stream.close()
 
@@ -94,7 +94,7 @@ def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provide
     stream = connection._stream
     assert stream is not None
     revoke(provider.state, "idle")
-    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is asked, and meets the end
+    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is sent, and finds the end
     with pytest.raises(AccessError):
         ask(connection, ring_rows(1))
     connection.close()

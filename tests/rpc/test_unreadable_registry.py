@@ -88,8 +88,8 @@ def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
     stream.send(*stream.request(1, ring_rows(3)))
     assert (stream.receive().kind, fault.is_over) == (FrameType.REPLY, False)
     clock.now += 1
-    wait_for_sweeps(reached)  # which end nothing
-    for number, num_rows in ((2, 1), (3, 300)):  # answered where it is read, and queued
+    wait_for_sweeps(reached)  # sweeps that end no stream
+    for number, num_rows in ((2, 1), (3, 300)):  # one is computed at once, the other is queued
         stream.send(*stream.request(number, ring_rows(num_rows)))
         refusal = stream.receive()
         assert (refusal.kind, refusal.request_id) == (FrameType.ERROR, number)
@@ -97,7 +97,7 @@ def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
     fault.is_over = True
     stream.send(*stream.request(4, ring_rows(3)))
     reply = stream.receive()
-    assert (reply.kind, reply.request_id) == (FrameType.REPLY, 4)  # on the same stream
+    assert (reply.kind, reply.request_id) == (FrameType.REPLY, 4)  # the same stream is still used
     revoke(reached.state, "raw")
     stream.expect_error(0, WireCode.NOT_PERMITTED)
     stream.close()

@@ -139,7 +139,7 @@ def test_scores_change_sign_with_the_candidates(tmp_path: Path) -> None:
 
 def test_auc_counts_pairs() -> None:
     generator = torch.Generator().manual_seed(4)
-    ranks = torch.randint(6, (40,), generator=generator)  # many ties
+    ranks = torch.randint(6, (40,), generator=generator)  # this gives many ties
     coins = torch.randint(2, (40,), generator=generator).bool()
     pairs = [
         1.0 if one > zero else 0.5 if one == zero else 0.0
@@ -175,7 +175,7 @@ def test_the_command_writes_what_it_prints(
 ) -> None:
     monkeypatch.setattr(game, "CONTROL_RUNS", 20)
     monkeypatch.setattr(game.controls, "__defaults__", (20,))
-    assert game.main(["--mask", "off", "--runs", "20", "--out", str(tmp_path)]) == 1  # told apart, as it must be
+    assert game.main(["--mask", "off", "--runs", "20", "--out", str(tmp_path)]) == 1  # the texts must be told apart
     printed = capsys.readouterr().out
     assert "NOT at chance" in printed
     data = json.loads((tmp_path / "game.json").read_text())

@@ -90,7 +90,7 @@ def test_an_honest_tenant_passes(
         monkeypatch.setattr(kernels, "available", lambda: False)
     watch, checks = look(tmp_path, in_pieces=in_pieces)
     assert check.alarms(checks) == []
-    num_blocks = 2 * len(WIDTHS) * 2  # of 603 rows each: more than one, less than two
+    num_blocks = 2 * len(WIDTHS) * 2  # each group gets 603 rows, which is more than one block and less than two
     assert len(watch.secrets) == num_blocks
     assert (len(watch.units) > num_blocks) is in_pieces
     assert {place.group for place in watch.places} == {0, 1, 2}
@@ -170,7 +170,7 @@ def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monk
 
     watch = Watch(DEFAULT, (statistics := Statistics(DEFAULT)).keep)
     with watch():
-        seen = negacyclic.secret_transform  # the watch's own, so that a cache in front of it hides blocks from it
+        seen = negacyclic.secret_transform  # the function that the watch wraps: a cache in front of it hides blocks
         monkeypatch.setattr(negacyclic, "secret_transform", careless)
         transform = seen
         with tenant(tmp_path, DEFAULT, False) as scheme:

@@ -177,7 +177,7 @@ def test_an_error_of_the_maker_is_the_callers_and_the_pool_goes_on(make_pool: An
         raise Unavailable("gone")
 
     mill.before = fail
-    for _ in range(2):  # a claim that was left behind would hang the second
+    for _ in range(2):  # if the first call left its claim, the second would hang
         with pytest.raises(Unavailable, match="gone"):
             pool.take(group(), FORWARD, 1)
     mill.before = lambda: None
@@ -218,12 +218,12 @@ def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make
     mill.before = fail
     assert numbers(pool.take(group(), FORWARD, BLOCK_ROWS - 2)) == list(range(2, BLOCK_ROWS))
     assert failed.wait(WAIT_S), "the worker was to refill"
-    assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # what was ready is still good
+    assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # rows that were ready are still valid
     with pytest.raises(Unavailable, match="gone"):
         pool.take(group(), FORWARD, 1)
     mill.before = lambda: None
     assert len(numbers(pool.take(group(), FORWARD, 3))) == 3
-    wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # and the worker lives on
+    wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # the worker is still alive
 
 
 # ---- ahead of use ---------------------------------------------------------------------------------------------------
@@ -276,12 +276,12 @@ def test_preparing_stops_at_the_budget(make_pool: Any) -> None:
     pool: MaskPool = make_pool(3 * BLOCK_ROWS * row_bytes(spec))
     pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)
     assert (ready_rows(pool), pool.ready_bytes) == (2 * BLOCK_ROWS, 2 * BLOCK_ROWS * row_bytes(spec))
-    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)  # they are there
-    pool.prepare(spec, BACKWARD, BLOCK_ROWS + 1)  # two whole blocks would pass it
+    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)  # these rows are ready already
+    pool.prepare(spec, BACKWARD, BLOCK_ROWS + 1)  # two whole blocks would exceed the budget
     assert pool.ready_bytes == 2 * BLOCK_ROWS * row_bytes(spec)
     pool.prepare(spec, BACKWARD, 1)
     assert pool.ready_bytes == 3 * BLOCK_ROWS * row_bytes(spec)
-    numbers(pool.take(spec, BACKWARD, 2 * BLOCK_ROWS))  # beyond it rather than not at all
+    numbers(pool.take(spec, BACKWARD, 2 * BLOCK_ROWS))  # exceeds it, since there would be no rows otherwise
 
 
 def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any, mill: Mill) -> None:
@@ -338,7 +338,7 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monke
     pool.prepare(first, FORWARD, BLOCK_ROWS)
     pool.take(first, FORWARD, BLOCK_ROWS - 1)
     assert sleeps.acquire(timeout=WAIT_S)
-    pool.take(second, FORWARD, BLOCK_ROWS)  # both are wanted from now on, and there is no room
+    pool.take(second, FORWARD, BLOCK_ROWS)  # both groups are wanted from now on, and there is no room
     assert sleeps.acquire(timeout=WAIT_S)
     assert mill.by_worker() == []
     pool.take(first, FORWARD, 1)
@@ -405,7 +405,7 @@ def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
     with contextlib.closing(pool):
         assert pool.piece_rows < BLOCK_ROWS
         numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
-        wait_until(lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
+        wait_until(lambda: ready_rows(pool) > 0)  # a piece is made, since the next calls are not known yet
         mill.made.clear()
         for _ in range(4):
             numbers(pool.take(spec, FORWARD, BLOCK_ROWS))

@@ -18,7 +18,7 @@ def test_rows_are_handed_out_once_and_in_order() -> None:
     assert [list(slots.take(2)), list(slots.take(1)), slots.remaining] == [[0, 1], [2], 2]
     with pytest.raises(SlotsExhausted):
         slots.take(3)
-    assert list(slots.take(2)) == [3, 4]  # the refused call burnt nothing
+    assert list(slots.take(2)) == [3, 4]  # the refused call used no rows
     with pytest.raises(SlotsExhausted):
         slots.take(1)
     assert list(slots.take(0)) == []

@@ -146,7 +146,8 @@ def test_an_access_control_list_is_taken_over(tmp_path: Path) -> None:
     """The mask of an access control list shows as the mode's group bits. Without the list, these bits would let the
     group in."""
     old, new = pair(tmp_path)
-    # Linux, include/uapi/linux/posix_acl_xattr.h: version 2, then tag, rights, id: owner, a user, group, mask, others
+    # The format is that of Linux, include/uapi/linux/posix_acl_xattr.h: version 2, then (tag, rights, id) of the owner,
+    # a user, the group, the mask, and others.
     entries = [(1, 7, NO_ID), (2, 5, 12345), (4, 0, NO_ID), (16, 5, NO_ID), (32, 0, NO_ID)]
     given = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
     try:

@@ -209,10 +209,10 @@ def test_a_reply_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
     exact = exact_hint(70)
-    Provider(exact).get(HintStore(tmp_path))  # unchecked, from the provider that is about to be caught
+    Provider(exact).get(HintStore(tmp_path))  # this hint is unchecked, and its provider is about to be caught lying
 
     def catch(first_row: int, rows: torch.Tensor) -> None:
-        assert torch.equal(rows, exact[first_row : first_row + rows.shape[0]])  # 32 bits, before rounding
+        assert torch.equal(rows, exact[first_row : first_row + rows.shape[0]])  # the rows have 32 bits, before rounding
         if first_row >= 20:
             raise VerificationFailed("the provider's hint is wrong")
 
@@ -377,7 +377,7 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
     others: list[subprocess.Popen[str]] = []
 
     def start_the_other(first_row: int, rows: torch.Tensor) -> None:
-        if not others:  # this process holds the lock by now
+        if not others:  # at this point this process holds the lock
             command = [sys.executable, "-c", script, str(tmp_path)]
             others.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             assert line_of(others[0]) == "waiting"
@@ -419,7 +419,7 @@ def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> Non
 
     def live() -> None:
         os.close(told)
-        os.read(done, 1)  # until the parent closes its end
+        os.read(done, 1)  # waits until the parent closes its end
 
     child = multiprocessing.get_context("fork").Process(target=live)
 
@@ -429,7 +429,7 @@ def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> Non
     try:
         Provider(exact_hint(70)).get(HintStore(tmp_path), verify=fork)
         with next(tmp_path.glob("*/*.lock")).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # locks the file as another process would
     finally:
         os.close(told)
         child.join(WAIT_S)
@@ -456,14 +456,14 @@ def test_the_ram_budget_bounds_what_is_mapped(tmp_path: Path) -> None:
     for key in keys:
         provider.get(store, key).load(0, 70)
     assert mapped_files(tmp_path) == 3
-    first = store.get(keys[2], (ROWS, 70), nothing)  # kept: it becomes the most recently used
+    first = store.get(keys[2], (ROWS, 70), nothing)  # this hint is kept, and is now the most recently used
     store.get(keys[0], (ROWS, 70), nothing)
     assert store.get(keys[2], (ROWS, 70), nothing) is first
     assert mapped_files(tmp_path) == 3
     tight = HintStore(tmp_path, ram_budget_bytes=file_bytes - 1)
     tight.get(keys[0], (ROWS, 70), nothing).load(0, 70)
     assert mapped_files(tmp_path) == 3
-    Provider(exact_hint(640)).get(store)  # larger than the budget: handed out, and nothing makes room for it
+    Provider(exact_hint(640)).get(store)  # larger than the budget, so no hint is dropped for it
     assert mapped_files(tmp_path) == 3
     assert store.get(keys[2], (ROWS, 70), nothing) is first
     del first

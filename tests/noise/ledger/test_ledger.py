@@ -56,7 +56,7 @@ def test_nothing_can_be_copied_or_pickled(path: Path, duplicate: Callable[[Any],
         with pytest.raises(TypeError, match="copied nor pickled"):
             duplicate(thing)
     if duplicate is copy.copy:
-        shallow = copy.copy(reservation)  # shares the one state: still no block twice
+        shallow = copy.copy(reservation)  # the copy shares the state, so no block comes twice
         with pytest.raises(SlotsExhausted):
             shallow.open_block(4)
     else:
@@ -74,7 +74,7 @@ def test_a_seed_is_drawn_once_and_found_again_after_a_restart(path: Path) -> Non
     assert len(first.seed) == 32
     assert first.seed.hex() not in repr(first)
     other_set = opened(path).current_seed("lean", BUDGET)
-    other_table = opened(path).current_seed("default", BUDGET // 2)  # another release's budget: its own seed
+    other_table = opened(path).current_seed("default", BUDGET // 2)  # another release's budget gets its own seed
     assert len({first.seed, other_set.seed, other_table.seed}) == 3
 
 
@@ -125,10 +125,10 @@ def test_budget_exhaustion_and_renewal(path: Path) -> None:
     ledger.reserve(first.seed_id, 8, "x")
     with pytest.raises(SeedExhausted, match="8 of 10"):
         ledger.reserve(first.seed_id, 3, "x")
-    ledger.reserve(first.seed_id, 2, "x")  # the refused one was not counted
+    ledger.reserve(first.seed_id, 2, "x")  # the refused reservation was not counted
     second = ledger.renew(first.seed_id)
     assert second.seed != first.seed
-    assert ledger.renew(first.seed_id).seed_id == second.seed_id  # who asks later gets the same
+    assert ledger.renew(first.seed_id).seed_id == second.seed_id  # a later caller gets the same seed
     assert ledger.current_seed("toy", 10).seed_id == second.seed_id
     with pytest.raises(SeedExhausted):
         ledger.reserve(first.seed_id, 1, "x")
@@ -273,7 +273,7 @@ def test_compaction_keeps_the_totals_and_bounds_the_file(path: Path) -> None:
     ledger, watcher = opened(path, compact_bytes=1000), opened(path)
     first = ledger.current_seed("toy", 100)
     for _ in range(60):
-        ledger.reserve(first.seed_id, 1, "w" * 10_000)  # a long remark is cut
+        ledger.reserve(first.seed_id, 1, "w" * 10_000)  # a long note is cut
         assert path.stat().st_size < 3000
     second = ledger.renew(first.seed_id)
     for _ in range(20):
@@ -325,7 +325,7 @@ def test_a_killed_process_used_no_more_than_is_counted(path: Path, num_reports: 
     reports = [int(line) for line in worker.communicate(timeout=WAIT_S)[0].splitlines() if line]
     (count,) = used(path).values()
     assert count >= max(reports, default=3 * num_reports) >= 3 * num_reports
-    ledger = opened(path)  # and the lock of the dead does not hold anybody up
+    ledger = opened(path)  # the lock of the dead process does not block anyone
     assert ledger.reserve(ledger.audit()[0].seed_id, 1, "after").first_block == count
 
 
@@ -429,7 +429,7 @@ def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
 def test_any_changed_byte_is_noticed(path: Path) -> None:
     filled(path)
     whole = path.read_bytes()
-    for position in range(len(whole) - 1):  # the last newline alone makes a torn record instead
+    for position in range(len(whole) - 1):  # without only its last newline, the record is torn, which is another case
         for change in (0x01, 0x80):
             damaged = bytearray(whole)
             damaged[position] ^= change
@@ -478,7 +478,7 @@ def test_another_identity_is_refused_and_not_named(path: Path) -> None:
     with pytest.raises(ConfigurationError, match="another identity") as caught:
         Ledger.open(path, "globex")
     assert "'acme'" not in str(caught.value)
-    assert used(path)  # its owner still can
+    assert used(path)  # the owner can still read it
 
 
 def test_the_file_is_private_and_must_stay_so(path: Path) -> None:
@@ -562,7 +562,7 @@ def test_a_full_disk_hands_out_nothing_and_recovers(path: Path, monkeypatch: pyt
             ledger.fresh_seed("shares")
     assert str(caught.value).endswith("no mask was handed out")
     blocks = [other.reserve(seed_id, 1, "x").first_block, ledger.reserve(seed_id, 1, "x").first_block]
-    # a record that could be neither synced nor taken back is counted: too much, never too little
+    # A record that could be neither synced nor removed is counted, so that the count is too high and never too low.
     counted = 110 if fault == "fsync, no truncate" else 10
     assert blocks == [counted, counted + 1]
     assert used(path)[seed_id] == counted + 2

@@ -69,13 +69,13 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
     matrix, secrets = draw(rank, degree, features, 3)
     expected = reference_product(matrix, secrets)
     wide = None
-    if dtype is not None:  # a part of a larger matrix
+    if dtype is not None:  # the matrix is a part of a larger matrix
         limit = torch.iinfo(dtype)
         wide = torch.randint(limit.min, limit.max, (3, degree, features + 5), dtype=dtype)[:, :, 2 : features + 2]
         expected = expected + wide.to(torch.int32)
     secrets_hat = kernels.secret_transform(secrets)
     for start in range(0, features, 4):
-        for offset in (0, 1):  # of what is written, so that it is aligned for once, and once not
+        for offset in (0, 1):  # the offset of the written part makes it once aligned and once not
             out = torch.full((3, degree, features + 8 + offset), 7, dtype=torch.int32)
             combiner = kernels.Combiner(secrets_hat, out[:, :, offset : offset + features], wide)
             assert combiner.by_matrix(matrix[:, start:], start, features) < 1e-3

@@ -129,7 +129,7 @@ def test_the_largest_coefficients_with_the_largest_secrets(parameters: LatticePa
     secrets = torch.ones(3, parameters.rank, parameters.ring_degree, dtype=torch.int8)
     secrets[1] = -1
     secrets[2, :, ::2] = -1
-    # a sum of N equal terms with signs, by hand: coefficient t of (Σ X^j)·(Σ X^j) is 2t + 2 − N
+    # The result is a sum of N equal terms with signs. By hand, coefficient t of (Σ X^j)·(Σ X^j) is 2t + 2 − N.
     degree = parameters.ring_degree
     ramp = 2 * torch.arange(degree) + 2 - degree
     made = product(rows, secret_transform(secrets), parameters)

@@ -126,7 +126,7 @@ def test_hints_are_made_in_pieces_of_bounded_size(
     exact = coding.product
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # an upper bound of what a piece holds at once: its numbers, their limbs, and four limbs of sums
+        # This is an upper bound of what a piece holds at once: its numbers, their limbs, and four limbs of sums.
         assert rows.shape[0] == 1 or 8 * rows.numel() + 16 * rows.shape[0] * weight.shape[1] <= scratch_bytes
         pieces.append(rows.shape[0])
         return exact(rows, weight)

@@ -106,7 +106,7 @@ def test_large_replies_take_turns_and_small_ones_wait_for_one_chunk(stream: Stre
         header, numbers = stream.take()
         order.append(header.request_id)
         parts[header.request_id].append(numbers)
-    assert order == [1, 1, 2, 1, 2, 2]  # the second comes in with its first chunk's turn, behind the first's second
+    assert order == [1, 1, 2, 1, 2, 2]  # the second reply's first chunk comes after the first reply's second chunk
     for number, reply in replies.items():
         assert torch.equal(torch.cat(parts[number]), reply.flatten())
     assert stream.outbox.next_frame() is None
@@ -152,7 +152,7 @@ def test_what_is_forgotten_half_sent_stops_there(stream: Stream) -> None:
 def test_too_many_that_wait_are_noticed(stream: Stream) -> None:
     for number in range(1, 5):
         stream.answer(number, 1)
-        stream.table.forget(number)  # it takes its reply with it, and leaves its turn
+        stream.table.forget(number)  # the request's reply is dropped, and its turn remains
         assert not stream.outbox.is_full
     stream.outbox.append(b"one more")
     assert stream.outbox.is_full
@@ -196,7 +196,7 @@ def test_the_end_of_the_input_is_the_end_once_all_is_answered_and_sent(stream: S
     request = stream.request(1, 3 * CHUNK_ROWS)
     stream.outbox.end_input()
     assert stream.outbox.next_frame() is None
-    assert not stream.outbox.is_over  # the request is in flight
+    assert not stream.outbox.is_over  # the request is still in flight
     stream.outbox.put_reply(request, torch.zeros(3 * CHUNK_ROWS, REPLY_COLS, dtype=torch.int32))
     assert [offset for _, offset in stream.taken()] == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
     assert stream.outbox.is_over

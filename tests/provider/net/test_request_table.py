@@ -142,7 +142,7 @@ def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: S
     threads[0].start()
     assert leaving.wait(60)
     threads[1].start()
-    threads[1].join(0.1)  # it has time to go wrong
+    threads[1].join(0.1)  # gives a wrong table time to fail
     leave.set()
     for thread in threads:
         thread.join(60)
@@ -168,7 +168,7 @@ def test_deadlines(stream: Stream) -> None:
 
 def test_what_lacks_chunks_is_forgotten_alone(stream: Stream) -> None:
     stream.admit(1)
-    stream.admit(2).assembler = None  # all of it has come
+    stream.admit(2).assembler = None  # all chunks were received
     stream.table.forget_unfinished()
     assert (stream.table.get(1), stream.held()[0]) == (None, 1)
 
@@ -191,7 +191,7 @@ def test_a_row_without_a_place_is_in_flight_until_it_ends(stream: Stream) -> Non
     row = stream.admit_row(1)
     assert stream.held() == (0, 0, 1, ROW_BYTES, 1)
     assert stream.table.get(1) is None
-    assert not stream.table.is_idle  # so that a drain waits for it
+    assert not stream.table.is_idle  # a drain must wait for it
     stream.table.row_ended(row.request_class, row.held_bytes, is_kept=False)
     assert stream.held() == NOTHING
     assert stream.table.is_idle

@@ -289,7 +289,7 @@ def test_a_request_begins_with_its_first_chunk(stream: Stream) -> None:
 
 
 def test_chunks_of_a_request_that_is_over_are_skipped(stream: Stream) -> None:
-    assert stream.begin(5, deadline_ms=0)  # refused
+    assert stream.begin(5, deadline_ms=0)  # this request is refused
     assert stream.begin(6)
     assert stream.session.receive(Header(FrameType.CANCEL, 6).pack())
     for number in (5, 6, 4):
@@ -357,7 +357,7 @@ def test_a_cancel_forgets_its_request_and_needs_none(stream: Stream) -> None:
         assert stream.session.receive(Header(FrameType.CANCEL, number).pack())
     assert stream.desk.cancelled == stream.desk.jobs
     assert stream.session.is_idle
-    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # it was being made
+    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # its product was being computed
     assert stream.frames() == []
 
 

@@ -134,7 +134,7 @@ def test_the_containerfile_is_made_of_instructions() -> None:
     words = [one["instruction"] for one in structure if one["instruction"] != "COMMENT"]
     assert words[0] == "FROM"
     assert set(words) <= {"FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD", "WORKDIR", "VOLUME"}
-    assert words.index("USER") > words.index("RUN")  # nothing is installed by whom the provider runs as
+    assert words.index("USER") > words.index("RUN")  # the user that runs the provider installs nothing
 
 
 def test_metrics_md_names_every_metric() -> None:

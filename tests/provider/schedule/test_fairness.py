@@ -48,7 +48,7 @@ def test_who_rides_has_had_its_turn_and_no_more_than_that() -> None:
             ring.add(name, 8)
         assert ring.turn() == "a"
         ring.ride("c")
-        ring.add("c", 8)  # at once again: its turn in this round is gone
+        ring.add("c", 8)  # it has used its turn of this round
         assert ring.turn() == "b"
         ring.add("a", 8)
         ring.add("b", 8)
@@ -118,7 +118,7 @@ def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
         ring.add(one)
     assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
     ring.add(tickets[3])
-    assert (ring.quantum, seen.pop()) == (QUANTUM, 1)  # somebody sends more than one at a time
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 1)  # a tenant has sent several at a time
     ring.remove(tickets[0])
     assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
     ring.remove(tickets[1])

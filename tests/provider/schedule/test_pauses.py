@@ -62,6 +62,6 @@ def test_it_knows_a_bounded_number_of_tenants() -> None:
     for number in range(MOST_TENANTS - 1):
         pauses.arrived(f"t{number}", now_s, PRODUCT_S)
         pauses.left("nobody", now_s)
-    assert pauses.is_flood("a")  # it is known, and the one that asked the longest ago
+    assert pauses.is_flood("a")  # the tenant that sent the longest ago is still known
     pauses.arrived("one more", now_s, PRODUCT_S)
     assert not pauses.is_flood("a")

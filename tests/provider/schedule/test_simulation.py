@@ -17,7 +17,7 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
-pytestmark = pytest.mark.slow  # a minute of plain computing
+pytestmark = pytest.mark.slow  # these tests compute for about a minute
 
 DECODE, PREFILL, FINETUNE = RequestClass
 GROUPS = range(16)
@@ -126,7 +126,7 @@ def test_a_flood_leaves_decode_within_a_fifth(
     alone, beside = decoding_alone(seconds), run([decoding(), flood], slo_s=4e-4, seconds=seconds)
     assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
     assert beside.rows["decode"] >= 0.95 * alone.rows["decode"]
-    assert beside.busy_s["flood"] >= 0.3 * seconds  # and the flood has what is left
+    assert beside.busy_s["flood"] >= 0.3 * seconds  # the flood gets the rest
 
 
 @pytest.mark.parametrize(("rows", "in_flight"), [(16, 3), (8, 3), (1, 3), (16, 1)])
@@ -210,7 +210,7 @@ def test_without_a_target_decode_waits_for_a_turn_of_everybody_else(rows: int, n
 
 
 def hints(name: str) -> Replayer:
-    call = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)  # which share their product with nobody
+    call = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)  # these requests share no product
     return Replayer(name, [(call, 1)], FINETUNE, in_flight=300)
 
 
@@ -304,7 +304,7 @@ def test_fine_tuning_follows_a_load_that_comes_and_goes() -> None:
 
 
 def test_fine_tuning_is_never_starved() -> None:
-    crowd = [decoding(f"i{number}", 8, 1e-4) for number in range(12)]  # more than the executor can do
+    crowd = [decoding(f"i{number}", 8, 1e-4) for number in range(12)]  # this is more than the executor can do
     tuning = Replayer("tune", training_step(GROUPS, 512), FINETUNE)
     for slo_s in (None, 4e-4, 6e-3):
         assert run([*crowd, tuning], slo_s=slo_s).busy_s["tune"] >= 0.04 * SECONDS
