@@ -32,7 +32,7 @@ MOST_COPIES = 12
 """The most copies of the model's 106 MB of weights that are made, however large the last-level cache is."""
 
 Seconds = dict[int, list[tuple[float, float]]]
-"""Maps a number of rows to (elapsed seconds, processor seconds) of each pass with so many rows."""
+"""Maps a number of rows to (elapsed seconds, processor seconds) of each pass with this number of rows."""
 
 
 class Passes:

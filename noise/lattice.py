@@ -192,7 +192,7 @@ class Lattice:
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
         """Makes at most `num_rows` rows of one block, in pieces. All rows of the block are computed, and those that
-        were not asked for are dropped.
+        were not requested are dropped.
 
         A block has one secret, however often the block is computed. Each of its rows is in exactly one piece, with an
         error of its own.

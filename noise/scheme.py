@@ -99,7 +99,8 @@ class Reply(Protocol):
     """Stands for the effect rows that were requested through an `EffectPath` and may not have been received yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""
+        """Waits for the rows and returns them. In a session that verifies, the rows are checked before they are
+        returned."""
         ...
 
 

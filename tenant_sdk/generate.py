@@ -222,7 +222,7 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
         num_prompt, num_virtual, context: tokens of the prompt, of the adapter, and of the model's whole context.
 
     Raises:
-        ConfigurationError: the context has no room for the limit that was asked for, or for any answer.
+        ConfigurationError: the context has no room for the limit that the user gave, or for any answer.
     """
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""

@@ -25,7 +25,7 @@ from attacks.adversaries.attention import turn
 from attacks.seen.public_model import Block, Layer, PublicModel
 
 _MAX_NUMBERS = 1 << 25
-"""The most numbers in a dense system of equations: a quarter of a GB."""
+"""The most numbers in a dense system of equations, which then takes a quarter of a GB."""
 _SPARE = 1.05
 """The fewest equations per unknown. With fewer equations, some weights would fit any data."""
 _EXPLAINED = 1e-4

@@ -3,8 +3,8 @@
 A bfloat16 mask has 8 significant bits. If such a mask n is added to a float32 row x, the sum z = x + n still shows x
 modulo the mask's grid. The grid spacing of an element is 2^-7 times the power of two below |n|. If the mask is strong,
 this power of two is also the one below |z|, except for a few elements next to a power of two. The adversary claims the
-centred residue, which is x itself wherever |x| is below half the grid. The attack does not apply to ring arithmetic, in
-which rows and masks are integers on one grid. Source: the definition of bfloat16.
+centred residue, which is x itself if |x| is below half the grid. The attack does not apply to ring arithmetic, in which
+rows and masks are integers on one grid. Source: the definition of bfloat16.
 """
 
 from __future__ import annotations

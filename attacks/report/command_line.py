@@ -58,7 +58,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     Args:
         program: the command's name.
         description: one line for --help.
-        default: names of the adversaries that run if none are given; None runs all.
+        default: the names of the adversaries that run if the command line names none; None runs all.
         arguments: the command line's arguments; None takes those of the process.
     """
     parser = _parser(program, description)

@@ -142,7 +142,7 @@ class PrivateTask:
         """Encodes the questions and their answers as token ids.
 
         Args:
-            base, victim: models of attacks/truth/secrets.py.
+            base, victim: the base model and the victim's model, made by attacks/truth/secrets.py.
             tokenizer: transformers' tokenizer of both.
             rows: the questions, each with `messages` or with `prompt` and `completion`.
         """

@@ -155,7 +155,8 @@ class Statistics:
         self._add(name, "times", 1, float(count), tails.NEVER if count else 0.0)
 
     def _test_coverage(self, watch: Watch) -> None:
-        """Tests whether the sampler was asked for every number that was used, and whether the watch saw all of them."""
+        """Tests whether every number that was used was requested from the sampler, and whether the watch saw all of
+        them."""
         trits = sum(secret.numel() for secret in watch.secrets)
         self._never("masks made where nobody looked", watch.num_unknown + (not watch.units))
         self._never("trits that the sampler was not asked for", max(0, trits - watch.trits_drawn))

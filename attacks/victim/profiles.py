@@ -67,7 +67,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
         peft_kind: the kind of the adapter that the run trains.
 
     Raises:
-        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile is asked for another kind than
+        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile is requested for another kind than
             lora.
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():

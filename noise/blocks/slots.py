@@ -27,7 +27,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SlotsExhausted(MaskError):
-    """The block has fewer unused rows than were asked for. No row was marked as used."""
+    """The block has fewer unused rows than were requested. No row was marked as used."""
 
 
 class Origin:

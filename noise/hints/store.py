@@ -125,7 +125,7 @@ class _Source:
             write(part.start, reply)
 
     def _replies(self, ranges: list[range]) -> Iterator[tuple[range, torch.Tensor]]:
-        """Yields the replies in order, with up to `in_flight` ranges asked for at a time."""
+        """Yields the replies in order, and requests up to `in_flight` ranges at a time."""
         waiting: deque[tuple[range, Reply]] = deque()
         for part in ranges:
             waiting.append((part, self.fetch(part.start, len(part))))
@@ -168,7 +168,7 @@ class HintStore:
             dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
             range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
-            in_flight: the most ranges that are asked for at once.
+            in_flight: the most ranges that are requested at a time.
 
         Raises:
             ConfigurationError: a number makes no sense.

@@ -47,7 +47,7 @@ class Job:
         self.reply: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._placed: dict[int, int] = {}
-        """The pieces that were copied into `reply`: each piece's number of rows, by the piece's first row."""
+        """Maps the first row of each piece that was copied into `reply` to the piece's number of rows."""
         self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 

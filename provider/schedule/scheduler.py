@@ -139,7 +139,7 @@ class Scheduler:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
         call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
-        # Once all active tenants of a lane wait in it, nobody else will join: its requests are held no longer.
+        # Once all active tenants of a lane wait in it, no other will join, so its requests are held no longer.
         if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):
             for one in list(self._lane_held.get(call, ())):
                 self._release(one)

@@ -66,7 +66,7 @@ def files_of(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provides the folder to which a wheel was installed. The wheel was built from a copy of the tree, without a
+    """Provides the folder into which a wheel was installed. The wheel was built from a copy of the tree, without a
     network."""
     folder = tmp_path_factory.mktemp("wheel")
     source, compiler, target = folder / "source", folder / "compiler", folder / "installed"

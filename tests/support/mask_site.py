@@ -117,7 +117,7 @@ def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Returns a list to which every mask row that a pool hands out from now on is added."""
+    """Returns a list that records every mask row that a pool hands out from now on."""
     rows: list[bytes] = []
     take = MaskPool.take
 

@@ -137,7 +137,7 @@ def test_cancel_is_sent_for_what_expired(
     fake.script = lambda request: []
     pending = connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
-    cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
+    cancel = fake.next_received()  # no thread waits for the reply, so only the watchdog ends it
     assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 2)
     with pytest.raises(DeadlineExceeded, match="request 2"):
         pending.result()

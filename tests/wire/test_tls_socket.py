@@ -260,7 +260,7 @@ def test_a_length_above_the_limit_takes_no_memory(
         far.wait()
     assert far.next_message() == b"ok"
     assert far.next_message() is None
-    with pytest.raises(MalformedFrame):  # and it stays so: what follows is nobody's message
+    with pytest.raises(MalformedFrame):  # the connection stays broken: what follows is no message
         far.wait()
     assert far.next_message() is None
 
@@ -445,7 +445,7 @@ def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSoc
 
     received: tuple[list[bytes], list[bytes]] = ([], [])
     threads = [in_thread(lambda k=k: both(ends[k], received[k])) for k in (0, 1)]
-    # Who has all may wait for a message that nobody sends: the other one's end wakes it.
+    # A thread that has everything may wait for a message that never comes. The other thread's end wakes it.
     give_up_at = time.monotonic() + 2 * WAIT_S
     while any(len(got) < count for got in received) and time.monotonic() < give_up_at:
         threading.Event().wait(0.01)

@@ -15,11 +15,11 @@ _SHARED_ROWS = 2 * _BLOCK_ROWS
 if its piece has many rows."""
 _SHARED_COLUMNS = 256
 _SHARED_NUMBERS = 1 << 18
-"""If there are at least so many numbers to encode or decode, other threads help. One thread takes 0.2 ms for this
+"""If there are at least this many numbers to encode or decode, other threads help. One thread takes 0.2 ms for this
 count."""
 _SHARED_WORK = 1 << 24
-"""If there are at least so many multiplications, other threads help. One thread takes 0.7 ms for this count, and waking
-a thread was measured to take 0.1 ms."""
+"""If there are at least this many multiplications, other threads help. One thread takes 0.7 ms for this count, and
+waking a thread was measured to take 0.1 ms."""
 _VNNI_SPEED = 4
 """The factor by which `_SHARED_WORK` is larger if products use VNNI, with which one thread takes 0.15 ms for 2^24
 multiplications. Without the factor, the widest products of 16 rows were shared, and all products of a model took 1.2

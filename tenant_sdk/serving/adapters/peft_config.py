@@ -40,7 +40,7 @@ _KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-"""Maps each setting with which PEFT makes another kind of adapter from a LoraConfig to the name of this kind."""
+"""Maps a setting of LoraConfig to the kind of adapter, other than plain LoRA, that PEFT makes if the setting is on."""
 MAX_INTRICATE = 16
 """The most rank or alpha patterns of one adapter that have a quantifier or an alternative. One takes up to 0.4 ms to
 match a layer's name of 60 characters; a pattern without them takes microseconds."""

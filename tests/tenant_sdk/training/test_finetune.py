@@ -236,7 +236,7 @@ def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> No
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=32, **QUICK)
     assert "xxx" not in str(failure.value)
     data.write_text(json.dumps({"text": "x" * 200}))
-    with pytest.raises(DatasetError, match="at most 128 tokens"):  # the model's context, whatever the user asks
+    with pytest.raises(DatasetError, match="at most 128 tokens"):  # the limit of the model's context
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=4096, **QUICK)
     assert not (tmp_path / "out.checkpoints").exists()
 

@@ -399,7 +399,7 @@ def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "share", lambda work, items: given.append(lambda: work(iter(items))))
     rows, weight = draw(200, 512, 512)
     plain.product(rows, weight)
-    with contextlib.suppress(InvalidTensor):  # nobody has looked at its rows
+    with contextlib.suppress(InvalidTensor):  # its rows have not been used
         coding.encode(torch.randn(200, 512), 100.0)
     others = [unwritten_tensor(200, 512, torch.int32).fill_(7) for _ in range(3)]
     while given:
