@@ -386,7 +386,8 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Returns the call in which most tenants wait if all active tenants wait, else None; for `lockstep` only.
+        """Under `lockstep`, returns the call in which most tenants wait, if all active tenants wait; otherwise returns
+        None.
 
         The tenants in other lanes wait until the chosen lane's tenants reach the same layer, so that soon all tenants
         are at one layer. If several lanes have equally many tenants, the newest lane runs, and its tenants advance
