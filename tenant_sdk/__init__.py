@@ -1,6 +1,7 @@
-"""This package fine-tunes and runs adapters on a base model that a provider holds, and exports all that a user needs.
+"""This package fine-tunes and runs adapters on a base model that a provider holds. It exports every name that a user
+needs.
 
-The import of this package does not load torch, fetches nothing and sets no environment variable. An exported name that
+Importing this package does not load torch, fetches nothing and sets no environment variable. An exported name that
 needs torch is imported when the name is first used. Call `tune` before the first such use, as in
 
     import tenant_sdk

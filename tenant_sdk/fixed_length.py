@@ -1,8 +1,8 @@
 """Makes the calls of an answer independent of its text, and refuses options of `generate` that would undo this.
 
-Guarantees: an answer of fixed length takes one pass through the model for the prompt and one for each further token,
-whatever the tokens are. Generation does not end at a stop token, and if a logit is NaN or infinite, the next token is
-drawn from replaced logits.
+Guarantees: an answer of fixed length takes one pass through the model for the prompt and one pass for each further
+token, whatever the tokens are. Generation does not end at a stop token. If a logit is NaN or infinite, the next token
+is drawn from replaced logits.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
 
 
 def bounded_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits of any shape from which a token can be drawn at any temperature: large magnitudes are cut, and
-    minus infinity, which excludes a token, is kept."""
+    """Bounds logits, of any shape, so that a token can be drawn from them at any temperature. Large magnitudes are
+    reduced to `_LARGEST_LOGIT`, and minus infinity, which excludes a token, is kept."""
     return torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
 
 
@@ -107,7 +107,7 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
 
         In an answer of fixed length all logits are zero after a value was NaN or infinite.
         """
-        self._course.check((scores.amax(dim=-1),))  # a NaN in a row becomes its maximum
+        self._course.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
         if not self._bounds:
             return scores
         if self._course.sends_zeros:

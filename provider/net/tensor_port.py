@@ -30,10 +30,10 @@ from wire.transport.busy_poll import BusyPoll
 from wire.transport.tls_socket import MessageSocket, handshake
 
 MAX_CONNECTIONS = MOST_STREAMS
-"""Most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
+"""The most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
 _BACKLOG = 64
 _LINGER_S = 2.0
-"""Longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
+"""The longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _WAKE = (1).to_bytes(8, sys.byteorder)

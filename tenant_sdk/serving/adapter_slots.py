@@ -46,8 +46,8 @@ class AdapterSlots(Protocol):
     """
 
     def reserve(self, name: str) -> Ticket:
-        """Returns a ticket that holds an adapter for one request; begins to load the adapter if it is not on the
-        device.
+        """Returns a ticket that holds an adapter for one request. If the adapter is not on the device, begins to load
+        it.
 
         Raises:
             ConfigurationError: there is no adapter of this name, or the adapter cannot be used with this model.

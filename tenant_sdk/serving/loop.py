@@ -151,7 +151,7 @@ class ServingLoop:
                 while (step := self._next_step()) is not None:
                     self._compute(step)
         except VerificationFailed as exc:
-            failure = self._failure = copy.copy(exc)  # Without the traceback, whose frames hold rows and masks.
+            failure = self._failure = copy.copy(exc)  # The traceback is left out, since its frames hold rows and masks.
         except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
             failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
         finally:
@@ -256,7 +256,7 @@ class ServingLoop:
 
 
 def _of_the_users(exc: BaseException) -> VeilbaseError:
-    """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
+    """Returns the error for a request whose logits hook or `on_text` raised an exception. The error does not quote the
     exception's text, which may show values."""
     if isinstance(exc, VeilbaseError):
         return exc

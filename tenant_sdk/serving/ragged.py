@@ -43,8 +43,7 @@ batch."""
 
 @dataclass(frozen=True)
 class _Window:
-    """Holds what the mask function gives the model in place of a mask: the number of tokens that a row attends to, or
-    None for all."""
+    """Stands in for an attention mask: it holds the number of tokens that a row attends to, or None for all tokens."""
 
     tokens: int | None
 

@@ -1,4 +1,4 @@
-"""A stream of raw messages to a provider, by either of its ways: for tests that send whatever bytes they like."""
+"""Opens streams of raw messages to a provider, over the tensor port or gRPC, for tests that send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wire.transport.tls_context import client_context
 from wire.transport.tls_socket import MessageSocket, handshake
 
 BROKEN = (grpc.RpcError, OSError)
-"""What reading raises after a stream was ended from either side without a word."""
+"""The errors with which reading fails if either side ended the stream without a message."""
 
 
 class Link(Protocol):
-    """Sends and receives messages of whatever bytes, on either port."""
+    """Sends and receives arbitrary messages, over either port."""
 
     def send(self, message: bytes) -> None: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -34,7 +34,7 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """Carries messages on the gRPC port."""
+    """Carries messages over the gRPC port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -54,11 +54,11 @@ class GrpcLink:
         return message
 
     def half_close(self) -> None:
-        """Ends sending; the provider may still answer."""
+        """Stops sending. The provider may still send messages."""
         self._outgoing.put(None)
 
     def is_active(self) -> bool:
-        """Tells whether the stream can still be read."""
+        """Returns whether the stream can still be read."""
         return bool(self._call.is_active())
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class GrpcLink:
 
 
 class TensorLink:
-    """Carries messages on the tensor port."""
+    """Carries messages over the tensor port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self.connection = connect(provider, name)
@@ -77,7 +77,7 @@ class TensorLink:
 
     def send(self, message: bytes) -> None:
         """Sends one message."""
-        with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
+        with contextlib.suppress(OSError):  # as with gRPC, an end shows only when reading
             self.connection.send(message)
             give_up_at = time.monotonic() + WAIT_S
             while self.connection.has_unsent and time.monotonic() < give_up_at:
@@ -101,11 +101,11 @@ class TensorLink:
         return bytes(message)
 
     def half_close(self) -> None:
-        """Ends sending; the provider may still answer."""
+        """Stops sending. The provider may still send messages."""
         self.connection.end_sending()
 
     def is_active(self) -> bool:
-        """Tells whether the stream can still be read."""
+        """Returns whether the stream can still be read."""
         with contextlib.suppress(OSError, EOFError, MalformedFrame):
             self.connection.receive()
             return self._is_active
@@ -117,7 +117,7 @@ class TensorLink:
 
 
 def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> MessageSocket:
-    """Returns a connection to the tensor port, on which reading gives up after a while."""
+    """Returns a connection to the tensor port, on which reading fails after a time limit."""
     identity = provider.identity(name)
     plain = socket.socket()
     if receive_bytes is not None:
@@ -130,5 +130,5 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
 
 
 def open_link(provider: Provider, name: str) -> Link:
-    """Opens the way that a tenant takes: the tensor port where there is one."""
+    """Opens a stream as a tenant does: over the tensor port if the provider has one, otherwise over gRPC."""
     return GrpcLink(provider, name) if provider.server.tensor_port is None else TensorLink(provider, name)

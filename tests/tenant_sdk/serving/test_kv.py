@@ -1,4 +1,4 @@
-"""Keys and values of a request: exact where they are kept in float32, bounded by the window, safe to write twice."""
+"""Tests the keys and values of a request: exact in float32, bounded by the window, and safe to write twice."""
 
 from __future__ import annotations
 

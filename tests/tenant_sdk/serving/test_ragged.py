@@ -1,4 +1,5 @@
-"""Attention over rows of many requests equals attention of each alone, and what it cannot do is refused."""
+"""Tests that attention over rows of many requests equals attention for each request alone, and that unsupported models
+are refused."""
 
 from __future__ import annotations
 

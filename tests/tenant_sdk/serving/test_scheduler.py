@@ -1,4 +1,5 @@
-"""What goes through the model next: decided without tensors or threads, at times that the test chooses."""
+"""Tests which rows the engine computes next. The scheduler decides without tensors and threads, at times that the test
+sets."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def rows(step: Step) -> dict[int, tuple[int, int]]:
 
 
 def run(made: Scheduler, now: float = 0.0) -> Step:
-    """Plans a step and plays it: each request that samples gets a token."""
+    """Plans a step and completes it: each request that samples gets a token."""
     step = made.plan(now)
     made.advance(step)
     for segment in step.segments:
@@ -46,9 +47,9 @@ def run(made: Scheduler, now: float = 0.0) -> Step:
 
 
 def test_it_is_pure() -> None:
-    """It imports the standard library, and of that nothing with a clock, a thread or a random number.
+    """The scheduler imports the standard library, but no clock, threads or random numbers of it.
 
-    The errors and the check of a setting are what else it imports.
+    Apart from this, it imports only the errors and the check of a setting.
     """
     tree = ast.parse(Path(scheduler_module.__file__).read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -189,7 +190,7 @@ def test_budgets_that_cannot_be(changes: dict[str, int]) -> None:
 def test_every_request_gets_each_of_its_rows_once_in_order(
     requests: list[tuple[int, int, int, str]], random: object
 ) -> None:
-    """Joins at random times; whatever the mix, no row is left out or repeated, and budgets hold."""
+    """Requests join at random times. In every mix, no row is left out or repeated, and budgets are kept."""
     made = scheduler(kv_bytes=60)
     due = {number: each for number, each in enumerate(requests)}
     fresh, read, answered = list(due), dict.fromkeys(due, 0), dict.fromkeys(due, 0)
