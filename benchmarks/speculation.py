@@ -25,9 +25,9 @@ from benchmarks.common import Worker, interleaved, local_model, provider, ratios
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 
 PROMPT = (
-    "Repeat this text word for word, and nothing else:\n\nThe harbour master keeps a ledger of every vessel that enters "
-    "the bay. Each line gives the name of the ship, her flag, her draught in metres and the hour at which the pilot "
-    "went aboard. In winter the entries are few."
+    "Repeat this text word for word, and nothing else:\n\nThe harbour master keeps a ledger of every vessel that "
+    "enters the bay. Each line gives the name of the ship, her flag, her draught in metres and the hour at which the "
+    "pilot went aboard. In winter the entries are few."
 )
 PROMPT_TOKENS = 96
 """A number above that of the prompt's tokens, for which masks are made."""
@@ -163,7 +163,8 @@ def report(measured_ms: float, mask: str, num_drafted: int, found: dict[str, dic
           "|---|---|---|---|---|---|")  # fmt: skip
     for draft, each in found.items():
         num_rows, seconds = 1 if draft == NONE else 1 + num_drafted, each["seconds"]
-        print(f"| {DRAFTS[draft]} | {num_rows} | {each['passes']} | {seconds:.1f} | {(each['num_new'] - 1) / seconds:.2f} "
+        rate = (each["num_new"] - 1) / seconds
+        print(f"| {DRAFTS[draft]} | {num_rows} | {each['passes']} | {seconds:.1f} | {rate:.2f} "
               f"| {each['ratio']:.2f} |")  # fmt: skip
     if next(iter(found)) == NONE and LOOKUP in found:
         print(f"\nprompt lookup: {found[LOOKUP]['ratio']:.2f} times the tokens per second, at least {BAR:g} wanted")

@@ -19,7 +19,8 @@ belongs to, nor which adapter is used, since the tenant applies adapters. Withou
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
 stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts.
+on lengths, limits and the ends of other requests, never on texts. With speculation every answer has 1 + `num_drafted`
+rows in every step, whatever is drafted, and the number of its steps shows how many drafted tokens were accepted.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ it is the token that was chosen in its place. The first token that was chosen ot
 after it are of no use.
 
 Guarantees: the tokens are those of a request without speculation, greedy or with its seed, up to rounding. So drawn
-tokens have the request's own distribution, whatever is drafted. Other methods of speculative sampling (Leviathan et al.,
-2023, section 2.3) accept a drafted token at random and draw another one from the rest of the distribution. They keep
-the distribution, but not the tokens of a seed. Here a draft model draws with the random numbers that the request will
-draw with (`Sampler.fork`), so that it agrees often with the request: two such draws are equal at least with probability
-(1 - d) / (1 + d) if d is the total variation distance of the two distributions (Daliri, Musco and Suresh, 2024,
-"Coupling without communication and drafter-invariant speculative decoding"); with the other methods, with
-probability 1 - d.
+tokens have the request's own distribution, whatever is drafted.
+
+Rejection sampling (Leviathan et al., 2023, "Fast inference from transformers via speculative decoding", section 2.3)
+accepts a drafted token at random and otherwise draws another one from the rest of the distribution. It keeps the
+distribution, but not the tokens of a seed, so it is not used. Here a draft model draws with the random numbers with
+which the request will draw (`Sampler.fork`), so that both often draw the same. If d is the total variation distance of
+their distributions, they do so at least with probability (1 - d) / (1 + d) (Daliri, Musco and Suresh, 2024, "Coupling
+without communication and drafter-invariant speculative decoding"). Rejection sampling accepts with probability 1 - d.
 """
 
 from __future__ import annotations

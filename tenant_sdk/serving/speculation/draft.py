@@ -1,8 +1,9 @@
 """This module drafts with a small model at the tenant, a draft model, for all requests of a step at once.
 
 The draft model computes the same tokens as the remote model, with keys and values of its own, in ragged passes (see
-tenant_sdk/serving/ragged.py). It computes prompts piece by piece as the remote model does, and one pass drafts one token
-of each request that is being answered. It draws as the request itself will draw, without the user's logits processors.
+tenant_sdk/serving/ragged.py). It computes prompts piece by piece as the remote model does, and one pass drafts one
+token of each request that is being answered. It draws as the request itself will draw, without the user's logits
+processors.
 
 Guarantees: nothing goes wrong with a request for which the draft model gives a number that is not finite, or whose
 tokens do not fit into the draft model's context: nothing more is drafted for it. The user's model is not changed.
@@ -24,7 +25,6 @@ from tenant_sdk.serving.requests import Request
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.speculation.drafter import most_drafted
-from wire.errors import ConfigurationError
 
 
 @dataclass(eq=False)

@@ -80,7 +80,9 @@ def make_drafter(
     draft = speculation.draft
     if draft is None:
         return PromptLookup()
-    own = _tokenizer_of(draft) if speculation.draft_tokenizer is None else speculation.draft_tokenizer
+    own: Any = _tokenizer_of(draft) if speculation.draft_tokenizer is None else speculation.draft_tokenizer
+    if not hasattr(own, "get_vocab"):
+        raise ConfigurationError(f"draft_tokenizer is a transformers tokenizer, got {type(own).__name__}")
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigurationError(
             "the draft has another tokenizer than the remote model: its vocabulary maps tokens to other numbers"
