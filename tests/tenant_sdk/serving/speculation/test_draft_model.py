@@ -63,6 +63,48 @@ def test_the_model_itself_has_every_token_accepted(count_steps: Count, itself: P
     assert count_steps(itself) == 1 + (NEW_TOKENS - 1) // (1 + NUM_DRAFTED)
 
 
+FORCED = 5
+"""The distance of the tokens of an answer that a hook chooses, and that no draft can foretell."""
+
+
+def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A hook that chooses every fifth token, beginning with the third."""
+
+    def hook(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if (token_ids.shape[1] - num_prompt) % FORCED == 2:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[0, token_id] = 0.0
+        return scores
+
+    return hook
+
+
+def steps_when_forced(num_new: int) -> int:
+    """The steps of an answer whose forced tokens, and those alone, are not foretold."""
+    num_steps, done = 1, 1
+    while done < num_new:
+        taken = next((n for n in range(1, NUM_DRAFTED + 1) if (done + n - 1) % FORCED == 2), NUM_DRAFTED + 1)
+        num_steps, done = num_steps + 1, min(done + taken, num_new)
+    return num_steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_after_a_rejected_token_it_drafts_from_the_tokens_that_are_there(kind: str, tmp_path: Path) -> None:
+    """What it computed of rejected tokens is gone, in layers with a window as well."""
+    folder = make_model(kind, tmp_path / kind)
+    with open_client(folder) as opened:
+        draft = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with Engine(opened, max_running=1, step_tokens=8, speculation=Speculation(NUM_DRAFTED, draft=draft)) as engine:
+            num_prompt = engine.submit("who?", max_new_tokens=1).num_prompt_tokens
+            hook = forces(num_prompt, opened.tokenizer.convert_tokens_to_ids("~"))
+            request = {"max_new_tokens": 40, "eos_token_id": [], "logits_processor": [hook]}
+            engine.submit("who?", **request).result(TIMEOUT_S)
+            before = opened.traffic.calls
+            engine.submit("who?", **request).result(TIMEOUT_S)
+            num_steps = (opened.traffic.calls - before) / len(opened.connect().groups)
+    assert num_steps == steps_when_forced(40) > 40 / (1 + NUM_DRAFTED)
+
+
 def test_what_cannot_draft_costs_nothing_but_its_steps(
     count_steps: Count, itself: PreTrainedModel, tmp_path: Path
 ) -> None:
