@@ -141,12 +141,11 @@ class Request:
 
         Rows for drafted tokens that no token was drafted for are padding, and come first.
         """
-        offset = self.prompt.num_padding
-        places = [place - offset for place in range(segment.start, segment.stop)]
-        ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in places]
-        drafted, dummies = range(segment.stop - offset, segment.stop - offset + len(self.drafted)), [self.prompt.pad]
-        dummies *= self._num_dummies(segment)
-        return [*dummies, *ids, *self.drafted], [max(place, 0) for place in (*(0 for _ in dummies), *places, *drafted)]
+        begin, end = segment.start - self.prompt.num_padding, segment.stop - self.prompt.num_padding
+        ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in range(begin, end)]
+        positions = [max(place, 0) for place in range(begin, end + len(self.drafted))]
+        num_dummies = self._num_dummies(segment)
+        return [self.prompt.pad] * num_dummies + ids + self.drafted, [0] * num_dummies + positions
 
     def _num_dummies(self, segment: Segment) -> int:
         return segment.num_drafted - len(self.drafted)
