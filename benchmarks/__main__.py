@@ -16,6 +16,7 @@ from benchmarks import (
     quality,
     scheduling,
     seeds,
+    speculation,
     tenant_cost,
     transport,
 )
@@ -26,7 +27,7 @@ benchmark itself prints what is missing."""
 
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,
-    encrypted_matmul, accelerator,
+    speculation, encrypted_matmul, accelerator,
 )  # fmt: skip
 
 for module in MODULES:

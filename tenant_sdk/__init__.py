@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.serving.engine import Engine
+    from tenant_sdk.serving.speculation.settings import Speculation
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
@@ -92,6 +93,7 @@ __all__ = [
     "RequestError",
     "SeedExhausted",
     "SlotsExhausted",
+    "Speculation",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",
@@ -119,6 +121,7 @@ _MODULE_OF = {
     "RemoteWeightError": "tenant_sdk.model.remote_linear",
     "SeedExhausted": "noise.ledger.ledger",
     "SlotsExhausted": "noise.blocks.slots",
+    "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
     "TemplateRefuses": "tenant_sdk.generate",
     "TenantClient": "tenant_sdk.client",

@@ -40,15 +40,20 @@ _LARGEST_LOGIT = 1e18
 bound keeps them finite: sampling with infinite logits gives NaN."""
 
 
+_SPECULATING = frozenset({*_GUESSING, *_OF_GUESSING} - {"penalty_alpha", "dola_layers", "token_healing"})
+"""Options of speculative decoding, for which an engine has the same number of rows in every step."""
+
+
 def refuse_guessing(options: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for options that make row counts, which the provider sees, depend on the text."""
     own = options.get("generation_config")
     for name in (*_GUESSING, *_OF_GUESSING):
         inherited = getattr(own, name, None) if name in _GUESSING else None
         if options.get(name, inherited) not in (None, False):
+            instead = ": an Engine with speculation= keeps it the same" if name in _SPECULATING else ""
             raise ConfigurationError(
                 f"generate does not take {name}: the number of rows in a request would depend on the text, and the "
-                "provider sees it"
+                f"provider sees it{instead}"
             )
 
 

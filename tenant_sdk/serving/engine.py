@@ -19,7 +19,8 @@ belongs to, nor which adapter is used, since the tenant applies adapters. Withou
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
 stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts.
+on lengths, limits and the ends of other requests, never on texts. With speculation every answer has 1 + `num_drafted`
+rows in every step, whatever is drafted, and the number of its steps shows how many drafted tokens were accepted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +44,7 @@ from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler
+from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
 from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
@@ -73,6 +76,7 @@ class Engine:
         step_tokens: int = 256,
         max_waiting: int = 10_000,
         overtaking_s: float = 2.0,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -87,6 +91,8 @@ class Engine:
                 them.
             max_waiting: the most requests that wait.
             overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
+            speculation: whether and how tokens are drafted at the tenant, so that a step may give several tokens of an
+                answer; None drafts nothing.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -94,11 +100,15 @@ class Engine:
         """
         self._client = client
         positive("max_waiting", max_waiting)
-        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
+        self._speculation = speculation
+        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s, num_drafted_of(speculation))
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
         ragged = RaggedModel(self._model)
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
+        drafter = make_drafter(speculation, client.tokenizer, self._model, kv_dtype, step_tokens)
+        if drafter is not None:
+            self._layout = replace(self._layout, beside=drafter.layout)
         self._check_holds_a_request(kv_bytes)
         self._scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
@@ -107,8 +117,8 @@ class Engine:
         woken = threading.Event()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
         self._loop = ServingLoop(
-            self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots), self._slots,
-            woken=woken, max_waiting=max_waiting, clock=clock,
+            self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots, drafter),
+            self._slots, woken=woken, max_waiting=max_waiting, clock=clock,
         )  # fmt: skip
         try:
             client.fetch_hints()
@@ -174,7 +184,8 @@ class Engine:
         settings = Sampling(
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
         )  # fmt: skip
-        true_or_false("fixed_length", fixed_length)
+        if true_or_false("fixed_length", fixed_length) and self._speculation is not None:
+            raise ConfigurationError("fixed_length does not go with speculation: the number of steps shows the text")
         own_settings = self._model.generation_config
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)

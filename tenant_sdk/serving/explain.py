@@ -15,6 +15,11 @@ _ENDS = (
     "show, unless fixed_length=True: then the rows go on to the length limit, and only the limit and the time of the "
     "request show"
 )
+_ENDS_EARLIER = (
+    "show. The number of steps of an answer shows how many drafted tokens were accepted, so how well its text can be "
+    "foretold, or how much it copies"
+)
+"""What shows of the ends of answers with speculation, which does not go with fixed_length."""
 
 
 def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
@@ -31,11 +36,13 @@ def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
         for length in lengths
     )
     kept = f"{budget.kv_bytes / 1e6:.0f} MB of KV ({str(layout.dtype).removeprefix('torch.')})"
+    drafted = budget.num_drafted
+    answers = f"{1 + drafted} rows for each answer, whatever is drafted" if drafted else "a row for each answer"
     lines = {
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
-        "rows a step": f"{budget.step_tokens} at most: a row for each answer, and pieces of prompts",
+        "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
         "the provider sees": _VISIBLE,
-        "ends of answers": _ENDS,
+        "ends of answers": _ENDS_EARLIER if drafted else _ENDS,
     }
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())

@@ -41,6 +41,9 @@ class KvLayout:
         num_kv_heads, head_dim: the number of heads of keys and values and their size, the same in every layer.
         dtype: the type of the numbers that are kept.
         step_tokens: the most rows of one step.
+        beside: the layout of the keys and values that a draft model keeps of the same tokens; None without one.
+        num_rewound: the most tokens by which a later update may begin before the last one. An update that begins again
+            at the place of the last one, or after it, needs none.
     """
 
     windows: tuple[int | None, ...]
@@ -48,18 +51,21 @@ class KvLayout:
     head_dim: int
     dtype: torch.dtype
     step_tokens: int
+    beside: KvLayout | None = None
+    num_rewound: int = 0
 
     def capacity(self, layer: int, num_tokens: int) -> int:
         """Returns the largest number of tokens that a layer keeps for a request of `num_tokens` tokens."""
         window = self.windows[layer]
-        return num_tokens if window is None else min(num_tokens, window - 1 + self.step_tokens)
+        return num_tokens if window is None else min(num_tokens, window - 1 + self.num_rewound + self.step_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Returns the bytes of the keys and values of a request with `num_tokens` tokens, prompt and answer
         together."""
         capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
         scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
-        return 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+        own = 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+        return own + (0 if self.beside is None else self.beside.bytes_for(num_tokens))
 
 
 def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
@@ -106,7 +112,7 @@ class _LayerKv:
     def __init__(self, layout: KvLayout, window: int | None, capacity: int, device: torch.device) -> None:
         shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
         self._window, self._capacity = window, capacity
-        self._first = 0
+        self._first, self._num_rewound = 0, layout.num_rewound
         # The operating system gives no memory to pages that are never written.
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
         self._halves = self._kept.unbind(0)  # The keys, and the values.
@@ -131,9 +137,9 @@ class _LayerKv:
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
-        """Makes room: drops the keys and values to which no row from `position` on attends, and moves the rest to the
+        """Makes room: drops the keys and values to which no row attends that may still come, and moves the rest to the
         front."""
-        begin = max(position - (self._window or 1) + 1, self._first)
+        begin = max(position - (self._window or 1) + 1 - self._num_rewound, self._first)
         for tensor in (self._kept, self._scales):
             if tensor is not None:
                 tensor[:, :, : position - begin] = tensor[:, :, begin - self._first : position - self._first].clone()

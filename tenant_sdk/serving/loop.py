@@ -229,15 +229,15 @@ class ServingLoop:
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         try:
-            is_over = request.take(logits)
+            num_new = request.take(logits)
         except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
             self._end(request, _of_the_users(exc))
         else:
-            if is_over:
+            if request.is_over:
                 self._end(request)
             else:
                 with self._lock:
-                    self._scheduler.append(request.number)
+                    self._scheduler.append(request.number, num_new)
 
     def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
         with self._lock:

@@ -26,12 +26,14 @@ class FewRows:
         """Makes room for the new tokens of all pieces in all layers.
 
         Args:
-            pieces: the first row of each piece among the step's rows, and the piece; at least one.
+            pieces: for each piece, the step's row that is the piece's first row after padding, and the piece; at least
+                one. Rows of padding are not computed.
         """
         self._layout: KvLayout = pieces[0][1].kv.layout
         self._pieces = pieces  # Their keys and values must live as long as this object, which holds their addresses.
-        places = [piece.kv.describe(piece.position, piece.num_rows) for _, piece in pieces]
-        rows = np.array([(first, piece.num_rows) for first, piece in pieces], dtype=np.int64)
+        counts = [piece.num_rows - piece.num_unseen for _, piece in pieces]
+        places = [piece.kv.describe(piece.position, count) for (_, piece), count in zip(pieces, counts, strict=True)]
+        rows = np.array([(first, count) for (first, _), count in zip(pieces, counts, strict=True)], dtype=np.int64)
         shape = (len(places[0]), *rows.shape)
         joined = np.concatenate((np.stack(places, axis=1), np.broadcast_to(rows, shape)), axis=2)
         self._of_layer: list[npt.NDArray[np.int64]] = list(np.ascontiguousarray(joined))
@@ -77,12 +79,10 @@ def split(pieces: Sequence[Piece], cpu_dtype: torch.dtype | None) -> tuple[FewRo
     begin = 0
     for piece in pieces:
         layout = piece.kv.layout
-        fits = (
-            cpu_dtype == torch.float32
-            and piece.num_unseen == 0
-            and piece.num_rows <= kernels.MOST_ROWS
-            and kernels.serves(layout.head_dim, layout.dtype)
-        )
-        (few if fits else others).append((begin, piece))
+        is_few = 0 < piece.num_rows - piece.num_unseen <= kernels.MOST_ROWS
+        if is_few and cpu_dtype == torch.float32 and kernels.serves(layout.head_dim, layout.dtype):
+            few.append((begin + piece.num_unseen, piece))
+        else:
+            others.append((begin, piece))
         begin += piece.num_rows
     return FewRows(few) if few else None, others

@@ -182,16 +182,53 @@ def test_budgets_that_cannot_be(changes: dict[str, int]) -> None:
         scheduler(**changes)
 
 
-@settings(max_examples=60, deadline=None)
+def test_an_answer_has_rows_for_drafted_tokens_in_every_step_and_a_prompt_has_none() -> None:
+    made = scheduler(step_tokens=12, max_running=2, num_drafted=3)
+    made.add(1, 1, 10, READY)
+    assert [segment.num_rows for segment in run(made).segments] == [1], "one row of a prompt is no answer"
+    made.add(2, 20, 10, READY)
+    for _ in range(2):
+        step = run(made)
+        assert {segment.request: (segment.num_rows, segment.num_drafted) for segment in step.segments} == {
+            1: (4, 3), 2: (8, 0),
+        }  # fmt: skip
+        assert step.num_rows == len(step.slot_of_row) == 12
+    assert {segment.request: segment.num_wanted for segment in made.plan(0.0).segments} == {1: 4, 2: 1}
+
+
+def test_accepted_tokens_are_read_and_the_rows_of_others_are_computed_again() -> None:
+    made = scheduler(num_drafted=1)
+    made.add(1, 5, 10, READY)
+    run(made)
+    for num_new, want in ((1, (5, 6)), (2, (6, 7)), (2, (8, 9)), (1, (10, 11))):
+        step = made.plan(0.0)
+        assert rows(step) == {1: want}
+        made.advance(step)
+        made.append(1, num_new)
+
+
+def test_a_step_has_room_for_drafted_rows_of_all_answers() -> None:
+    scheduler(step_tokens=16, max_running=4, num_drafted=3)
+    with pytest.raises(
+        ConfigurationError, match=r"step_tokens \(16\) .*max_running \(4\) times 1 \+ num_drafted \(5\)"
+    ):
+        scheduler(step_tokens=16, max_running=4, num_drafted=4)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 3), st.sampled_from("ab")), max_size=12),
     st.randoms(use_true_random=False),
+    st.integers(0, 1),
 )
 def test_every_request_gets_each_of_its_rows_once_in_order(
-    requests: list[tuple[int, int, int, str]], random: object
+    requests: list[tuple[int, int, int, str]], random: object, num_drafted: int
 ) -> None:
-    """Requests join at random times. In every mix, no row is left out or repeated, and budgets are kept."""
-    made = scheduler(kv_bytes=60)
+    """Requests join at random times. In every mix, no row is left out or repeated, and budgets are kept.
+
+    Drafted tokens are accepted at random, and accepted tokens are not computed again.
+    """
+    made = scheduler(kv_bytes=60, num_drafted=num_drafted)
     due = {number: each for number, each in enumerate(requests)}
     fresh, read, answered = list(due), dict.fromkeys(due, 0), dict.fromkeys(due, 0)
     for now in range(2_000):
@@ -209,13 +246,17 @@ def test_every_request_gets_each_of_its_rows_once_in_order(
         made.advance(step)
         for segment in step.segments:
             assert segment.start == read[segment.request]
+            assert segment.num_drafted == (num_drafted if answered[segment.request] else 0)
             read[segment.request] = segment.stop
             if segment.samples:
-                answered[segment.request] += 1
-                if answered[segment.request] == due[segment.request][1]:
+                left = due[segment.request][1] - answered[segment.request]
+                num_new = random.randint(1, min(left, 1 + segment.num_drafted))  # type: ignore[attr-defined]
+                answered[segment.request] += num_new
+                read[segment.request] += num_new - 1
+                if num_new == left:
                     made.remove(segment.request)
                 else:
-                    made.append(segment.request)
+                    made.append(segment.request, num_new)
         if not fresh and made.num_running == made.num_waiting == 0:
             break
     assert answered == {number: each[1] for number, each in due.items()}

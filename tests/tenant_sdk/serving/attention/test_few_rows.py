@@ -112,7 +112,7 @@ def test_long_pieces_and_other_rows_are_left_to_torch() -> None:
     odd = KvLayout((None,), 2, 12, torch.float32, STEP_TOKENS)
     pieces = [
         Piece(RequestKv(layout, 40, CPU), 0, kernels.MOST_ROWS), Piece(RequestKv(layout, 40, CPU), 0, 17),
-        Piece(RequestKv(layout, 40, CPU), 0, 4, num_unseen=1), Piece(RequestKv(odd, 40, CPU), 0, 1),
+        Piece(RequestKv(layout, 40, CPU), 0, 4, num_unseen=4), Piece(RequestKv(odd, 40, CPU), 0, 1),
     ]  # fmt: skip
     few, others = split(pieces, torch.float32)
     assert few is not None
