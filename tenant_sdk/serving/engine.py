@@ -38,6 +38,7 @@ from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.explain import explain
 from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.loop import EngineStatus, ServingLoop
+from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
@@ -73,6 +74,7 @@ class Engine:
         step_tokens: int = 256,
         max_waiting: int = 10_000,
         overtaking_s: float = 2.0,
+        prefix_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -87,6 +89,9 @@ class Engine:
                 them.
             max_waiting: the most requests that wait.
             overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
+            prefix_bytes: the most bytes of keys and values of prompts that are kept after their requests, beside
+                kv_bytes, for later prompts of the same caller and adapter that begin in the same way. The provider sees
+                a hit as a shorter prompt. 0 keeps none.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -100,6 +105,7 @@ class Engine:
         ragged = RaggedModel(self._model)
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
         self._check_holds_a_request(kv_bytes)
+        self._prefixes = self._prefix_cache(prefix_bytes)
         self._scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
@@ -108,7 +114,7 @@ class Engine:
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
         self._loop = ServingLoop(
             self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots), self._slots,
-            woken=woken, max_waiting=max_waiting, clock=clock,
+            woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
         )  # fmt: skip
         try:
             client.fetch_hints()
@@ -116,6 +122,16 @@ class Engine:
             self._slots.close()
             raise
         self._loop.start()
+
+    def _prefix_cache(self, num_bytes: int) -> PrefixCache | None:
+        if num_bytes == 0:
+            return None
+        if self._client.bucket is not None:
+            raise ConfigurationError(
+                "prefix_bytes and pad_rows exclude each other: a hit would show in the number of rows, which pad_rows "
+                "keeps the same for every prompt"
+            )
+        return PrefixCache(self._layout, num_bytes)
 
     def _check_holds_a_request(self, kv_bytes: int) -> None:
         smallest = self._layout.bytes_for(2 if self._client.bucket is None else self._client.bucket + 1)
@@ -161,7 +177,8 @@ class Engine:
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
             fixed_length: whether the rows go on to the length limit after the text has ended.
             on_text: called in the engine's thread with each piece of text; it must return quickly.
-            caller: the party that the request is for; the engine shares its running requests among callers.
+            caller: the party that the request is for. The engine shares its running requests among callers, and keeps
+                prompts (`prefix_bytes`) for each caller separately.
 
         Returns:
             The handle of the answer.
@@ -213,8 +230,9 @@ class Engine:
         number = self._loop.next_number()
         ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
+        kept = None if self._prefixes is None or ending.fixed_length else self._prefixes.of(caller)
         request = Request(
-            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text
+            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text, kept
         )  # fmt: skip
         try:
             self._loop.add(request, caller)

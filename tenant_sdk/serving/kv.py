@@ -125,6 +125,15 @@ class _LayerKv:
         kept = self._halves[index].narrow(1, at, num_seen).to(dtype)
         return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
 
+    def kept(self, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        if start < self._first or stop - self._first > self._capacity:
+            return None
+        at = slice(start - self._first, stop - self._first)
+        return tuple(each[:, :, at] for each in (self._kept, self._scales) if each is not None)
+
+    def begin_after(self, num_tokens: int) -> None:
+        self._first = 0 if self._window is None else max(num_tokens - self._window + 1, 0)
+
     def clear(self) -> None:
         self._kept.zero_()
         if self._scales is not None:
@@ -173,6 +182,26 @@ class RequestKv:
                 "the engine does not serve this model: its layers have other heads than its config says"
             )
         return self._layers[layer].update(position, keys, values)
+
+    def kept(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        """Returns what is kept of the tokens at some positions, as views that can also be written to.
+
+        Args:
+            layer: the number of the layer.
+            start, stop: a range of positions, which the request may have.
+
+        Returns:
+            The numbers of keys and values, shape (2, num_kv_heads, stop - start, head_dim), and for fp8 also their
+            scales, shape (2, num_kv_heads, stop - start, 1). None if a layer with a window has no place for one of the
+            positions, or no longer has one.
+        """
+        return self._layers[layer].kept(start, stop)
+
+    def begin_after(self, num_tokens: int) -> None:
+        """Makes empty memory ready for keys and values that are copied into it, as if `num_tokens` tokens had been
+        computed. In a layer with a window, only the places of the tokens that a later token attends to remain."""
+        for layer in self._layers:
+            layer.begin_after(num_tokens)
 
     def clear(self) -> None:
         """Overwrites all keys and values with zeros."""
