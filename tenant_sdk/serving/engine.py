@@ -19,7 +19,9 @@ belongs to, nor which adapter is used, since the tenant applies adapters. Withou
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
 stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts.
+on lengths, limits and the ends of other requests, never on texts. With `prefix_bytes`, shorter
+prompts also show the provider that requests begin like an earlier one of the same caller (prefix_cache.py). A request
+with `fixed_length` never shows this, and padded prompts (`pad_rows`) and `prefix_bytes` exclude each other.
 """
 
 from __future__ import annotations
@@ -209,7 +211,8 @@ class Engine:
 
         `TenantClient.explain` states what the mask hides, which also holds for the engine.
         """
-        text = explain(self._layout, self._scheduler.budget, self._client.context_length)
+        kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
+        text = explain(self._layout, self._scheduler.budget, self._client.context_length, kept)
         print(text)
         return text
 

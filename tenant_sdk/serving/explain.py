@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tenant_sdk.serving.kv import KvLayout
+from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, block_bytes
 from tenant_sdk.serving.scheduler import Budget
 
 _LENGTHS = (1024, 8192)
@@ -17,13 +18,21 @@ _ENDS = (
 )
 
 
-def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
+_HITS = (
+    "to the provider, a request whose prompt begins like an earlier one of the same caller and adapter shows as a "
+    "shorter prompt, in steps of {tokens} tokens; to other callers, only that the room for kept prompts is used. A "
+    "request with fixed_length=True neither uses nor leaves a kept prompt"
+)
+
+
+def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0) -> str:
     """Returns the text, one line for each topic.
 
     Args:
         layout: how keys and values are kept.
         budget: the scheduler's limits.
         context_length: the most tokens of a request.
+        prefix_bytes: the most bytes of kept prompts.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
     fitting = ", ".join(
@@ -37,5 +46,9 @@ def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
         "the provider sees": _VISIBLE,
         "ends of answers": _ENDS,
     }
+    if prefix_bytes:
+        num_tokens = prefix_bytes // block_bytes(layout) * BLOCK_TOKENS
+        lines["kept prompts"] = f"{prefix_bytes / 1e6:.0f} MB beside the KV of running requests, {num_tokens} tokens"
+        lines["hits on kept prompts"] = _HITS.format(tokens=BLOCK_TOKENS)
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())

@@ -115,10 +115,10 @@ class PrefixCache:
         Raises:
             ConfigurationError: the budget does not hold one block.
         """
-        block_bytes = layout.bytes_for(BLOCK_TOKENS) + _BOOKKEEPING_BYTES
-        if positive("prefix_bytes", budget_bytes) < block_bytes:
+        if positive("prefix_bytes", budget_bytes) < block_bytes(layout):
             raise ConfigurationError(
-                f"prefix_bytes is {budget_bytes}, and {BLOCK_TOKENS} tokens take {block_bytes}: nothing could be kept"
+                f"prefix_bytes is {budget_bytes}, and {BLOCK_TOKENS} tokens take {block_bytes(layout)}: nothing could "
+                "be kept"
             )
         self.budget_bytes = budget_bytes
         self._kinds: dict[int | None, list[int]] = {}
@@ -224,6 +224,11 @@ class PrefixCache:
 def _first_seen(num_tokens: int, window: int | None) -> int:
     """Returns the first position to which a token after `num_tokens` tokens attends."""
     return 0 if window is None else max(num_tokens - window + 1, 0)
+
+
+def block_bytes(layout: KvLayout) -> int:
+    """Returns the bytes that a block with the KV of all layers counts."""
+    return layout.bytes_for(BLOCK_TOKENS) + _BOOKKEEPING_BYTES
 
 
 def _cut(token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

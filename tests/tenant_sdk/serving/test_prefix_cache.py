@@ -249,6 +249,16 @@ def test_settings_that_cannot_be(client: TenantClient, options: dict[str, Any], 
         Engine(client, **options)
 
 
+def test_explain_says_who_sees_a_hit(client: TenantClient, engine: Engine) -> None:
+    text = engine.explain()
+    assert "kept prompts" in text
+    assert "to the provider, a request whose prompt begins like an earlier one" in text
+    assert "shows as a shorter prompt, in steps of 16 tokens" in text
+    assert "fixed_length=True neither uses nor leaves" in text
+    with Engine(client) as plain:
+        assert "kept prompts" not in plain.explain()
+
+
 def test_padded_prompts_are_refused(folders: dict[str, Path]) -> None:
     with (
         open_client(folders["llama"], pad_rows=64) as client,
