@@ -93,12 +93,15 @@ class _LayerKv:
         self._halves = self._kept.unbind(0)  # The keys, and the values.
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
-    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stop = position + keys.shape[1]
-        if stop - self._first > self._capacity:
+    def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if position + keys.shape[1] - self._first > self._capacity:
             self._drop(position)
         for index, numbers in enumerate((keys, values)):
             self._write(index, position - self._first, numbers)
+
+    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.write(position, keys, values)
+        stop = position + keys.shape[1]
         begin = 0 if self._window is None else max(position - self._window + 1, 0)
         at, num_seen = begin - self._first, stop - begin
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
@@ -152,10 +155,16 @@ class RequestKv:
             device: the device of the memory.
         """
         self._layout = layout
+        self.device = device
         self._layers = [
             _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
             for layer, window in enumerate(layout.windows)
         ]
+
+    @property
+    def layout(self) -> KvLayout:
+        """Returns the layout of the model's keys and values."""
+        return self._layout
 
     def update(
         self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
@@ -175,13 +184,21 @@ class RequestKv:
         Raises:
             ConfigurationError: the model's layers have other shapes than the model's config states.
         """
+        self._check_heads(layer, keys, values)
+        return self._layers[layer].update(position, keys, values)
+
+    def write(self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps the keys and values of new tokens. Args, Raises: see `update`."""
+        self._check_heads(layer, keys, values)
+        self._layers[layer].write(position, keys, values)
+
+    def _check_heads(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer >= len(self._layers) or keys.shape[0] != self._layout.num_kv_heads or any(
             each.shape[-1] != self._layout.head_dim for each in (keys, values)
         ):  # fmt: skip
             raise ConfigurationError(
                 "the engine does not serve this model: its layers have other heads than its config says"
             )
-        return self._layers[layer].update(position, keys, values)
 
     def kept(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
         """Returns what is kept of the tokens at some positions, as views that can also be written to.
