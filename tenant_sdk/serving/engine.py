@@ -33,11 +33,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
+from tenant_sdk.generate import prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.context import ContextLimit
 from tenant_sdk.serving.explain import explain
+from tenant_sdk.serving.host_kv import kv_place
 from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.loop import EngineStatus, ServingLoop
 from tenant_sdk.serving.prefix_cache import PrefixCache
@@ -77,6 +79,8 @@ class Engine:
         max_waiting: int = 10_000,
         overtaking_s: float = 2.0,
         prefix_bytes: int = 0,
+        max_context: int | None = None,
+        kv_device: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -94,6 +98,9 @@ class Engine:
             prefix_bytes: the most bytes of keys and values of prompts that are kept after their requests, beside
                 kv_bytes, for later prompts of the same caller and adapter that begin in the same way. The provider sees
                 a hit as a shorter prompt. 0 keeps none.
+            max_context: the most tokens of a request, prompt and answer together; None means the model's context.
+            kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
+                attention of answers there; None keeps them on the model's device.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -101,6 +108,7 @@ class Engine:
         """
         self._client = client
         positive("max_waiting", max_waiting)
+        self._context = ContextLimit(max_context, client.context_length, client.bucket)
         budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
@@ -108,14 +116,16 @@ class Engine:
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
         self._check_holds_a_request(kv_bytes)
         self._prefixes = self._prefix_cache(prefix_bytes)
+        place = kv_place(kv_device, self._model.device)
         self._scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
         woken = threading.Event()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
+        runner = StepRunner(ragged, self._layout, self._slots, place)
         self._loop = ServingLoop(
-            self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots), self._slots,
+            self._model, self._scheduler, self._layout, runner, self._slots,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
         )  # fmt: skip
         try:
@@ -198,7 +208,7 @@ class Engine:
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
         encoded = self._encode(prompt)
-        num_new = self._answer_length(max_new_tokens, encoded.num_rows)
+        num_new = self._context.answer_length(max_new_tokens, encoded.num_rows)
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller)
 
@@ -212,7 +222,7 @@ class Engine:
         `TenantClient.explain` states what the mask hides, which also holds for the engine.
         """
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
-        text = explain(self._layout, self._scheduler.budget, self._client.context_length, kept)
+        text = explain(self._layout, self._scheduler.budget, self._context.num_tokens, kept)
         print(text)
         return text
 
@@ -220,11 +230,6 @@ class Engine:
         with self._text_lock:
             ids, seen = prompt_tokens(self._client, self._model, self._tokenizer, prompt)
             return Prompt(ids[seen.count(0) :], seen.count(0), pad_token(self._tokenizer))
-
-    def _answer_length(self, asked: int | None, num_prompt: int) -> int:
-        if asked is not None:
-            positive("max_new_tokens", asked)
-        return answer_length(asked, num_prompt, 0, self._client.context_length)
 
     def _enter(
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str

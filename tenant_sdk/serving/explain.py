@@ -6,7 +6,7 @@ from tenant_sdk.serving.kv import KvLayout
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, block_bytes
 from tenant_sdk.serving.scheduler import Budget
 
-_LENGTHS = (1024, 8192)
+_LENGTHS = (1024, 8192, 32768)
 """The request lengths, in tokens, for which the text says how many requests fit."""
 _VISIBLE = (
     "the rows of every step, summed over all requests: prompts that join, as far as lengths and numbers show in the "
@@ -31,7 +31,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
     Args:
         layout: how keys and values are kept.
         budget: the scheduler's limits.
-        context_length: the most tokens of a request.
+        context_length: the most tokens of a request, prompt and answer together.
         prefix_bytes: the most bytes of kept prompts.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
@@ -41,6 +41,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
     )
     kept = f"{budget.kv_bytes / 1e6:.0f} MB of KV ({str(layout.dtype).removeprefix('torch.')})"
     lines = {
+        "tokens of a request": f"{context_length} at most, prompt and answer together",
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
         "rows a step": f"{budget.step_tokens} at most: a row for each answer, and pieces of prompts",
         "the provider sees": _VISIBLE,
