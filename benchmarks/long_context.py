@@ -13,9 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from benchmarks.common import rss_mb
 
 if TYPE_CHECKING:
     from tenant_sdk.serving.kv import KvLayout, RequestKv
@@ -90,30 +89,27 @@ def measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:
         num_tokens: the tokens before the passes.
         num_rows: the rows of each of four passes: 1 as of an answer, more as of a prompt's last pieces.
     """
-    import os
-
     import torch
 
     model = small_model()
     with torch.no_grad():
         pass_over(model, filled(kv_dtype, 64, num_rows), 64, num_rows)  # what the first pass alone allocates
-        before = rss_mb(os.getpid())
+        before = _own_mb("VmRSS")
         _forget_peak()
         kv = filled(kv_dtype, num_tokens - 4 * num_rows, 4 * num_rows)
         for number in range(4):
             pass_over(model, kv, num_tokens - (4 - number) * num_rows, num_rows)
-    return _peak_mb() - before
+    return _own_mb("VmHWM") - before
 
 
 def _forget_peak() -> None:
     """Sets the process's peak of resident memory to what is resident now."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_mb() -> float:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
+def _own_mb(name: str) -> float:
+    """Returns a number of /proc/self/status in MB: VmRSS for the resident memory, VmHWM for its peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024 / 1e6
 
 

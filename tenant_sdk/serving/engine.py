@@ -19,9 +19,9 @@ belongs to, nor which adapter is used, since the tenant applies adapters. Withou
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
 stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts. With `prefix_bytes`, shorter
-prompts also show the provider that requests begin like an earlier one of the same caller (prefix_cache.py). A request
-with `fixed_length` never shows this, and padded prompts (`pad_rows`) and `prefix_bytes` exclude each other.
+on lengths, limits and the ends of other requests, never on texts. With `prefix_bytes`, a shorter prompt also shows that
+a request begins like an earlier one of the same caller (prefix_cache.py). A request with `fixed_length` never shows
+this, and padded prompts (`pad_rows`) and `prefix_bytes` exclude each other.
 """
 
 from __future__ import annotations
