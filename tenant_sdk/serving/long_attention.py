@@ -21,6 +21,8 @@ from tenant_sdk.serving.kv import RequestKv
 LONG_TOKENS = 8192
 """From so many tokens on, attention is computed in chunks. Below, torch's own attention is as fast or faster
 (`python -m benchmarks.long_context`)."""
+_FP8_FACTOR = 16
+"""For fp8, chunks pay from a sixteenth of that on, since torch converts its numbers slowly (`_floats_of_fp8`)."""
 CHUNK_TOKENS = 1024
 """The tokens of a chunk: their keys and values stay in the processor's cache, for one row at least."""
 _SIGN_OF_INT16 = -0x8000
@@ -40,6 +42,8 @@ def takes_chunks(query: torch.Tensor, kv: RequestKv, position: int, window: int 
         return True
     num_rows = query.shape[1]
     num_seen = position + num_rows - _first_seen(position, window)
+    if kv.layout.dtype.itemsize == 1:
+        return _FP8_FACTOR * num_seen >= LONG_TOKENS
     return num_seen >= LONG_TOKENS and not (num_rows == 1 and kv.layout.dtype == torch.float32)
 
 

@@ -111,8 +111,10 @@ def test_one_row_of_fp32_is_read_where_it_is() -> None:
     one, two = torch.zeros(4, 1, 8), torch.zeros(4, 2, 8)
     assert [takes_chunks(one, kv, 8999, None) for kv in kvs.values()] == [False, True, True]
     assert all(takes_chunks(two, kv, 8990, None) for kv in kvs.values())
-    assert not any(takes_chunks(each, kv, 8000, None) for kv in kvs.values() for each in (one, two))
-    assert not any(takes_chunks(each, kv, 8990, 512) for kv in kvs.values() for each in (one, two)), "a short window"
+    for position, window in ((8000, None), (8990, 512)):
+        for each in (one, two):
+            assert [takes_chunks(each, kv, position, window) for kv in kvs.values()] == [False, False, True]
+    assert not any(takes_chunks(one, kv, 500, None) for kv in kvs.values())
 
 
 # ---- keys and values on the host -------------------------------------------------------------------------------------
