@@ -10,6 +10,7 @@ from benchmarks import (
     encrypted_matmul,
     few_rows,
     finetune_step,
+    long_context,
     masks,
     memory,
     network,
@@ -26,8 +27,8 @@ NOT_POSSIBLE = 2
 benchmark itself prints what is missing."""
 
 MODULES = (
-    finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,
-    speculation, encrypted_matmul, accelerator,
+    finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
+    network, speculation, encrypted_matmul, accelerator,
 )  # fmt: skip
 
 for module in MODULES:

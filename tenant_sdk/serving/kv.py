@@ -127,11 +127,14 @@ class _LayerKv:
             self._drop(position)
         return position - self._first
 
-    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stop = position + keys.shape[1]
+    def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         index_new = self.make_room(position, keys.shape[1])
         for index, numbers in enumerate((keys, values)):
             self._write(index, index_new, numbers)
+
+    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.write(position, keys, values)
+        stop = position + keys.shape[1]
         begin = 0 if self._window is None else max(position - self._window + 1, 0)
         at, num_seen = begin - self._first, stop - begin
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
@@ -156,6 +159,15 @@ class _LayerKv:
         kept = self._halves[index].narrow(1, at, num_seen).to(dtype)
         return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
 
+    def kept(self, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        if start < self._first or stop - self._first > self._capacity:
+            return None
+        at = slice(start - self._first, stop - self._first)
+        return tuple(each[:, :, at] for each in (self._kept, self._scales) if each is not None)
+
+    def begin_after(self, num_tokens: int) -> None:
+        self._first = 0 if self._window is None else max(num_tokens - self._window + 1, 0)
+
     def clear(self) -> None:
         self._kept.zero_()
         if self._scales is not None:
@@ -174,6 +186,7 @@ class RequestKv:
             device: the device of the memory.
         """
         self._layout = layout
+        self.device = device
         self._layers = [
             _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
             for layer, window in enumerate(layout.windows)
@@ -218,13 +231,41 @@ class RequestKv:
         Raises:
             ConfigurationError: the model's layers have other shapes than the model's config states.
         """
+        self._check_heads(layer, keys, values)
+        return self._layers[layer].update(position, keys, values)
+
+    def write(self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps the keys and values of new tokens. Args, Raises: see `update`."""
+        self._check_heads(layer, keys, values)
+        self._layers[layer].write(position, keys, values)
+
+    def _check_heads(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer >= len(self._layers) or keys.shape[0] != self._layout.num_kv_heads or any(
             each.shape[-1] != self._layout.head_dim for each in (keys, values)
         ):  # fmt: skip
             raise ConfigurationError(
                 "the engine does not serve this model: its layers have other heads than its config says"
             )
-        return self._layers[layer].update(position, keys, values)
+
+    def kept(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        """Returns what is kept of the tokens at some positions, as views that can also be written to.
+
+        Args:
+            layer: the number of the layer.
+            start, stop: a range of positions, which the request may have.
+
+        Returns:
+            The numbers of keys and values, shape (2, num_kv_heads, stop - start, head_dim), and for fp8 also their
+            scales, shape (2, num_kv_heads, stop - start, 1). None if a layer with a window has no place for one of the
+            positions, or no longer has one.
+        """
+        return self._layers[layer].kept(start, stop)
+
+    def begin_after(self, num_tokens: int) -> None:
+        """Makes empty memory ready for keys and values that are copied into it, as if `num_tokens` tokens had been
+        computed. In a layer with a window, only the places of the tokens that a later token attends to remain."""
+        for layer in self._layers:
+            layer.begin_after(num_tokens)
 
     def clear(self) -> None:
         """Overwrites all keys and values with zeros."""

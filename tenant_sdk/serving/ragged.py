@@ -27,6 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tenant_sdk.serving.attention.few_rows import FewRows, split
 from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.host_kv import attention_device
+from tenant_sdk.serving.long_attention import attend_in_chunks, takes_chunks
 from wire.errors import ConfigurationError
 
 NAME = "ragged"
@@ -225,9 +227,16 @@ def _ragged_attention(
         rows = slice(begin + piece.num_unseen, begin + piece.num_rows)
         if rows.start == rows.stop:
             continue
-        keys, values = piece.kv.update(module.layer_idx, piece.position, key[0, :, rows], value[0, :, rows])
-        mask = _mask(step, rows.stop - rows.start, keys.shape[1], attention_mask.tokens, query)
-        output[0, rows] = attend(query[0, :, rows], keys, values, mask, scaling, softcap).transpose(0, 1)
+        layer, window, new = module.layer_idx, attention_mask.tokens, (key[0, :, rows], value[0, :, rows])
+        own = query[0, :, rows].to(attention_device(rows.stop - rows.start, query.device, piece.kv.device))
+        if takes_chunks(own, piece.kv, piece.position, window):
+            piece.kv.write(layer, piece.position, *new)
+            attended = attend_in_chunks(own, piece.kv, layer, piece.position, window, scaling, softcap)
+        else:
+            keys, values = piece.kv.update(layer, piece.position, *new)
+            mask = _mask(step, own.shape[1], keys.shape[1], window, own)
+            attended = attend(own, keys, values, mask, scaling, softcap)
+        output[0, rows] = attended.transpose(0, 1)
     return output.masked_fill(~_are_finite(query, key, value)[None, :, None, None], torch.nan), None
 
 

@@ -13,6 +13,7 @@ from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
 from tenant_sdk.serving.answer import Answer, FinishReason
 from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv
+from tenant_sdk.serving.prefix_cache import CallerPrefixes, Hit
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.speculation.acceptance import take_accepted
@@ -77,6 +78,7 @@ class Request:
     answer: Answer
     decoding: SafeDecoding
     on_text: Callable[[str], None] | None = None
+    prefixes: CallerPrefixes | None = None
     kv: RequestKv | None = None
     is_lost: bool = False
     reason: FinishReason | None = None
@@ -88,6 +90,7 @@ class Request:
         self._stream = TextStream(self.decoding, self.ending.stops)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
+        self._hit: Hit | None = None
 
     def is_ready(self) -> bool:
         """Returns whether the request's adapter is on the device."""
@@ -121,6 +124,15 @@ class Request:
         is_full = self._num_new >= self.ending.max_new_tokens
         return is_full or (self.reason is not None and not self.ending.fixed_length)
 
+    def start(self) -> int:
+        """Looks for kept keys and values of the prompt's first tokens, and returns the number of these tokens. The
+        scheduler calls this when it admits the request."""
+        if self.prefixes is not None:
+            self._hit = self.prefixes.find(self.ticket.digest, self.prompt.token_ids)
+        num_reused = 0 if self._hit is None else self._hit.num_tokens
+        self.answer.num_reused_tokens = num_reused
+        return num_reused
+
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
         """Returns the description of a segment's rows for the model; allocates keys and values (KV) at the first
         segment.
@@ -131,6 +143,9 @@ class Request:
         """
         if self.kv is None:
             self.kv = make_kv(self.num_tokens)
+            if self._hit is not None:
+                self._hit.copy_to(self.kv)
+                self._hit = None
         padding = self.prompt.num_padding
         num_unseen = min(max(padding - segment.start, 0), segment.num_rows) + self._num_dummies(segment)
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
@@ -212,6 +227,8 @@ class Request:
         if self.decoding.failed is not None:
             self.fail(self.decoding.failed)
             return
+        if self.prefixes is not None and self.kv is not None:
+            self.prefixes.keep(self.ticket.digest, self.prompt.token_ids, self.kv)
         self._release()
         self.answer.finish(self.reason)
 
@@ -227,5 +244,5 @@ class Request:
         self.answer.finish("cancelled")
 
     def _release(self) -> None:
-        self.kv = self.draft_state = None
+        self.kv = self.draft_state = self._hit = None
         self.ticket.release()

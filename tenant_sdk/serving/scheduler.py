@@ -21,7 +21,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,6 +130,10 @@ class Budget:
             )
 
 
+def _nothing_read() -> int:
+    return 0
+
+
 @dataclass(eq=False)
 class _Entry:
     """Holds the scheduler's state of one request.
@@ -139,6 +143,7 @@ class _Entry:
         num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
         num_read: the number of these tokens that the model has computed.
         kv_bytes: the bytes of KV that the request reserves when it is admitted.
+        start: see `Scheduler.add`.
         blocked_since: the time at which the request was first found ready, but too large for the free KV. Only one
             waiting request has this time.
         is_answered: whether the answer has begun, so that the prompt was computed.
@@ -149,6 +154,7 @@ class _Entry:
     num_tokens: int
     kv_bytes: int
     adapter: Adapter
+    start: Callable[[], int]
     num_read: int = 0
     blocked_since: float | None = None
     is_answered: bool = False
@@ -186,7 +192,10 @@ class Scheduler:
         """Returns the bytes of keys and values that running requests reserve."""
         return sum(entry.kv_bytes for entry in self._running.values())
 
-    def add(self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "") -> None:
+    def add(
+        self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "",
+        start: Callable[[], int] = _nothing_read,
+    ) -> None:  # fmt: skip
         """Adds a request, which waits until it is admitted.
 
         Args:
@@ -195,12 +204,14 @@ class Scheduler:
             kv_bytes: the bytes of KV of the prompt and the longest answer.
             adapter: the request's adapter; the request is not admitted before the adapter is ready.
             caller: the party that the request is for; the running requests are shared among callers.
+            start: called once, when the request is admitted, with the adapter ready. The function returns the number of
+                the prompt's first rows that need not be computed, fewer than `num_prompt`.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
         """
         self.budget.check_fits(kv_bytes)
-        self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter)
+        self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter, start)
 
     def remove(self, request: int) -> None:
         """Removes a request, whether it has ended or not; an unknown request is ignored."""
@@ -274,6 +285,7 @@ class Scheduler:
             if entry.kv_bytes <= free:
                 free -= entry.kv_bytes
                 self._running[entry.request] = self._waiting.pop(entry.request)
+                entry.num_read = entry.start()
                 blocked = None if entry is blocked else blocked
                 continue
             if blocked is None:

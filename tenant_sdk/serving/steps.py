@@ -37,18 +37,21 @@ class StepRunner:
     """Computes steps with one model, its adapters and its keys and values."""
 
     def __init__(
-        self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots, drafter: Drafter | None = None
-    ) -> None:
+        self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots, kv_device: torch.device,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         """Keeps the model, the layout and the store with which steps are computed.
 
         Args:
             model: the model that computes the rows.
             layout: the layout of the keys and values that requests get.
             slots: the store of adapters.
+            kv_device: the device on which requests' keys and values are kept.
             drafter: drafts tokens before each step; None without speculation.
         """
         self._model, self._layout, self._slots, self._drafter = model, layout, slots, drafter
         self._device: torch.device = model.model.device
+        self._kv_device = kv_device
 
     def run(self, step: Step, requests: Sequence[Request]) -> list[SegmentResult]:
         """Computes a step, and adds the new keys and values to those of the step's requests.
@@ -79,7 +82,7 @@ class StepRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _make_kv(self, num_tokens: int) -> RequestKv:
-        return RequestKv(self._layout, num_tokens, self._device)
+        return RequestKv(self._layout, num_tokens, self._kv_device)
 
 
 def _wanted(step: Step) -> list[int]:

@@ -30,6 +30,10 @@ class HeldTicket:
     def is_ready(self) -> bool:
         return self.ready
 
+    @property
+    def digest(self) -> str:
+        return str(self.slot)
+
     def release(self) -> None:
         self.num_released += 1
 

@@ -130,6 +130,21 @@ def test_padded_prompts_show_no_length_and_give_the_answers_of_generate(opened: 
     assert sum(seen[0][::GROUPS]) == 24 + 5
 
 
+def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -> None:
+    client, provider = opened()
+    prompt = "what did they say about the copper owl, and since when?"
+    seen: list[tuple[int, int]] = []
+    with Engine(client, step_tokens=16, prefix_bytes=1 << 20) as engine:
+        for fixed_length in (False, True, False, True):
+            provider.num_rows.clear()
+            answer = engine.submit(prompt, max_new_tokens=4, eos_token_id=[], fixed_length=fixed_length)
+            answer.result(TIMEOUT_S)
+            seen.append((sum(provider.num_rows[::GROUPS]), answer.num_reused_tokens))
+    whole = answer.num_prompt_tokens + 3
+    hit = (answer.num_prompt_tokens - 1) // 16 * 16
+    assert seen == [(whole, 0), (whole, 0), (whole - hit, hit), (whole, 0)]
+
+
 # ---- values that are not finite --------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,23 @@ def test_it_is_pure() -> None:
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
 
 
+def test_rows_that_need_no_computing_are_asked_for_at_admission() -> None:
+    made, asked = scheduler(max_running=1), []
+
+    def known() -> int:
+        asked.append(made.num_running)
+        return 5
+
+    made.add(0, 7, 1, READY)
+    made.add(1, 12, 1, READY, start=known)
+    assert rows(run(made)) == {0: (0, 7)}
+    assert not asked
+    made.remove(0)
+    assert rows(run(made)) == {1: (5, 12)}
+    assert rows(run(made)) == {1: (12, 13)}
+    assert len(asked) == 1
+
+
 def test_nothing_to_do_is_an_empty_step() -> None:
     assert scheduler().plan(0.0) == Step(())
 
