@@ -20,16 +20,21 @@ from typing import Any
 
 import torch
 
+from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import AdapterFolder
+from tenant_sdk.serving.adapters.head_rows import HeadRows
 from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
 from tenant_sdk.serving.adapters.known import Known
-from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers
+from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
+from tenant_sdk.serving.adapters.packed_modules import PackedModules, pack_modules
+from tenant_sdk.serving.adapters.peft_modules import Layer, check_shapes
 from tenant_sdk.serving.adapters.placement import Placement
-from tenant_sdk.serving.adapters.reading import Found
-from tenant_sdk.serving.adapters.targets import base_of, linear_layers
+from tenant_sdk.serving.adapters.reading import Found, Reading
+from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
+from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -76,7 +81,7 @@ class AdapterStore:
         self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
         device_slots: int = 16, host_bytes: int = HOST_BYTES, on_ready: Callable[[], None] | None = None, *,
         dtype: torch.dtype = torch.bfloat16, bases: Sequence[str] = (), preload: Sequence[str] = (),
-        cache: str | Path | None = None, with_head: bool = False,
+        cache: str | Path | None = None, separate_calls: bool = False,
     ) -> None:  # fmt: skip
         """Opens a store over a model.
 
@@ -92,8 +97,9 @@ class AdapterStore:
             bases: further names of this model's weights, which adapters may name as their base model.
             preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
             cache: the folder of downloads; None means `adapters` in the client's cache.
-            with_head: whether adapters may add to the head. It must be False if a pass computes the logits of only
-                some rows, since the store then cannot tell which adapter a row of logits belongs to.
+            separate_calls: whether layers that share a call to the provider, such as q, k and v, get a call each, in
+                every step. Adapters that change the inputs of such a layer (OFT, BOFT, some IA3) need this, and are
+                refused otherwise: if only their steps had more calls, the provider would see which steps these are.
 
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
@@ -105,13 +111,12 @@ class AdapterStore:
             raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
         self.on_ready = on_ready
         self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base = base_of(model, tuple(bases), with_head)
+        self._base, self._separate_calls = base_of(model, tuple(bases)), separate_calls
         self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
-        layers = linear_layers(model)
-        self._layers = {name: AdaptedLayer(name, layers[name], self._current) for name in self._base.shapes}
+        numbers = SlotNumbers((MODULES, *RANKS), device_slots)
+        self._watch(model, numbers)
         rows: Any = next(model.parameters())
-        numbers = SlotNumbers(RANKS, device_slots)
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
         self._lock = threading.Lock()
@@ -198,8 +203,25 @@ class AdapterStore:
         for ticket in tuple(self._pending):
             ticket.failure = ConfigurationError("the adapter store was closed")
             self._settle(ticket)
-        for layer in self._layers.values():
-            layer.detach()
+        for hook in self._hooks:
+            hook.detach()
+
+    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers) -> None:
+        """Registers the hooks by which adapters change the model's layers."""
+        layers, head = linear_layers(model), head_of(model)
+        self._layers = {
+            name: AdaptedLayer(
+                name, layers[name], self._current, name == head, self._separate_calls and name in self._base.in_groups
+            )
+            for name in self._base.shapes
+        }
+        self._hooks: list[AdaptedLayer | HeadRows] = [*self._layers.values()]
+        if head in self._layers:
+            self._hooks.append(
+                HeadRows(
+                    model, self._layers[head], self._current, lambda slots: numbers.step(slots, self._device.device)
+                )
+            )
 
     def _open_folders(
         self, root: str | Path | None, catalogue: str | Path | Catalogue | None, cache: Path
@@ -243,15 +265,28 @@ class AdapterStore:
         return digest
 
     def _check_size(self, found: Found) -> None:
-        num_bytes = found.num_weights * self._dtype.itemsize
+        num_bytes = found.contents.packed_bytes(self._dtype)
         if num_bytes > self._host.budget_bytes:
             raise ConfigurationError(
                 f"the adapter {found.name} takes {_mb(num_bytes)}: the host tier has {_mb(self._host.budget_bytes)}"
             )
-        if self._device.numbers.rank_for(found.rank) is None:
+        if isinstance(found.contents, ModuleFile):
+            self._check_inputs(found.name, found.contents)
+        elif self._device.numbers.rank_for(found.contents.rank) is None:
             raise ConfigurationError(
-                f"the adapter {found.name} has the rank {found.rank}: the device tier takes up to {RANKS[-1]}"
+                f"the adapter {found.name} has the rank {found.contents.rank}: the device tier takes up to {RANKS[-1]}"
             )
+
+    def _check_inputs(self, name: str, contents: ModuleFile) -> None:
+        """Refuses an adapter that would make more calls than others, unless every step makes these calls."""
+        if self._separate_calls:
+            return
+        for module in contents.modules:
+            if module in self._base.in_groups and contents.settings.changes_input(module):
+                raise ConfigurationError(
+                    f"the adapter {name} ({contents.settings.kind.title}) changes the input of {module}, which shares "
+                    "its call with other layers: it is served with separate_calls=True"
+                )
 
     def _start(self, job: Job) -> None:
         entry = job.origin.entry
@@ -306,18 +341,18 @@ class AdapterStore:
             if job.ticket.is_ready():
                 self._settle(job.ticket)
 
-    def _packed(self, job: Job) -> PackedAdapter:
+    def _packed(self, job: Job) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
         found = self._host.get(job.digest) if job.digest is not None else None
         return found if found is not None else self._read(job.origin)
 
-    def _read(self, origin: Origin) -> PackedAdapter:
+    def _read(self, origin: Origin) -> PackedAdapter | PackedModules:
         stamp = origin.folder.stamp(origin.name, origin.subfolder)
         try:
             with origin.folder.reading(origin.name, origin.subfolder) as reading:
                 self._check_size(reading.found)
-                self._host.make_room(reading.found.num_weights * self._dtype.itemsize)
-                packed = pack(reading, self._dtype, pinned=self._device.device.type == "cuda")
+                self._host.make_room(reading.found.contents.packed_bytes(self._dtype))
+                packed = self._pack(reading)
             if origin.entry is not None and packed.digest != origin.entry.sha256:
                 raise ConfigurationError(f"the adapter {origin.name} was changed after it was fetched: delete its copy")
         except VeilbaseError as exc:
@@ -326,6 +361,14 @@ class AdapterStore:
         self._known.keep_digest(reading.found, packed.digest)
         self._host.put(packed)
         return packed
+
+    def _pack(self, reading: Reading) -> PackedAdapter | PackedModules:
+        found = reading.found
+        if isinstance(found.contents, LoraFile):
+            return pack(reading, found.contents, self._dtype, pinned=self._device.device.type == "cuda")
+        layers = {name: Layer(self._layers[name].like, self._base.shapes[name]) for name in found.contents.modules}
+        check_shapes(found.name, found.contents, layers, self._host.budget_bytes)
+        return pack_modules(reading, found.contents)
 
     def _release(self, ticket: AdapterTicket) -> None:
         rank = self._placement.release(ticket)
