@@ -36,11 +36,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "C3A": ("C3A", {"block_size": 8, "block_size_pattern": {"v_proj": 4}}),
     "RoAd": ("ROAD", {"group_size": 8, "variant": "road_2"}),
     "AdaLoRA": ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 100}),
+    "AdaLoRA of fewer ranks": ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 100}),
 }  # fmt: skip
 """An example of each kind by its title: `peft_type`, and settings."""
 OF_CONV1D = (
     "IA3", "VeRA", "VeRA without its projections", "PVeRA", "RandLoRA", "RandLoRA without its bases", "FourierFT",
-    "WaveFT", "VB-LoRA", "GraLoRA", "AdaLoRA",
+    "WaveFT", "VB-LoRA", "GraLoRA", "AdaLoRA", "AdaLoRA of fewer ranks",
 )  # fmt: skip
 """The examples that PEFT makes for Conv1D."""
 TARGETS = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}
@@ -63,7 +64,9 @@ def save_kind(model: Any, kind: str, folder: Path, title: str, seed: int, **chan
     targets = list(TARGETS[kind])
     own: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM", **settings, **changes}
     if peft_type == "IA3":
-        own.setdefault("feedforward_modules", [each for each in own["target_modules"] if each in ("down_proj", "c_proj")])
+        own.setdefault(
+            "feedforward_modules", [each for each in own["target_modules"] if each in ("down_proj", "c_proj")]
+        )
     with loading():
         torch.manual_seed(seed)
         adapted = get_peft_model(copy.deepcopy(model), PEFT_TYPE_TO_CONFIG_MAPPING[peft_type](**own))
@@ -72,5 +75,11 @@ def save_kind(model: Any, kind: str, folder: Path, title: str, seed: int, **chan
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    if title == "AdaLoRA of fewer ranks":
+        adapted.peft_config["default"].rank_pattern = {
+            f"{name}.lora_E.default": [at % 3 > 0 for at in range(4)]
+            for name, module in adapted.base_model.model.named_modules()
+            if hasattr(module, "lora_E") and name.endswith(targets[0])
+        }
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return folder

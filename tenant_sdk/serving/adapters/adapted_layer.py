@@ -50,7 +50,13 @@ class CurrentStep(threading.local):
 
 
 class AdaptedLayer:
-    """Applies adapters to one linear layer of the model, and holds the layer's stacks by rank."""
+    """Applies adapters to one linear layer of the model.
+
+    Attributes:
+        name, like: the layer's name in the model, and the layer.
+        stacks: the LoRA factors of the layer, by rank.
+        modules: PEFT's modules of the layer, for adapters of other kinds.
+    """
 
     def __init__(
         self, name: str, layer: nn.Module, current: CurrentStep, is_head: bool = False, separates: bool = False
@@ -66,7 +72,8 @@ class AdaptedLayer:
         """
         self.name, self.like = name, layer
         self._current, self._is_head, self._separates = current, is_head, separates
-        self.stacks: dict[int, Stack | ModuleStack] = {}
+        self.stacks: dict[int, Stack] = {}
+        self.modules = ModuleStack()
         self._handles = (layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after))
 
     def detach(self) -> None:
@@ -86,8 +93,11 @@ class AdaptedLayer:
         return self._current.head if self._is_head and self._current.head is not None else self._current.value
 
     def _adapts(self, segment: Segment) -> bool:
-        stack = self.stacks.get(segment.rank)
+        stack = self._stack(segment)
         return stack is not None and any(run.place in stack.adapted for run in segment.runs)
+
+    def _stack(self, segment: Segment) -> Stack | ModuleStack | None:
+        return self.modules if segment.rank == MODULES else self.stacks.get(segment.rank)
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         step = self._step()
@@ -95,17 +105,15 @@ class AdaptedLayer:
             return None
         x: torch.Tensor = args[0]
         self._current.inputs.pop(self.name, None)
-        modules = self.stacks.get(MODULES)
-        if isinstance(modules, ModuleStack):
-            segment = next((each for each in step.segments if each.rank == MODULES), None)
-            if segment is not None and modules.changes_inputs(segment):
-                self._current.inputs[self.name] = x
-                return (modules.change_inputs(self._rows(x, step), segment).view(x.shape), *args[1:])
+        segment = next((each for each in step.segments if each.rank == MODULES), None)
+        if segment is not None and self.modules.changes_inputs(segment):
+            self._current.inputs[self.name] = x
+            return (self.modules.change_inputs(self._rows(x, step), segment).view(x.shape), *args[1:])
         return (x.view_as(x), *args[1:]) if self._separates else None
 
     def _after(self, layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         step = self._step()
-        if step is None or not self.stacks:
+        if step is None:
             return None
         segments = [segment for segment in step.segments if self._adapts(segment)]
         if not segments:
@@ -115,7 +123,9 @@ class AdaptedLayer:
         made = output.clone() if output.requires_grad or not output.is_contiguous() else output
         flat = made.view(-1, output.shape[-1])  # (rows, outputs)
         for segment in segments:
-            self.stacks[segment.rank].apply(rows, flat, segment, given)
+            stack = self._stack(segment)
+            if stack is not None:
+                stack.apply(rows, flat, segment, given)
         return made
 
     def _rows(self, x: torch.Tensor, step: Step) -> torch.Tensor:

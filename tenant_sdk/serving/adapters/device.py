@@ -18,7 +18,6 @@ import torch
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer
 from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers, Stack
-from tenant_sdk.serving.adapters.module_stack import ModuleStack
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.peft_modules import Layer, make_modules
 
@@ -150,8 +149,9 @@ class DeviceTier:
         else:
             adapted = self._copy_factors(rank, place, packed)
         for name, other in self._layers.items():
-            if name not in adapted and rank in other.stacks:
-                other.stacks[rank].clear(place)  # The slot's previous adapter may have adapted this layer.
+            stack = other.modules if rank == MODULES else other.stacks.get(rank)
+            if name not in adapted and stack is not None:
+                stack.clear(place)  # The slot's previous adapter may have adapted this layer.
 
     def _copy_factors(self, rank: int, place: int, packed: PackedAdapter) -> set[str]:
         """Copies a LoRA adapter's factors into the stacks, and returns the layers that the adapter adds to."""
@@ -165,15 +165,13 @@ class DeviceTier:
         """Makes an adapter's modules, and returns the layers that the adapter changes."""
         layers = {name: Layer(self._layers[name].like, self._shapes[name]) for name in packed.contents.modules}
         for name, module in make_modules(packed, layers, self.dtype, self.device).items():
-            stack = self._layers[name].stacks.setdefault(MODULES, ModuleStack())
-            if isinstance(stack, ModuleStack):
-                stack.put(place, module, packed.contents.settings.changes_input(name))
+            self._layers[name].modules.put(place, module, packed.contents.settings.changes_input(name))
         return set(packed.contents.modules)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
         """Returns a layer's stack (the factors in all slots) for a rank; makes the stack if the layer has none yet."""
         found = layer.stacks.get(rank)
-        if not isinstance(found, Stack):
+        if found is None:
             found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
             with self._lock:
                 taken = [self.numbers.place(slot) for slot in self._slots]

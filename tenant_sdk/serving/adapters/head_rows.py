@@ -22,7 +22,7 @@ class HeadRows:
         self, model: torch.nn.Module, head: AdaptedLayer, current: CurrentStep,
         step_of: Callable[[Sequence[int]], Step],
     ) -> None:  # fmt: skip
-        """Registers a hook on the model.
+        """Registers hooks on the model.
 
         Args:
             model: a transformers model.
@@ -31,11 +31,15 @@ class HeadRows:
             step_of: makes a step of the slots of its rows.
         """
         self._head, self._current, self._step_of = head, current, step_of
-        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handles = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
 
     def detach(self) -> None:
-        """Removes the hook."""
-        self._handle.remove()
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadRows:
         """Returns the same object, since a copied model gets its adapters from the same store."""
@@ -43,7 +47,6 @@ class HeadRows:
 
     def _before(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, keep = self._current.value, kwargs.get("logits_to_keep", 0)
-        self._current.head = None  # A call before this one, in the same step, may have set it.
         if step is None or not self._head.changed_by(step) or (isinstance(keep, int) and keep == 0):
             return
         given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
@@ -52,3 +55,6 @@ class HeadRows:
             rows = torch.arange(step.num_rows).view(shape[0], -1)  # (sequences, rows of each)
             kept = rows[:, -keep:] if isinstance(keep, int) else rows[:, keep.cpu()]
             self._current.head = self._step_of([step.slot_of_row[row] for row in kept.flatten().tolist()])
+
+    def _after(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._current.head = None  # The rows of a later call, or of the head alone, are not known.

@@ -60,6 +60,14 @@ def _word(value: Any) -> bool:
     return isinstance(value, str) and _WORD.fullmatch(value) is not None
 
 
+def _kept_ranks(value: Any) -> bool:
+    """Checks the table by which AdaLoRA says which ranks of a layer are left."""
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(each, list) and all(isinstance(kept, bool) for kept in each) for each in value.values())
+    )
+
+
 def _mini(value: Any) -> bool:
     return isinstance(value, bool) or value == "mini"  # The third way of MiSS, "bat", reads base weights.
 
@@ -75,6 +83,7 @@ class Kind:
         training: further settings that change nothing once the adapter is trained.
         changes_inputs: whether all layers of this kind call their base layers with changed inputs.
         shapes_on_meta: whether PEFT can make the layers without memory, to learn their shapes.
+        always: settings of training that PEFT insists on, with values that it takes.
     """
 
     title: str
@@ -83,6 +92,7 @@ class Kind:
     training: Collection[str] = ()
     changes_inputs: bool = False
     shapes_on_meta: bool = True
+    always: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LYCORIS: dict[str, Check] = {"r": _size, "alpha": _number}
@@ -134,11 +144,12 @@ KINDS: dict[str, Kind] = {
     "C3A": Kind("C3A", {"block_size": _size}, {"block_size_pattern": _size}),
     "ROAD": Kind("RoAd", {"variant": _word, "group_size": _size}),
     "ADALORA": Kind(
-        "AdaLoRA", {"init_r": _size, "lora_alpha": _number, **_ROUND},
+        "AdaLoRA", {"init_r": _size, "lora_alpha": _number, "rank_pattern": _kept_ranks, **_ROUND},
         training=(
             "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
             "lora_dropout",
         ),
+        shapes_on_meta=False, always={"total_step": 1},
     ),
 }  # fmt: skip
 """The kinds that are kept as PEFT's own modules, by their `peft_type`."""

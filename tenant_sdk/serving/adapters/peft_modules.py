@@ -18,6 +18,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model_state_di
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
@@ -50,7 +51,7 @@ def check_shapes(name: str, contents: ModuleFile, layers: Mapping[str, Layer], m
     """
     device = META
     if not contents.settings.kind.shapes_on_meta:
-        _check_bytes(name, contents, _butterfly_bytes(contents, layers), max_bytes)
+        _check_bytes(name, contents, _estimated_bytes(contents, layers), max_bytes)
         device = torch.device("cpu")
     made = _injected(name, contents, layers, torch.float32, device)
     everything = (*made.parameters(), *made.buffers())
@@ -79,7 +80,8 @@ def make_modules(
         ConfigurationError: PEFT cannot make a module, or a module is refused.
     """
     made = _injected(packed.name, packed.contents, layers, dtype, device)
-    set_peft_model_state_dict(made, {key: each.to(device) for key, each in packed.values.items()})
+    with _no_random_numbers():  # AdaLoRA makes its factors anew if some ranks are left out.
+        set_peft_model_state_dict(made, {key: each.to(device) for key, each in packed.values.items()})
     taken = _state(made)
     for key, value in packed.values.items():
         if not torch.equal(taken[key].to(value.dtype), value.to(device)):
@@ -104,10 +106,16 @@ def _check_bytes(name: str, contents: ModuleFile, num_bytes: int, max_bytes: int
         )
 
 
-def _butterfly_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
-    """Returns at least the bytes of BOFT's permutations and rotations, squares of the number of inputs."""
-    factors = 1 + int(contents.settings.options.get("boft_n_butterfly_factor", 1))
-    return sum(2 * 4 * factors * layers[module].shape[0] ** 2 for module in contents.modules)
+def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
+    """Returns at least the bytes that the modules of a kind take whose shapes PEFT tells only by making them.
+
+    BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal.
+    """
+    options, shapes = contents.settings.options, [layers[module].shape for module in contents.modules]
+    if contents.settings.peft_type == "BOFT":
+        factors = 1 + int(options.get("boft_n_butterfly_factor", 1))
+        return sum(2 * 4 * factors * inputs**2 for inputs, _ in shapes)
+    return sum(4 * int(options.get("init_r", 12)) * (1 + sum(shape)) for shape in shapes)
 
 
 def _injected(
@@ -120,10 +128,8 @@ def _injected(
     """
     settings = contents.settings
     try:
-        with loading(), _NoRandomNumbers(), META if device == META else torch.device("cpu"):
-            config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](
-                target_modules=list(contents.modules), inference_mode=True, **settings.options, **_feedforward(contents)
-            )
+        with loading(), _no_random_numbers(), META if device == META else torch.device("cpu"):
+            config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](**_options(contents, layers))
             return PeftModel(_skeleton(contents, layers, dtype, device), config)
     except VeilbaseError:
         raise
@@ -133,10 +139,16 @@ def _injected(
         ) from None
 
 
-def _feedforward(contents: ModuleFile) -> dict[str, list[str]]:
-    if contents.settings.peft_type != "IA3":
-        return {}
-    return {"feedforward_modules": [each for each in contents.modules if contents.settings.scales_input(each)]}
+def _options(contents: ModuleFile, layers: Mapping[str, Layer]) -> dict[str, Any]:
+    """Returns all settings that PEFT gets."""
+    settings, modules = contents.settings, contents.modules
+    made: dict[str, Any] = {**settings.options, **settings.kind.always, "inference_mode": True}
+    made["target_modules"] = list(modules)
+    if "fan_in_fan_out" in settings.kind.settings:  # PEFT corrects a wrong value, with a warning.
+        made["fan_in_fan_out"] = isinstance(layers[modules[0]].like, Conv1D)
+    if settings.peft_type == "IA3":
+        made["feedforward_modules"] = [each for each in modules if settings.scales_input(each)]
+    return made
 
 
 def _skeleton(
@@ -203,6 +215,10 @@ class _NoRandomNumbers(TorchDispatchMode):
         device = options.get("device")
         like = func(*map(_on_meta, args), **(options if device is None else {**options, "device": META}))
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+
+def _no_random_numbers() -> TorchDispatchMode:
+    return _NoRandomNumbers()  # type: ignore[no-untyped-call]
 
 
 def _on_meta(value: Any) -> Any:

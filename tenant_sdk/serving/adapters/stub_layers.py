@@ -55,7 +55,7 @@ class _Stub:
         return _CALL.outputs
 
 
-class StubLinear(_Stub, RemoteLinear):
+class StubLinear(_Stub, RemoteLinear):  # type: ignore[misc]
     """Replaces an nn.Linear below a PEFT module."""
 
 

@@ -79,7 +79,11 @@ def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
         lora_a, lora_b = layer.factors(values)
         assert torch.equal(lora_a, saved[f"base_model.model.{layer.module}.lora_A.weight"])
         assert torch.equal(lora_b.t(), 2 * saved[f"base_model.model.{layer.module}.lora_B.weight"])  # alpha / rank
-    assert 4 * packed.values.numel() == folder.find("good").contents.packed_bytes(torch.float32) == 4 * sum(each.numel() for each in saved.values())
+    assert (
+        4 * packed.values.numel()
+        == folder.find("good").contents.packed_bytes(torch.float32)
+        == 4 * sum(each.numel() for each in saved.values())
+    )
 
 
 def test_the_digest_is_what_sha256sum_says(folder: AdapterFolder, root: Path) -> None:
