@@ -54,8 +54,6 @@ def check_shapes(name: str, contents: ModuleFile, layers: Mapping[str, Layer], m
         _check_bytes(name, contents, _estimated_bytes(contents, layers), max_bytes)
         device = torch.device("cpu")
     made = _injected(name, contents, layers, torch.float32, device)
-    everything = (*made.parameters(), *made.buffers())
-    _check_bytes(name, contents, sum(each.numel() * each.itemsize for each in everything), max_bytes)
     expected = {key: tuple(each.shape) for key, each in _state(made).items()}
     found = {key: each.shape for key, each in contents.named.items()}
     for key in sorted(expected.keys() | found.keys()):
@@ -64,6 +62,8 @@ def check_shapes(name: str, contents: ModuleFile, layers: Mapping[str, Layer], m
                 f"the adapter {name} ({contents.settings.kind.title}) is for another base or of other settings: "
                 f"{ascii(key)[:100]} was expected with the shape {expected.get(key)}, and has {found.get(key)}"
             )
+    everything = (*made.parameters(), *made.buffers())
+    _check_bytes(name, contents, sum(each.numel() * each.itemsize for each in everything), max_bytes)
 
 
 def make_modules(
