@@ -12,6 +12,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from wire.loading import loading
 
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA with biases": ("LORA", {"r": 4, "lora_alpha": 6, "lora_bias": True, "rank_pattern": {"q_proj": 2}}),
     "IA3": ("IA3", {}),
     "LoHa": ("LOHA", {"r": 4, "alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
     "LoKr": ("LOKR", {"r": 4}),
@@ -40,6 +41,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """An example of each kind by its title: `peft_type`, and settings."""
 OF_CONV1D = (
+    "LoRA with biases",
     "IA3", "VeRA", "VeRA without its projections", "PVeRA", "RandLoRA", "RandLoRA without its bases", "FourierFT",
     "WaveFT", "VB-LoRA", "GraLoRA", "AdaLoRA", "AdaLoRA of fewer ranks",
 )  # fmt: skip

@@ -102,6 +102,10 @@ _ROUND: dict[str, Check] = {"fan_in_fan_out": _flag}
 _PROJECTION: dict[str, Check] = {"r": _size, "projection_prng_key": _seed, "save_projection": _flag, **_ROUND}
 _SPECTRUM: dict[str, Check] = {"n_frequency": _size, "scaling": _number, "random_loc_seed": _seed, **_ROUND}
 KINDS: dict[str, Kind] = {
+    "LORA": Kind(  # Plain LoRA is stacked (lora.py); see `kept_as_modules`.
+        "LoRA with biases", {"r": _size, "lora_alpha": _number, "use_rslora": _flag, "lora_bias": _flag, **_ROUND},
+        _RANKS, ("lora_dropout", "eva_config"),
+    ),
     "IA3": Kind("IA3", _ROUND, training=("feedforward_modules",)),  # `feedforward_modules` is read by this module.
     "LOHA": Kind("LoHa", _LYCORIS, _RANKS, _LYCORIS_TRAINING),
     "LOKR": Kind(
@@ -159,7 +163,7 @@ _ALWAYS_TRAINING = frozenset({
     "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config", "bias",
 })  # fmt: skip
 """The settings that every kind may have, and that change nothing once an adapter is trained."""
-_INITS = frozenset({"lycoris", "xavier_uniform", "kaiming_uniform", "gaussian"})
+_INITS = frozenset({"lycoris", "xavier_uniform", "kaiming_uniform", "gaussian", "orthogonal", "eva"})
 """The texts that `init_weights` may be: ways to choose the first numbers of the adapter, not those of the base."""
 
 
@@ -191,6 +195,11 @@ class ModuleSettings:
         if isinstance(self.feedforward, re.Pattern):
             return self.feedforward.fullmatch(module) is not None
         return module.endswith(self.feedforward) if self.feedforward else False
+
+
+def kept_as_modules(config: Mapping[str, Any]) -> bool:
+    """Returns whether an adapter of a kind in `KINDS` is kept as PEFT's modules, and not as stacked LoRA factors."""
+    return config["peft_type"] != "LORA" or bool(config.get("lora_bias"))
 
 
 def module_settings(name: str, config: Mapping[str, Any]) -> ModuleSettings:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenant_sdk.serving.adapters.kinds import KINDS, ModuleSettings, module_settings
+from tenant_sdk.serving.adapters.kinds import KINDS, ModuleSettings, kept_as_modules, module_settings
 from tenant_sdk.serving.adapters.patterns import bounded_patterns
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
@@ -87,7 +87,7 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | Modu
     config = _json_object(name, content)
     _check_kind(name, config)
     _check_base(name, config, base)
-    if config["peft_type"] != "LORA":
+    if kept_as_modules(config):
         return module_settings(name, config)
     _check_settings(name, config)
     return LoraSettings(
@@ -115,7 +115,7 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
 
 def _check_kind(name: str, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
-    if not isinstance(kind, str) or kind not in {"LORA", *KINDS}:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigurationError(f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served")
     for setting, other in _LORA_KINDS.items():
         if kind == "LORA" and config.get(setting):

@@ -25,16 +25,15 @@ from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepa
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import AdapterFolder
 from tenant_sdk.serving.adapters.head_rows import HeadRows
-from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
+from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter
 from tenant_sdk.serving.adapters.known import Known
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
-from tenant_sdk.serving.adapters.packed_modules import PackedModules, pack_modules
-from tenant_sdk.serving.adapters.peft_modules import Layer, check_shapes
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
+from tenant_sdk.serving.adapters.peft_modules import Layer
 from tenant_sdk.serving.adapters.placement import Placement
-from tenant_sdk.serving.adapters.reading import Found, Reading
+from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
-from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -89,11 +88,12 @@ class AdapterStore:
             model: a transformers model; its linear layers have hooks until `close`.
             root: the folder of PEFT adapters, one subfolder each; None if all adapters come from the catalogue.
             catalogue: the operator's list of adapters to fetch, or the path of its file.
-            device_slots: the most adapters of one rank that can be on the device at a time, 1 to 64.
+            device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
+                adapters of all other kinds together.
             host_bytes: the most bytes of adapters in host memory.
             on_ready: called from another thread, without arguments, when a ticket is ready or has failed.
-            dtype: the dtype of adapters in host memory: torch.bfloat16, or torch.float32 to keep the files' numbers
-                unrounded.
+            dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
+                numbers unrounded. Adapters of other kinds keep the dtypes of their files.
             bases: further names of this model's weights, which adapters may name as their base model.
             preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
             cache: the folder of downloads; None means `adapters` in the client's cache.
@@ -111,14 +111,17 @@ class AdapterStore:
             raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
         self.on_ready = on_ready
         self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base, self._separate_calls = base_of(model, tuple(bases)), separate_calls
+        self._base = base_of(model, tuple(bases))
         self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
         numbers = SlotNumbers((MODULES, *RANKS), device_slots)
-        self._watch(model, numbers)
+        self._watch(model, numbers, separate_calls)
         rows: Any = next(model.parameters())
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
+        limits = Limits(self._dtype, numbers, frozenset() if separate_calls else self._base.in_groups)
+        likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
+        self._reader = AdapterReader(likes, self._host, self._known, limits, pinned=self._device.device.type == "cuda")
         self._lock = threading.Lock()
         self._pending: set[AdapterTicket] = set()
         self._fetching: dict[str, list[Job]] = {}
@@ -151,8 +154,7 @@ class AdapterStore:
         return ticket
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which forward passes of this thread add to each row the product B·A·x of the row's own
-        adapter.
+        """Returns a context in which forward passes of this thread apply to each row the row's own adapter.
 
         Args:
             slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
@@ -173,7 +175,8 @@ class AdapterStore:
         )  # fmt: skip
 
     def describe(self, rank: int = 16, modules: Sequence[str] | None = None) -> str:
-        """Returns a line that states how many adapters of a rank fit on each tier; a server shows it when it starts.
+        """Returns a line that states how many LoRA adapters of a rank fit on each tier, and how many adapters of other
+        kinds the device takes; a server shows it when it starts.
 
         Args:
             rank: the rank of the adapters.
@@ -189,9 +192,10 @@ class AdapterStore:
         packed = rank * sum(sum(shapes[name]) for name in names) * self._dtype.itemsize
         slot, status = self._device.slot_bytes(padded, names), self.status()
         return (
-            f"adapters of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({_mb(slot)} each), "
-            f"host {self._host.budget_bytes // max(1, packed)} ({_mb(packed)} each), "
-            f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue"
+            f"adapters of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
+            f"host {self._host.budget_bytes // max(1, packed)} ({megabytes(packed)} each), "
+            f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue; "
+            f"adapters of other kinds: device {numbers.num_slots}"
         )
 
     def close(self) -> None:
@@ -206,12 +210,12 @@ class AdapterStore:
         for hook in self._hooks:
             hook.detach()
 
-    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers) -> None:
+    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers, separate_calls: bool) -> None:
         """Registers the hooks by which adapters change the model's layers."""
         layers, head = linear_layers(model), head_of(model)
         self._layers = {
             name: AdaptedLayer(
-                name, layers[name], self._current, name == head, self._separate_calls and name in self._base.in_groups
+                name, layers[name], self._current, name == head, separate_calls and name in self._base.in_groups
             )
             for name in self._base.shapes
         }
@@ -261,32 +265,8 @@ class AdapterStore:
             return origin.entry.sha256
         digest = self._known.digest(origin.name, origin.folder.stamp(origin.name, origin.subfolder))
         if digest is None:
-            self._check_size(origin.folder.find(origin.name, origin.subfolder))
+            self._reader.check(origin.folder.find(origin.name, origin.subfolder))
         return digest
-
-    def _check_size(self, found: Found) -> None:
-        num_bytes = found.contents.packed_bytes(self._dtype)
-        if num_bytes > self._host.budget_bytes:
-            raise ConfigurationError(
-                f"the adapter {found.name} takes {_mb(num_bytes)}: the host tier has {_mb(self._host.budget_bytes)}"
-            )
-        if isinstance(found.contents, ModuleFile):
-            self._check_inputs(found.name, found.contents)
-        elif self._device.numbers.rank_for(found.contents.rank) is None:
-            raise ConfigurationError(
-                f"the adapter {found.name} has the rank {found.contents.rank}: the device tier takes up to {RANKS[-1]}"
-            )
-
-    def _check_inputs(self, name: str, contents: ModuleFile) -> None:
-        """Refuses an adapter that would make more calls than others, unless every step makes these calls."""
-        if self._separate_calls:
-            return
-        for module in contents.modules:
-            if module in self._base.in_groups and contents.settings.changes_input(module):
-                raise ConfigurationError(
-                    f"the adapter {name} ({contents.settings.kind.title}) changes the input of {module}, which shares "
-                    "its call with other layers: it is served with separate_calls=True"
-                )
 
     def _start(self, job: Job) -> None:
         entry = job.origin.entry
@@ -344,31 +324,7 @@ class AdapterStore:
     def _packed(self, job: Job) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
         found = self._host.get(job.digest) if job.digest is not None else None
-        return found if found is not None else self._read(job.origin)
-
-    def _read(self, origin: Origin) -> PackedAdapter | PackedModules:
-        stamp = origin.folder.stamp(origin.name, origin.subfolder)
-        try:
-            with origin.folder.reading(origin.name, origin.subfolder) as reading:
-                self._check_size(reading.found)
-                self._host.make_room(reading.found.contents.packed_bytes(self._dtype))
-                packed = self._pack(reading)
-            if origin.entry is not None and packed.digest != origin.entry.sha256:
-                raise ConfigurationError(f"the adapter {origin.name} was changed after it was fetched: delete its copy")
-        except VeilbaseError as exc:
-            self._known.keep_failure(origin.name, stamp, exc)
-            raise
-        self._known.keep_digest(reading.found, packed.digest)
-        self._host.put(packed)
-        return packed
-
-    def _pack(self, reading: Reading) -> PackedAdapter | PackedModules:
-        found = reading.found
-        if isinstance(found.contents, LoraFile):
-            return pack(reading, found.contents, self._dtype, pinned=self._device.device.type == "cuda")
-        layers = {name: Layer(self._layers[name].like, self._base.shapes[name]) for name in found.contents.modules}
-        check_shapes(found.name, found.contents, layers, self._host.budget_bytes)
-        return pack_modules(reading, found.contents)
+        return found if found is not None else self._reader.read(job.origin)
 
     def _release(self, ticket: AdapterTicket) -> None:
         rank = self._placement.release(ticket)
@@ -403,7 +359,3 @@ class AdapterStore:
             ticket.release()
             if ticket.failure is not None:
                 raise ticket.failure
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
