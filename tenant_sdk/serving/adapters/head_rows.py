@@ -14,6 +14,9 @@ import torch
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep
 from tenant_sdk.serving.adapters.lora import Step
 
+_INPUTS = ("input_ids", "inputs_embeds")
+"""The arguments of a model that have one entry for each row."""
+
 
 class HeadRows:
     """Watches the calls of the model, and sets the rows of the head in the current step."""
@@ -49,8 +52,8 @@ class HeadRows:
         step, keep = self._current.value, kwargs.get("logits_to_keep", 0)
         if step is None or not self._head.changed_by(step) or (isinstance(keep, int) and keep == 0):
             return
-        given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        shape = (args[0] if given is None else given).shape
+        given = next((each for each in (*args[:1], *map(kwargs.get, _INPUTS)) if each is not None), None)
+        shape = torch.Size() if given is None else given.shape
         if shape[:2].numel() == step.num_rows:
             rows = torch.arange(step.num_rows).view(shape[0], -1)  # (sequences, rows of each)
             kept = rows[:, -keep:] if isinstance(keep, int) else rows[:, keep.cpu()]

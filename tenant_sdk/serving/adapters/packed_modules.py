@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tenant_sdk.serving.adapters.lora import MODULES
-from tenant_sdk.serving.adapters.reading import Reading
+from tenant_sdk.serving.adapters.reading import Reading, Stamp
 from tenant_sdk.serving.adapters.weights_file import ModuleFile
 from wire.errors import ConfigurationError
 
@@ -24,6 +24,7 @@ class PackedModules:
     Attributes:
         digest: the SHA-256 of the adapter's files, in hex.
         name: the adapter's name when it was read, for error messages.
+        stamp: the stamp of its files; None if it cannot be relied on.
         contents: the adapter's settings, layers and shapes.
         values: the tensors by the names that PEFT gives them, all views of one tensor.
         num_bytes: the bytes that they take.
@@ -31,6 +32,7 @@ class PackedModules:
 
     digest: str
     name: str
+    stamp: Stamp | None
     contents: ModuleFile
     values: Mapping[str, torch.Tensor] = field(repr=False)
     num_bytes: int
@@ -51,7 +53,7 @@ def pack_modules(reading: Reading, contents: ModuleFile) -> PackedModules:
     Raises:
         ConfigurationError: a number is NaN or infinite, or the files changed in the meantime.
     """
-    name, num_bytes = reading.found.name, sum(each.num_bytes for each in contents.tensors)
+    found, num_bytes = reading.found, sum(each.num_bytes for each in contents.tensors)
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     by_begin: dict[int, torch.Tensor] = {}
     end = 0
@@ -60,7 +62,9 @@ def pack_modules(reading: Reading, contents: ModuleFile) -> PackedModules:
         by_begin[stored.begin] = memory[begin:end].view(stored.dtype).view(stored.shape)
     for stored, numbers in reading.tensors():
         if not bool(torch.isfinite(numbers).all()):
-            raise ConfigurationError(f"the adapter {name} holds NaN or infinite numbers")
+            raise ConfigurationError(f"the adapter {found.name} holds NaN or infinite numbers")
         by_begin[stored.begin].copy_(numbers)
     values = {key: by_begin[stored.begin] for key, stored in contents.named.items()}
-    return PackedModules(reading.digest(), name, contents, values, num_bytes)
+    return PackedModules(
+        reading.digest(), found.name, found.stamp if found.settled else None, contents, values, num_bytes
+    )  # fmt: skip

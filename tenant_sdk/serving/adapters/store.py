@@ -310,7 +310,7 @@ class AdapterStore:
         if job.ticket.released:
             return
         try:
-            self._placement.place(job, self._packed(job), first)
+            self._place(job, self._packed(job), first)
         except VeilbaseError as exc:
             self._fail(job, exc)
         except Exception as exc:  # noqa: BLE001 - such as a device without memory; a ticket must not wait for ever
@@ -320,6 +320,14 @@ class AdapterStore:
         else:
             if job.ticket.is_ready():
                 self._settle(job.ticket)
+
+    def _place(self, job: Job, packed: PackedAdapter | PackedModules, first: bool) -> None:
+        try:
+            self._placement.place(job, packed, first)
+        except ConfigurationError as exc:
+            if isinstance(packed, PackedModules):  # Modules are tried when they are made, which takes long.
+                self._known.keep_failure(job.origin.name, packed.stamp, exc)
+            raise
 
     def _packed(self, job: Job) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""

@@ -218,10 +218,21 @@ def test_a_kind_that_is_listed_by_mistake_is_refused_when_it_is_loaded(
         raise ConfigurationError(refused(stock, tmp_path, "one"))
 
 
-def test_numbers_that_overflow_are_refused(stock: Any, made: Path, tmp_path: Path) -> None:
+def test_numbers_that_overflow_are_refused_and_this_is_remembered(
+    stock: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     shutil.copytree(made / "LoHa", tmp_path / "one")
     tensors(tmp_path / "one", lambda saved: [each.fill_(1e30) for each in saved.values()])
-    assert "gives numbers that are not finite, in model.layers.0" in refused(stock, tmp_path, "one")
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)  # the files are new, and stay as they are
+    bell = Bell()
+    store, _ = opened(stock, tmp_path, bell)
+    ticket = store.reserve("one")
+    bell.wait_for(ticket)
+    assert "gives numbers that are not finite, in model.layers.0" in str(ticket.failure)
+    with pytest.raises(ConfigurationError) as again:
+        store.reserve("one")
+    assert str(again.value) == str(ticket.failure)
+    store.close()
 
 
 # ---- tiers -----------------------------------------------------------------------------------------------------------
