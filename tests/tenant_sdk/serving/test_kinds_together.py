@@ -22,7 +22,19 @@ NEW_TOKENS, TIMEOUT_S = 6, 60.0
 LAYERS = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}
 
 
-@pytest.mark.parametrize(("kind", "titles"), [("llama", tuple(EXAMPLES)), ("gpt2", OF_CONV1D)])
+ONE_OF_EACH = tuple({peft_type: title for title, (peft_type, _) in reversed(EXAMPLES.items())}.values())
+"""The first example of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "titles"),
+    [
+        ("llama", ONE_OF_EACH),
+        pytest.param("llama", tuple(EXAMPLES), marks=pytest.mark.slow),
+        pytest.param("gpt2", OF_CONV1D, marks=pytest.mark.slow),
+    ],
+    ids=["one of each", "all", "all of Conv1D"],
+)
 def test_all_kinds_in_one_engine(kind: str, titles: tuple[str, ...], tmp_path: Path) -> None:
     """The engine has few places and slots, so requests join, wait for slots and share steps with LoRA and the base."""
     root = tmp_path / "adapters"
