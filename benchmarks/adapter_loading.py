@@ -100,7 +100,7 @@ def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[
 
 
 def run(count: int = 50) -> dict[str, Times]:
-    """Measures all ways to load adapters, and returns the median times by way."""
+    """Measures each way to load adapters, and returns a mapping from the way's name to the median times."""
     torch.set_num_threads(1)
     model, names = smollm2_shapes(), [f"a{at}" for at in range(5)]
     medians = {}

@@ -34,11 +34,11 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "sparse-secret": (),
     "shared-error": (shared_error.SHARED,),
 }
-"""Maps each adversary that claims only what it has checked, with less than one mistake in 2^40, to the names of those
-of its facts that count in the verdict."""
+"""The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
+mapped to the names of those of its facts that count in the verdict."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
-"""Adversaries that run a second time if another adversary unmasked rows, on these rows."""
+"""The adversaries that run a second time, on unmasked rows, if another adversary has unmasked rows."""
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
 """The smallest half-width of an interval of chance, for a gain or an agreement; a narrower interval is widened to this.

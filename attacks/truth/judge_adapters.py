@@ -143,7 +143,8 @@ def _changes_scores(block: Block, truth: Truth) -> bool:
 
 
 def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
-    """Compares the change of W_q W_kᵀ: the median error and the mean cosine over the heads."""
+    """Compares the claimed change of W_q W_kᵀ with the true change, by the median error and the mean cosine over the
+    heads. Returns None if there is no claim about q or none about k."""
     if block.q.name not in claimed or block.k.name not in claimed:
         return None
     errors, cosines = [], []
@@ -156,7 +157,8 @@ def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Tr
 
 
 def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) -> list[torch.Tensor]:
-    """Returns `_scores` of each head, with ΔW of q and k if `deltas` has them."""
+    """Returns, for each head, the result of `_scores` for the public weights of q and k, plus those ΔW that `deltas`
+    holds."""
     public = truth.public
     q, k = (one.weight + deltas.get(one.name, torch.zeros(())) for one in (block.q, block.k))
     found = []
