@@ -176,7 +176,8 @@ def _ratios(
 
 
 def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the fields of `_Ratios` for the last token of some prompts.
+    """Returns the fields of `_Ratios` for one query in each of some prompts: that of the prompt's token number
+    `num_keys`, which is the last token that its keys come from.
 
     Args:
         share, stretched: the probabilities and the error factors from `probabilities`, shape (num_prompts, num_keys).

@@ -153,8 +153,8 @@ def largest_chi_squares(count: int) -> tuple[float, float]:
 
 
 def _tail(count: int, share: float) -> float:
-    """Returns the probability that one value exceeds a bound, if the largest of `count` values stays below this bound
-    in the given share of cases."""
+    """Returns the probability that one value exceeds a bound. The bound is the one below which the largest of `count`
+    independent values stays with probability `share`."""
     return -math.expm1(math.log(share) / max(count, 1))
 
 

@@ -223,8 +223,9 @@ def _divergence_of(worth: Worth) -> Finding:
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:
-    """Returns a line whose interval of chance extends at least `_NOTICED` to each side. The bootstrap covers only the
-    choice of questions, not the luck of an attacker."""
+    """Returns the table's line for one value of a stolen adapter. Its interval of chance is widened to at least
+    `_NOTICED` on each side of the baseline, because the bootstrap's interval covers only the choice of questions, not
+    an attacker's luck."""
     low, high = worth.by_chance
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
