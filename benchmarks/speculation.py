@@ -30,7 +30,7 @@ PROMPT = (
     "pilot went aboard. In winter the entries are few."
 )
 PROMPT_TOKENS = 96
-"""The number of the prompt's tokens for which masks are made. The prompt has fewer tokens."""
+"""Masks are made for a prompt of this many tokens, and PROMPT has fewer tokens."""
 NEW_TOKENS = 32
 NUM_DRAFTED = 7
 ROUND_TRIP_MS = 20.0

@@ -176,8 +176,7 @@ def _ratios(
 
 
 def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the fields of `_Ratios` for one query in each of some prompts: that of the prompt's token number
-    `num_keys`, which is the last token that its keys come from.
+    """Returns the fields of `_Ratios` for the query at position `num_keys` − 1 of each of several prompts.
 
     Args:
         share, stretched: the probabilities and the error factors from `probabilities`, shape (num_prompts, num_keys).

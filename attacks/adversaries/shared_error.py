@@ -203,8 +203,8 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Adds the plaintext differences of all pairs of rows around a pair of windows, as far as the masks' difference
-        follows from `found`.
+        """Computes the plaintext differences of the pairs of rows in and around a pair of windows, and adds them to
+        `rows`.
 
         Pairs are added from row `start` forwards and then backwards. Each direction ends before a difference that is
         not small, which shows that the rows belong to other blocks. If the plaintext of one row of a pair is known, the
