@@ -1,5 +1,4 @@
-"""Compares the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, by times of small and large
-calls.
+"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
