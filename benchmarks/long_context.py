@@ -75,7 +75,7 @@ def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
     """Computes `num_rows` rows of one request from a position on."""
     import torch
 
-    from tenant_sdk.serving.ragged import Piece
+    from tenant_sdk.serving.attention.pieces import Piece
 
     ids, places = torch.zeros(num_rows, dtype=torch.int64), torch.arange(position, position + num_rows)
     model.forward([Piece(kv, position, num_rows)], ids, places, torch.tensor([num_rows - 1]))

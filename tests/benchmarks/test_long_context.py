@@ -38,6 +38,8 @@ def test_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2:] == ["| fp32 | 46.1 | 22 | 2 | 0 |", "| bf16 | 23.0 | 45 | 5 | 1 |", "| fp8 | 12.2 | 85 | 10 | 2 |"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_alone_is_measured() -> None:
-    assert attention_s(small_model(), "fp8", 4096, 1) > 0
+    """The time is a difference of two, so the context is long enough that other work on the machine does not hide it."""
+    assert attention_s(small_model(), "fp8", 32768, 1) > 0
