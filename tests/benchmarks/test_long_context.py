@@ -41,5 +41,5 @@ def test_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_attention_alone_is_measured() -> None:
-    """The time is a difference of two, so the context is long enough that other work on the machine does not hide it."""
+    """The time is a difference of two times, so the context is long enough that other work does not hide it."""
     assert attention_s(small_model(), "fp8", 32768, 1) > 0
