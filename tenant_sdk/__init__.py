@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.training.chunked_loss import chunk_loss
     from tenant_sdk.training.dataset import UnusableRowWarning
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "VersionMismatch",
     "WeakParameters",
     "check_run",
+    "chunk_loss",
     "tune",
 ]
 
@@ -124,6 +126,7 @@ _MODULE_OF = {
     "TokenizerFailed": "tenant_sdk.text.failures",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
+    "chunk_loss": "tenant_sdk.training.chunked_loss",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
 takes seconds."""

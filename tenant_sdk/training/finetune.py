@@ -33,6 +33,7 @@ from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
@@ -93,6 +94,8 @@ def finetune(
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
     trainer.same_rows_for_any_text = session.bucket is not None
+    # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
+    trainer.loss_in_chunks = chunk_loss(model, every_position=session.bucket is not None or num_virtual > 0)
     session.fetch_hints(backward=True)
     before, began = session.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
@@ -204,9 +207,11 @@ def completion_loss(
 
 
 class CompletionTrainer(Trainer):  # type: ignore[misc]
-    """Trains with `completion_loss`, which computes logits only at labelled positions, and counts tokens."""
+    """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
 
     num_tokens = 0
+    loss_in_chunks = False
+    """Whether `chunk_loss` has changed the model; if not, `completion_loss` computes logits at labelled positions."""
     same_rows_for_any_text = False
     """Whether logits are computed at every position, so that calls to a remote head do not show the number of
     labels."""
@@ -219,6 +224,9 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         Logits are computed at as few positions as possible, because the head is by far the widest layer.
         """
         self.num_tokens += int(inputs["attention_mask"].sum())
+        if self.loss_in_chunks:
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self._without_cache(model))
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
         if not self._keeps_logits(model):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
@@ -230,6 +238,11 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         folder = Path(output_dir or self.args.output_dir)
         make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
+
+    @staticmethod
+    def _without_cache(model: Any) -> dict[str, bool]:
+        # prefix tuning gives its vectors as a cache
+        return {} if getattr(model.active_peft_config, "is_prompt_learning", False) else {"use_cache": False}
 
     def _keeps_logits(self, model: Any) -> bool:
         base = self.accelerator.unwrap_model(model)
