@@ -34,7 +34,7 @@ NAMES = {
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),
-    "DatasetError",
+    *("DatasetError", "StorageError"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
     *("UnusableRowWarning", "NotFiniteWarning"),
