@@ -38,6 +38,7 @@ from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
+from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import training_rows
@@ -99,6 +100,8 @@ def finetune(
     longest = settings.batch_size * (max(len(row["input_ids"]) for row in rows) + num_virtual)
     kept = choose(mode, model.get_base_model(), longest, has_dropout(model), memory_budget_mb, checkpoints.folder)
     kept.turn_on(model.get_base_model())
+    if kept.mode is None:  # with checkpointing, one block's graph is there at a time
+        prune(model)
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
     trainer.same_rows_for_any_text = session.bucket is not None

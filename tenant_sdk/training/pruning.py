@@ -127,7 +127,9 @@ class _Pruning:
                 return stock(x)
             if is_relu:
                 return _Relu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-            return self._note(_Again.apply(x, stock), stock, x)  # type: ignore[no-untyped-call]
+            output: torch.Tensor = _Again.apply(x, stock)  # type: ignore[no-untyped-call]
+            self._recent.append(output)
+            return self._note(output, stock, x)
 
         return functools.wraps(stock)(forward)
 
@@ -143,6 +145,7 @@ class _Pruning:
 
     def _sees_output(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._note_node(output)
+        self._recent.append(output)
 
     def _sees_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         """Recognises a layer's input that is the product of two known tensors."""
@@ -170,7 +173,6 @@ class _Pruning:
     def _note_node(self, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             self._by_node[output.grad_fn, output.output_nr] = weakref.ref(output)
-            self._recent.append(output)
 
     def _note(self, output: torch.Tensor, run: _Run, *inputs: torch.Tensor) -> torch.Tensor:
         """Remembers how an output was made, for as long as the output lives."""

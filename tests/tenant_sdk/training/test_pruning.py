@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import OPTConfig
 
 from tenant_sdk import TenantClient
+from tenant_sdk.training import pruning
 from tenant_sdk.training.bit_masks import apply_bits, bits_of, keep_bits
 from tenant_sdk.training.pruning import prune
 from tests.support.served_kinds import CONFIGS, make_model, open_client
@@ -99,6 +102,92 @@ def test_other_adapters(name: str, tmp_path: Path) -> None:
 def test_bfloat16_activations_under_float32_adapters(tmp_path: Path) -> None:
     with open_client(make_model("llama", tmp_path / "llama"), dtype=torch.bfloat16) as client:
         assert_same_bits(client, lambda: lora("llama", lora_dropout=0.1))
+
+
+def kept_bytes(model: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that one pass keeps for its backward pass: each storage once, without the model's own."""
+    storages: dict[int, tuple[int, torch.Tensor]] = {}
+    own = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
+
+    def count(packed: Any) -> None:
+        kept = packed[0] if isinstance(packed, tuple) else packed
+        for each in getattr(kept, "inputs", ()):
+            count(each)
+        if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() not in own:
+            storages[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes(), kept
+
+    def hooks(pack: Any, unpack: Any) -> Any:
+        def note(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            count(packed)
+            return packed
+
+        return saved_tensors_hooks(note, unpack)
+
+    ids = torch.randint(3, VOCAB, (2, 64), generator=torch.Generator().manual_seed(7))
+    monkeypatch.setattr(pruning, "saved_tensors_hooks", hooks)
+    with hooks(lambda tensor: tensor, lambda packed: packed):
+        loss = model(input_ids=ids).logits.sum()
+    assert loss.requires_grad
+    return sum(size for size, _ in storages.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "most"),
+    [
+        ("llama", {}, 0.7), ("llama", {"lora_dropout": 0.1}, 0.45), ("qwen3", {}, 0.8), ("gemma2", {}, 0.9),
+        ("gpt2", {}, 0.7), ("opt", {}, 0.95),
+    ],
+)  # fmt: skip
+def test_less_is_kept(
+    kind: str, options: dict[str, Any], most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / kind
+    make_model(kind, folder) if kind in CONFIGS else save_random(OPT, folder)
+    with open_client(folder) as client:
+        model = adapted(client, lora(kind, **options))
+        plain = kept_bytes(model, monkeypatch)
+        prune(model)
+        part = kept_bytes(model, monkeypatch) / plain
+    assert 0.2 < part < most
+
+
+def test_nothing_is_held_after_a_step(tmp_path: Path) -> None:
+    """What a pass has noted ends with the pass, and what it kept ends with the backward pass."""
+    with open_client(make_model("llama", tmp_path / "llama")) as client:
+        model = adapted(client, lora("llama", lora_dropout=0.1))
+        prune(model)
+        step(model)
+        gc.collect()
+        before = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        for seed in (3, 4, 5):
+            step(model, seed)
+        gc.collect()
+        assert sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()) == before
+
+
+def test_a_change_in_place_is_an_error(tmp_path: Path) -> None:
+    with open_client(make_model("llama", tmp_path / "llama")) as client:
+        model = adapted(client, lora("llama"))
+        prune(model)
+        inputs: list[torch.Tensor] = []
+        block = model.get_base_model().model.layers[1]
+        block.post_attention_layernorm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+        ids = torch.randint(3, VOCAB, (1, 8))
+        loss = model(input_ids=ids, labels=ids).loss
+        with torch.no_grad():
+            inputs[0].add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+
+
+def test_without_gradients_nothing_changes(tmp_path: Path) -> None:
+    with open_client(make_model("llama", tmp_path / "llama")) as client:
+        model, ids = adapted(client, lora("llama")).eval(), torch.randint(3, VOCAB, (2, 8))
+        with torch.no_grad():
+            want = model(input_ids=ids).logits
+            prune(model)
+            assert torch.equal(model(input_ids=ids).logits, want)
 
 
 def test_bits() -> None:
