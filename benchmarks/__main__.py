@@ -6,10 +6,12 @@ missing, and is then left out.
 
 from benchmarks import (
     accelerator,
+    activations,
     decode,
     encrypted_matmul,
     few_rows,
     finetune_step,
+    kept_tensors,
     masks,
     memory,
     network,
@@ -26,7 +28,7 @@ benchmark itself prints what it lacks."""
 
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,
-    encrypted_matmul, accelerator,
+    encrypted_matmul, activations, kept_tensors, accelerator,
 )  # fmt: skip
 
 for module in MODULES:
