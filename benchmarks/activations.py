@@ -138,13 +138,16 @@ def time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
         serve_worker(lambda: stepper.step(int(tokens)))
 
 
-def run(tokens: int, variants: tuple[str, ...] = VARIANTS, repeats: int = 0) -> dict[str, dict[str, float]]:
+def run(
+    tokens: int, variants: tuple[str, ...] = VARIANTS, repeats: int = 0, peaks: bool = True
+) -> dict[str, dict[str, float]]:
     """Measures variants at one length.
 
     Args:
         tokens: the number of tokens of the row.
         variants: names of VARIANTS.
         repeats: rounds of timed steps; 0 for no times.
+        peaks: whether peaks of memory are measured.
 
     Returns:
         By variant: `loss`, `peak_mb`, and for remote variants `calls`, `up` and `down` of a short and a measured step;
@@ -154,7 +157,7 @@ def run(tokens: int, variants: tuple[str, ...] = VARIANTS, repeats: int = 0) -> 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url, _ = stack.enter_context(provider(Path(folder)))
-        for variant in variants:
+        for variant in variants if peaks else ():
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations", "peak", variant, str(tokens)]
             done = subprocess.run([*command, url, folder], check=True, stdout=subprocess.PIPE, text=True)
             found[variant] = json.loads(done.stdout.splitlines()[-1])
@@ -167,6 +170,7 @@ def run(tokens: int, variants: tuple[str, ...] = VARIANTS, repeats: int = 0) -> 
             seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
             to_plain = ratios(seconds, "chunked")
             for name, each in seconds.items():
+                found.setdefault(name, {})
                 found[name] |= {"seconds": statistics.median(each), "ratio": to_plain[name]}
     return found
 
@@ -177,13 +181,12 @@ def report(tokens: int, found: dict[str, dict[str, float]]) -> None:
     print(f"| 1 × {tokens} | peak, MB | of local | loss | calls | up, MB | traffic of remote | s | × chunked |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, one in found.items():
-        part = one["peak_mb"] / local.get("peak_mb", float("nan"))
+        part = one.get("peak_mb", float("nan")) / local.get("peak_mb", float("nan"))
         both = (one.get("up", 0) + one.get("down", 0)) / (plain.get("up", 0) + plain.get("down", 0) or float("nan"))
-        print(
-            f"| {name} | {one['peak_mb']:.0f} | {part:.1%} | {one['loss']:.4f} | {one.get('calls', 0):.0f} "
-            f"| {one.get('up', 0) / 1e6:.0f} | {both:.3f} | {one.get('seconds', float('nan')):.1f} "
-            f"| {one.get('ratio', float('nan')):.2f} |"
-        )
+        memory = f"{one.get('peak_mb', float('nan')):.0f} | {part:.1%} | {one.get('loss', float('nan')):.4f}"
+        traffic = f"{one.get('calls', 0):.0f} | {one.get('up', 0) / 1e6:.0f} | {both:.3f}"
+        times = f"{one.get('seconds', float('nan')):.1f} | {one.get('ratio', float('nan')):.2f}"
+        print(f"| {name} | {memory} | {traffic} | {times} |")
 
 
 def main() -> None:
@@ -192,10 +195,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=3, help="rounds of timed steps; 0 measures memory only")
+    parser.add_argument("--times-only", action="store_true", help="measures no memory")
     given = parser.parse_args([] if sys.argv[0].endswith("__main__.py") else None)
     for tokens in given.tokens:
         began = time.monotonic()
-        report(tokens, run(tokens, tuple(given.variants), given.repeats))
+        report(tokens, run(tokens, tuple(given.variants), given.repeats, not given.times_only))
         print(f"({time.monotonic() - began:.0f} s)", flush=True)
 
 
