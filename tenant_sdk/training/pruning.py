@@ -108,7 +108,7 @@ class _Pruning:
 
     def _watch_adapter(self, adapter: nn.Module) -> None:
         if type(adapter) is nn.Dropout and 0 < adapter.p < 1:
-            adapter.forward = self._dropout(adapter, adapter.forward)
+            adapter.forward = self._dropout(adapter, adapter.forward)  # type: ignore[method-assign]
         elif isinstance(adapter, nn.Linear):
             adapter.register_forward_pre_hook(self._sees_copy)
 
