@@ -6,10 +6,12 @@ benchmark says so and is left out.
 
 from benchmarks import (
     accelerator,
+    activations,
     decode,
     encrypted_matmul,
     few_rows,
     finetune_step,
+    kept_tensors,
     long_context,
     masks,
     memory,
@@ -28,7 +30,7 @@ benchmark itself prints what is missing."""
 
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
-    network, speculation, encrypted_matmul, accelerator,
+    network, speculation, encrypted_matmul, activations, kept_tensors, accelerator,
 )  # fmt: skip
 
 for module in MODULES:

@@ -37,6 +37,7 @@ from wire.errors import (
     QuotaExceeded,
     RemoteFault,
     RequestError,
+    StorageError,
     TransportError,
     Unauthenticated,
     Unavailable,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.training.chunked_loss import chunk_loss
     from tenant_sdk.training.dataset import UnusableRowWarning
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "SeedExhausted",
     "SlotsExhausted",
     "Speculation",
+    "StorageError",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",
@@ -108,6 +111,7 @@ __all__ = [
     "VersionMismatch",
     "WeakParameters",
     "check_run",
+    "chunk_loss",
     "tune",
 ]
 
@@ -128,6 +132,7 @@ _MODULE_OF = {
     "TokenizerFailed": "tenant_sdk.text.failures",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
+    "chunk_loss": "tenant_sdk.training.chunked_loss",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
 takes seconds."""
