@@ -107,6 +107,9 @@ def finetune(
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of adapter initialisation and data order.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more calls.")] = False,
+    window_tokens: Annotated[
+        int | None, typer.Option(help="Train in windows of so many tokens: less memory.", metavar="TOKENS")
+    ] = None,
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
@@ -125,7 +128,7 @@ def finetune(
         result = client.finetune(
             data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
             learning_rate=learning_rate, save_steps=save_steps, seed=seed,
-            gradient_checkpointing=gradient_checkpointing, resume=resume,
+            gradient_checkpointing=gradient_checkpointing, window_tokens=window_tokens, resume=resume,
         )  # fmt: skip
     typer.echo(
         f"adapter {result.adapter_dir}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n"

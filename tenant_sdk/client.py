@@ -222,6 +222,7 @@ class TenantClient:
         save_steps: int = 10,
         seed: int = 0,
         gradient_checkpointing: bool = False,
+        window_tokens: int | None = None,
         resume: bool | None = None,
         progress: bool = True,
     ) -> FinetuneResult:
@@ -248,6 +249,9 @@ class TenantClient:
             seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
             gradient_checkpointing: whether activations are computed again in the backward pass, which takes less of
                 the tenant's memory and about twice as many forward calls.
+            window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
+                the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
+                a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             resume: None resumes from a checkpoint of the same run if there is one; True requires one; False starts
                 over.
             progress: whether a progress bar is shown on stderr.
@@ -279,6 +283,7 @@ class TenantClient:
             save_steps=save_steps,
             seed=seed,
             gradient_checkpointing=gradient_checkpointing,
+            window_tokens=window_tokens,
         )
         return finetune(
             self, data, peft_config, output_dir, settings, max_length=max_length, resume=resume, progress=progress

@@ -39,6 +39,8 @@ from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import training_rows
+from tenant_sdk.training.window_attention import check_window
+from tenant_sdk.training.windows import WindowedTrainer, Windows
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.loading import loading, quiet_transformers
 
@@ -79,6 +81,7 @@ def finetune(
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
+    check_window(settings.window_tokens, settings.batch_size, room)
     rows = training_rows(parsed, session.text, min(max_length or room, room), session.bucket, num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
@@ -92,6 +95,7 @@ def finetune(
         _checkpoint_activations(model.get_base_model())
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
+    trainer.windows = None if settings.window_tokens is None else Windows(model, settings.window_tokens)
     trainer.same_rows_for_any_text = session.bucket is not None
     session.fetch_hints(backward=True)
     before, began = session.traffic, time.monotonic()
@@ -203,7 +207,7 @@ def completion_loss(
     return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
 
 
-class CompletionTrainer(Trainer):  # type: ignore[misc]
+class CompletionTrainer(WindowedTrainer):
     """Trains with `completion_loss`, which computes logits only at labelled positions, and counts tokens."""
 
     num_tokens = 0

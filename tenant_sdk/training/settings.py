@@ -28,12 +28,14 @@ class FinetuneSettings:
     save_steps: int
     seed: int
     gradient_checkpointing: bool
+    window_tokens: int | None = None
 
     def check(self) -> None:
         """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
         write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
+        positive += () if self.window_tokens is None else ("window_tokens",)
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
