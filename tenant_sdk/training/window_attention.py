@@ -1,4 +1,4 @@
-"""Says what can be trained in windows of tokens, and gives a model an attention that keeps no copies for them.
+"""Says what can be trained in windows of tokens, and prepares the attention of a model for them.
 
 Guarantees: whatever cannot be cut into windows is refused with one line that says why. What decides is the model's and
 the adapter's configuration; `WindowCache.check` finds at run time a layer that does not use its cache.
@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from wire.errors import ConfigurationError
 
@@ -90,6 +91,23 @@ def _rope_types(parameters: Any) -> Iterator[str]:
         yield str(parameters.get("rope_type", "default"))
         for value in parameters.values():
             yield from _rope_types(value) if isinstance(value, dict) else ()
+
+
+def allow_recomputation(model: Any) -> None:
+    """Lets blocks use their cache while activations are checkpointed; a `WindowCache` may be updated again by a
+    recomputation, which transformers' own caches may not.
+
+    GPT-2's model code drops the cache if the flag of the whole model says that blocks are checkpointed; blocks look at
+    their own flags.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for block in blocks:
+        block._can_checkpoint_with_cache = True
+    if not blocks:
+        return
+    for module in model.modules():
+        if module not in blocks and getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
 
 
 def share_masks(model: Any) -> None:

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import Trainer
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX
-from tenant_sdk.training.window_attention import check_adapter, share_masks, sliding_windows
+from tenant_sdk.training.window_attention import allow_recomputation, check_adapter, share_masks, sliding_windows
 from tenant_sdk.training.window_cache import WindowCache
 from wire.errors import ConfigurationError
 
@@ -53,9 +52,7 @@ class Windows:
         check_adapter(model)
         self._sliding_windows = sliding_windows(self._causal)
         share_masks(self._causal)
-        for module in self._causal.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module._can_checkpoint_with_cache = True  # a `WindowCache` may be updated again by a recomputation
+        allow_recomputation(self._causal)
         self._body: Any = None
         self._body_output: type[ModelOutput] = ModelOutput
         self._hidden: torch.Tensor | None = None
