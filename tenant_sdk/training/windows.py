@@ -14,7 +14,7 @@ Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,9 +33,19 @@ _LOGITS_AT_ONCE = 1 << 22
 """The number of logits that are made at once where the tenant has the head: 16 MiB in float32, and three times as much
 with their gradient and softmax."""
 
+_Inputs = Mapping[str, torch.Tensor]
+_Window = tuple[int, int]
+"""(first token, end) of a window."""
+
 
 class Windows:
-    """Computes a batch's loss and gradients window by window, with a model that has an adapter."""
+    """Computes a batch's loss and gradients window by window, with a model that has an adapter.
+
+    Attributes:
+        before_graph: a function that is called with a window's token ids before each pass that makes a graph.
+    """
+
+    before_graph: Callable[[torch.Tensor], object] = staticmethod(lambda token_ids: None)
 
     def __init__(self, model: Any, window_tokens: int) -> None:
         """Prepares a model for windows; nothing is sent.
@@ -66,7 +76,7 @@ class Windows:
             self._body, self._body_output, self._hidden = body, type(output), output[0]
 
     def backward(
-        self, inputs: Mapping[str, torch.Tensor], count: Any = None, every_position: bool = False, share: float = 1.0
+        self, inputs: _Inputs, count: Any = None, every_position: bool = False, share: float = 1.0
     ) -> torch.Tensor:
         """Computes the mean cross-entropy over labelled tokens, and adds its gradients to those of the parameters.
 
@@ -95,20 +105,33 @@ class Windows:
         if gradient is None:
             return total
         rows.zero_()[index] = gradient  # from here on, `hidden` is the gradient of the hidden states
+        self._backward(inputs, windows, seeds, cache, last, hidden)
+        return total
+
+    def _backward(
+        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache, last: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of the parameters, from the last window to the first.
+
+        Args:
+            inputs, windows, seeds, cache: what `_forward` was given.
+            last: the last hidden states of the last window, with their graph.
+            gradient: the gradient of all last hidden states, shape (batch, num_tokens, hidden size).
+        """
         for number in reversed(range(len(windows))):
             start, stop = windows[number]
             if number < len(windows) - 1:
                 last = self._pass(inputs, windows[number], seeds[number], cache)
-            roots, gradients = [last], [hidden[:, start:stop]]
+            # always a root, so that a window without a label makes the calls of others
+            roots, gradients = [last], [gradient[:, start:stop]]
             for own, own_gradient in cache.taken(stop):
                 roots.append(own)
                 gradients.append(own_gradient)
-            del last
             torch.autograd.backward(roots, gradients)
-        return total
 
     def _forward(
-        self, inputs: Mapping[str, torch.Tensor], windows: list[tuple[int, int]], seeds: list[int], cache: WindowCache
+        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the last hidden states of all tokens, and those of the last window with their graph."""
         parts = []
@@ -118,13 +141,13 @@ class Windows:
         last = self._pass(inputs, windows[-1], seeds[-1], cache)
         return torch.cat([*parts, last.detach()], dim=1), last
 
-    def _pass(
-        self, inputs: Mapping[str, torch.Tensor], window: tuple[int, int], seed: int, cache: WindowCache
-    ) -> torch.Tensor:
+    def _pass(self, inputs: _Inputs, window: _Window, seed: int, cache: WindowCache) -> torch.Tensor:
         """Returns the last hidden states of one window, shape (batch, window tokens, hidden size)."""
         start, stop = window
         cache.begin(start)
         ids = inputs["input_ids"]
+        if torch.is_grad_enabled():
+            self.before_graph(ids[:, start:stop])
         with _random_numbers(seed, ids.device):
             self._model(
                 input_ids=ids[:, start:stop], attention_mask=inputs["attention_mask"][:, :stop], past_key_values=cache,
