@@ -212,6 +212,7 @@ class TenantClient:
         max_steps: int | None = None,
         num_epochs: float = 3.0,
         batch_size: int = 8,
+        window_tokens: int | None = None,
         gradient_accumulation_steps: int = 1,
         learning_rate: float = 1e-3,
         lr_scheduler_type: str = "linear",
@@ -222,7 +223,6 @@ class TenantClient:
         save_steps: int = 10,
         seed: int = 0,
         gradient_checkpointing: bool = False,
-        window_tokens: int | None = None,
         resume: bool | None = None,
         progress: bool = True,
     ) -> FinetuneResult:
@@ -237,6 +237,9 @@ class TenantClient:
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
             num_epochs: number of passes over the data; ignored if `max_steps` is given.
             batch_size: rows that go through the model together.
+            window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
+                the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
+                a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
             learning_rate: AdamW's peak learning rate, which is reached after the warm-up.
             lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
@@ -249,9 +252,6 @@ class TenantClient:
             seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
             gradient_checkpointing: whether activations are computed again in the backward pass, which takes less of
                 the tenant's memory and about twice as many forward calls.
-            window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
-                the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
-                a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             resume: None resumes from a checkpoint of the same run if there is one; True requires one; False starts
                 over.
             progress: whether a progress bar is shown on stderr.
@@ -274,6 +274,7 @@ class TenantClient:
             max_steps=max_steps,
             num_epochs=num_epochs,
             batch_size=batch_size,
+            window_tokens=window_tokens,
             gradient_accumulation_steps=gradient_accumulation_steps,
             learning_rate=learning_rate,
             lr_scheduler_type=lr_scheduler_type,
@@ -283,7 +284,6 @@ class TenantClient:
             save_steps=save_steps,
             seed=seed,
             gradient_checkpointing=gradient_checkpointing,
-            window_tokens=window_tokens,
         )
         return finetune(
             self, data, peft_config, output_dir, settings, max_length=max_length, resume=resume, progress=progress

@@ -40,7 +40,7 @@ from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import training_rows
 from tenant_sdk.training.window_attention import check_window
-from tenant_sdk.training.windows import WindowedTrainer, Windows
+from tenant_sdk.training.windows import Windows, training_step
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.loading import loading, quiet_transformers
 
@@ -207,7 +207,7 @@ def completion_loss(
     return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
 
 
-class CompletionTrainer(WindowedTrainer):
+class CompletionTrainer(Trainer):  # type: ignore[misc]
     """Trains with `completion_loss`, which computes logits only at labelled positions, and counts tokens."""
 
     num_tokens = 0
@@ -242,6 +242,16 @@ class CompletionTrainer(WindowedTrainer):
         return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
             "logits_to_keep" in inspect.signature(base.forward).parameters
         )
+
+    windows: Windows | None = None
+    """The windows in which batches go through the model; None if they go as a whole."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Returns the loss of a batch, whose gradients are added to those of the parameters."""
+        if self.windows is None:
+            return torch.as_tensor(super().training_step(model, inputs, num_items_in_batch))
+        self.num_tokens += int(inputs["attention_mask"].sum())
+        return training_step(self, self.windows, inputs, num_items_in_batch, self.same_rows_for_any_text)
 
 
 @quiet_transformers()  # Trainer reads the log level and sets it

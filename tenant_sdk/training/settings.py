@@ -19,6 +19,7 @@ class FinetuneSettings:
     max_steps: int | None
     num_epochs: float
     batch_size: int
+    window_tokens: int | None = None
     gradient_accumulation_steps: int
     learning_rate: float
     lr_scheduler_type: str
@@ -28,7 +29,6 @@ class FinetuneSettings:
     save_steps: int
     seed: int
     gradient_checkpointing: bool
-    window_tokens: int | None = None
 
     def check(self) -> None:
         """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or

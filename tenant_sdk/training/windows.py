@@ -245,20 +245,22 @@ def _random_numbers(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class WindowedTrainer(Trainer):  # type: ignore[misc]
-    """Trains in windows of tokens if it is told to, and as transformers' Trainer does if not."""
+def training_step(
+    trainer: Trainer, windows: Windows, inputs: Any, num_items_in_batch: Any, every_position: bool
+) -> torch.Tensor:
+    """Replaces transformers' `Trainer.training_step`: adds a batch's gradients to those of the parameters.
 
-    windows: Windows | None = None
-    num_tokens = 0
-    same_rows_for_any_text = False
+    Args:
+        trainer: the trainer that takes the step.
+        windows: the windows in which the batch goes through the trainer's model.
+        inputs: a batch of a `Collator`.
+        num_items_in_batch: the number of labels of all batches whose gradients are added; None if it is not known.
+        every_position: see `Windows.backward`.
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Returns the loss of a batch, whose gradients are added to those of the parameters."""
-        if self.windows is None:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        self.num_tokens += int(inputs["attention_mask"].sum())
-        share = 1.0 if num_items_in_batch is not None else 1 / self.current_gradient_accumulation_steps
-        with self.compute_loss_context_manager():
-            return self.windows.backward(inputs, num_items_in_batch, self.same_rows_for_any_text, share)
+    Returns:
+        The loss, as `Trainer.training_step` does: divided by the number of batches, if the number of labels is unknown.
+    """
+    trainer.model.train()
+    share = 1.0 if num_items_in_batch is not None else 1 / trainer.current_gradient_accumulation_steps
+    with trainer.compute_loss_context_manager():
+        return windows.backward(trainer._prepare_inputs(inputs), num_items_in_batch, every_position, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ import pytest
 import torch
 from transformers import JambaConfig
 
+from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
+from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.training.windows import Windows
 from tests.support.chat_model import character_tokenizer
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.overflowing import HONEST, Opened
 from tests.support.parity import adapted, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.tiny_models import SIZES, VOCAB, save_random
 from tests.support.windowed_models import CONFIGS, NUM_TOKENS, gradients_of, padded_batch, whole_gradients
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -37,7 +41,7 @@ def kind_and_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return request.param, folder
 
 
-def opened(folder: Path, **options: Any) -> TenantClient:
+def client_of(folder: Path, **options: Any) -> TenantClient:
     cache = folder.with_name("cache")
     return TenantClient(f"inproc:{folder}", progress=False, cache=cache, **{"mask": "off", **options})
 
@@ -52,7 +56,7 @@ def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_gradients_in_float(kind_and_folder: tuple[str, Path]) -> None:
     kind, folder = kind_and_folder
-    with opened(folder, weights="native", arithmetic="float") as client:
+    with client_of(folder, weights="native", arithmetic="float") as client:
         model = adapted(client.load_model(), adapter(kind)).train()
         loss, want = whole_gradients(model, padded_batch())
         model.zero_grad()
@@ -66,7 +70,7 @@ def test_gradients_in_float(kind_and_folder: tuple[str, Path]) -> None:
 def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
     """A rounding may flip, and so may it if embeddings move by 1e-7: gradients differ by no more than then."""
     kind, folder = kind_and_folder
-    with opened(folder) as client:
+    with client_of(folder) as client:
         model = adapted(client.load_model(), adapter(kind)).train()
         want, moved = flat(whole_gradients(model, padded_batch())[1]), []
         weight = model.get_input_embeddings().weight
@@ -85,7 +89,7 @@ def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
 def test_gradients_under_lattice(chat_folder: Path) -> None:
     """No further apart than whole batches are, whose masks' error is fresh each time."""
     options = {**TOY_OPTIONS, "hints": "stream", "background": False}
-    with opened(chat_folder, mask="lattice", mask_options=options) as client:
+    with client_of(chat_folder, mask="lattice", mask_options=options) as client:
         model = adapted(client.load_model(), lora()).train()
         want, again, other = (flat(whole_gradients(model, padded_batch())[1]) for _ in range(3))
         model.zero_grad()
@@ -182,7 +186,7 @@ def test_padded_rows_hide_lengths(chat_folder: Path, tmp_path: Path, monkeypatch
     requests: list[tuple[int, Direction, int]] = []
     before_requests(monkeypatch, lambda call, rows: requests.append((call.group, call.direction, rows.num_rows)))
     seen = []
-    with opened(chat_folder, pad_rows=32) as client:
+    with client_of(chat_folder, pad_rows=32) as client:
         for number, text in enumerate(("a", "a much longer row of text")):
             requests.clear()
             client.finetune(
@@ -191,6 +195,18 @@ def test_padded_rows_hide_lengths(chat_folder: Path, tmp_path: Path, monkeypatch
             seen.append(list(requests))
     assert seen[0] == seen[1]
     assert {rows for _, _, rows in seen[0]} == {12, 8}
+
+
+def test_a_value_that_is_not_finite_changes_no_call(opened: Opened, tmp_path: Path) -> None:
+    options = {**QUICK, "max_steps": 2, "window_tokens": 24}
+    client, provider = opened(HONEST)
+    client.finetune(ROWS, lora(r=2), tmp_path / "honest", **options)
+    expected = provider.seen
+    client, provider = opened(Fault(BACKWARD, math.nan, len(expected) // 8))
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite, match="nothing came of this run"):
+        client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
+    assert provider.seen == expected
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("window_tokens", [0, -1, 3, 4 * 128 + 1])
@@ -215,7 +231,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_rows_are_sent(
     requests: list[int] = []
     before_requests(monkeypatch, lambda call, rows: requests.append(call.group))
     with (
-        opened(tmp_path / "jamba", weights="native", arithmetic="float") as client,
+        client_of(tmp_path / "jamba", weights="native", arithmetic="float") as client,
         pytest.raises(ConfigurationError, match=r"^window_tokens is not possible with jamba: its layers keep other"),
     ):
         client.finetune(ROWS, lora(target_modules=["q_proj"]), tmp_path / "out", window_tokens=32, **QUICK)
