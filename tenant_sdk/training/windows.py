@@ -15,7 +15,7 @@ Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ with their gradient and softmax."""
 _Inputs = Mapping[str, torch.Tensor]
 _Window = tuple[int, int]
 """(first token, end) of a window."""
+_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
 class Windows:
@@ -43,8 +44,11 @@ class Windows:
 
     Attributes:
         before_graph: a function that is called with a window's token ids before each pass that makes a graph.
+        contexts: a function that is called for each window that goes through the model twice, and returns the contexts
+            of its first and of its second pass, as `context_fn` does for torch's activation checkpointing.
     """
 
+    contexts: Callable[[], _Contexts] = staticmethod(lambda: (nullcontext(), nullcontext()))
     before_graph: Callable[[torch.Tensor], object] = staticmethod(lambda token_ids: None)
 
     def __init__(self, model: Any, window_tokens: int) -> None:
@@ -98,31 +102,33 @@ class Windows:
         windows = [(start, min(start + length, num_tokens)) for start in range(0, num_tokens, length)]
         seeds = [int(seed) for seed in torch.randint(1 << 62, (len(windows),))]
         cache = WindowCache(self._sliding_windows, num_tokens)
-        hidden, last = self._forward(inputs, windows, seeds, cache)
+        again: list[AbstractContextManager[object]] = []
+        hidden, last = self._forward(inputs, windows, seeds, cache, again)
         rows = hidden.flatten(0, 1)
         index = self._rows_for_head(targets, every_position)
         total, gradient = self._head(rows[index], targets.flatten()[index], scale, last.requires_grad)
         if gradient is None:
             return total
         rows.zero_()[index] = gradient  # from here on, `hidden` is the gradient of the hidden states
-        self._backward(inputs, windows, seeds, cache, last, hidden)
+        self._backward(inputs, windows, seeds, cache, again, last, hidden)
         return total
 
     def _backward(
-        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache, last: torch.Tensor,
-        gradient: torch.Tensor,
+        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
+        again: list[AbstractContextManager[object]], last: torch.Tensor, gradient: torch.Tensor,
     ) -> None:  # fmt: skip
         """Adds the gradients of the parameters, from the last window to the first.
 
         Args:
-            inputs, windows, seeds, cache: what `_forward` was given.
+            inputs, windows, seeds, cache, again: what `_forward` was given.
             last: the last hidden states of the last window, with their graph.
             gradient: the gradient of all last hidden states, shape (batch, num_tokens, hidden size).
         """
         for number in reversed(range(len(windows))):
             start, stop = windows[number]
             if number < len(windows) - 1:
-                last = self._pass(inputs, windows[number], seeds[number], cache)
+                with again.pop():
+                    last = self._pass(inputs, windows[number], seeds[number], cache)
             # always a root, so that a window without a label makes the calls of others
             roots, gradients = [last], [gradient[:, start:stop]]
             for own, own_gradient in cache.taken(stop):
@@ -131,13 +137,25 @@ class Windows:
             torch.autograd.backward(roots, gradients)
 
     def _forward(
-        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the last hidden states of all tokens, and those of the last window with their graph."""
+        self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
+        again: list[AbstractContextManager[object]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Returns the last hidden states of all tokens, and those of the last window with their graph.
+
+        Args:
+            inputs: see `backward`.
+            windows: all windows.
+            seeds: a seed for each window's random numbers.
+            cache: an empty cache.
+            again: an empty list, to which the contexts of second passes are added.
+        """
         parts = []
         with torch.no_grad():
             for window, seed in zip(windows[:-1], seeds, strict=False):
-                parts.append(self._pass(inputs, window, seed, cache))
+                first, second = self.contexts()
+                again.append(second)
+                with first:
+                    parts.append(self._pass(inputs, window, seed, cache))
         last = self._pass(inputs, windows[-1], seeds[-1], cache)
         return torch.cat([*parts, last.detach()], dim=1), last
 

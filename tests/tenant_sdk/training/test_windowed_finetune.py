@@ -75,15 +75,14 @@ def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
         want, moved = flat(whole_gradients(model, padded_batch())[1]), []
         weight = model.get_input_embeddings().weight
         kept = weight.detach().clone()
-        for seed in range(3):
+        for seed in range(2):
             by = 1e-7 * torch.randn(kept.shape, generator=torch.Generator().manual_seed(seed))
             weight.data.copy_(kept + by)
             moved.append(relative(flat(whole_gradients(model, padded_batch())[1]), want))
         weight.data.copy_(kept)
-        for window_tokens in (2, 8):
-            model.zero_grad()
-            Windows(model, window_tokens).backward(padded_batch())
-            assert relative(flat(gradients_of(model)), want) < max(moved)
+        model.zero_grad()
+        Windows(model, 8).backward(padded_batch())
+        assert relative(flat(gradients_of(model)), want) < max(moved)
 
 
 def test_gradients_under_lattice(chat_folder: Path) -> None:
