@@ -36,6 +36,7 @@ from wire.errors import (
     QuotaExceeded,
     RemoteFault,
     RequestError,
+    StorageError,
     TransportError,
     Unauthenticated,
     Unavailable,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.training.chunked_loss import chunk_loss
     from tenant_sdk.training.dataset import UnusableRowWarning
 
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "RequestError",
     "SeedExhausted",
     "SlotsExhausted",
+    "StorageError",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",
@@ -105,6 +108,7 @@ __all__ = [
     "VersionMismatch",
     "WeakParameters",
     "check_run",
+    "chunk_loss",
     "tune",
 ]
 
@@ -124,6 +128,7 @@ _MODULE_OF = {
     "TokenizerFailed": "tenant_sdk.text.failures",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
+    "chunk_loss": "tenant_sdk.training.chunked_loss",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
 takes seconds."""

@@ -109,7 +109,13 @@ def finetune(
     rank: Annotated[int, typer.Option(help="LoRA rank; alpha is twice as much.")] = 16,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of adapter initialisation and data order.")] = 0,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more calls.")] = False,
+    checkpointing: Annotated[
+        str, typer.Option(help="auto, none, replies (kept; recompute the rest) or recompute (more calls).")
+    ] = "auto",
+    memory_budget_mb: Annotated[
+        float | None, typer.Option(help="Memory for activations, in MB.", show_default="half of what is free")
+    ] = None,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="The same as --checkpointing recompute.")] = False,
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
@@ -129,6 +135,7 @@ def finetune(
             data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
             window_tokens=window_tokens,
             learning_rate=learning_rate, save_steps=save_steps, seed=seed,
+            checkpointing=None if checkpointing == "none" else checkpointing, memory_budget_mb=memory_budget_mb,
             gradient_checkpointing=gradient_checkpointing, resume=resume,
         )  # fmt: skip
     typer.echo(

@@ -222,6 +222,8 @@ class TenantClient:
         max_length: int | None = None,
         save_steps: int = 10,
         seed: int = 0,
+        checkpointing: str | None = "auto",
+        memory_budget_mb: float | None = None,
         gradient_checkpointing: bool = False,
         resume: bool | None = None,
         progress: bool = True,
@@ -250,8 +252,13 @@ class TenantClient:
                 tokens. A longer row is an error.
             save_steps: optimizer steps between checkpoints.
             seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
-            gradient_checkpointing: whether activations are computed again in the backward pass, which takes less of
-                the tenant's memory and about twice as many forward calls.
+            checkpointing: how activations are saved (docs/memory.md): None keeps them all; `replies` keeps what the
+                provider answered, in memory and then in an encrypted file, and computes the rest again, with the same
+                calls; `recompute` also asks the provider again, with about twice as many forward calls; `auto` is the
+                cheapest of these that fits.
+            memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
+                half of what is free.
+            gradient_checkpointing: whether `checkpointing` is `recompute`, under the name that transformers has for it.
             resume: None resumes from a checkpoint of the same run if there is one; True requires one; False starts
                 over.
             progress: whether a progress bar is shown on stderr.
@@ -265,6 +272,7 @@ class TenantClient:
             NotFinite: a value was NaN or infinite, and there is no adapter. With `verify` the error is raised at once,
                 without `verify` at the planned end of the run.
             TransportError, ProtocolError, AccessError: a request failed; the same call again resumes the run.
+            StorageError: the disk has no room for replies, or gave back other bytes.
             VeilbaseError: the adapter or a checkpoint could not be written.
         """
         from tenant_sdk.training.finetune import finetune
@@ -283,11 +291,12 @@ class TenantClient:
             max_grad_norm=max_grad_norm,
             save_steps=save_steps,
             seed=seed,
-            gradient_checkpointing=gradient_checkpointing,
         )
         return finetune(
-            self, data, peft_config, output_dir, settings, max_length=max_length, resume=resume, progress=progress
-        )
+            self, data, peft_config, output_dir, settings, max_length=max_length, checkpointing=checkpointing,
+            memory_budget_mb=memory_budget_mb, gradient_checkpointing=gradient_checkpointing, resume=resume,
+            progress=progress,
+        )  # fmt: skip
 
     def generate(
         self,

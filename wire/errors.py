@@ -26,6 +26,7 @@
     │   ├── SeedExhausted       the requested secrets would exceed a seed's budget (noise/ledger/ledger.py)
     │   ├── WeakParameters      the parameters are weaker than the accepted sets
     │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint
+    ├── StorageError            the tenant's own disk is full, or gives back other bytes than were written to it
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
@@ -151,6 +152,10 @@ class WeakParameters(MaskError):
 
 class VerificationFailed(MaskError):
     """A reply or a file does not match the trusted checkpoint."""
+
+
+class StorageError(VeilbaseError):
+    """The tenant's own disk is full, or gives back other bytes than were written to it."""
 
 
 class ConfigurationError(VeilbaseError):

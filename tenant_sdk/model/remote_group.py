@@ -22,6 +22,7 @@ import torch
 
 from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
+from tenant_sdk.model import product_source
 from tenant_sdk.model.planned_calls import AT_ONCE, Course, PlannedCalls, masked_on_course
 from wire.errors import InvalidTensor, VerificationFailed
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction
@@ -192,9 +193,10 @@ def _forward(
         out_dtype: the dtype of the outputs.
         may_share: whether the outputs may be in the same memory block, because no gradient is recorded.
     """
-    product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
-    if product.dtype != out_dtype:
-        product = product.to(out_dtype)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    product = product_source.product(
+        lambda: group.run(Direction.FORWARD, rows).to(out_dtype), (rows.shape[0], group.spec.out_features)
+    ).to(device=x.device, dtype=out_dtype)
     if len(group.member_features) == 1:
         return (product,)
     if x.dim() != 2:

@@ -14,8 +14,8 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, tr
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
+from tenant_sdk.training.checkpointing import choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
@@ -59,6 +61,9 @@ def finetune(
     settings: FinetuneSettings,
     *,
     max_length: int | None = None,
+    checkpointing: str | None = "auto",
+    memory_budget_mb: float | None = None,
+    gradient_checkpointing: bool = False,
     resume: bool | None = None,
     progress: bool = True,
 ) -> FinetuneResult:
@@ -66,13 +71,16 @@ def finetune(
 
     Args:
         session: the tenant's session, which this function connects if the session is not connected yet.
-        data, peft_config, output_dir, max_length, resume, progress: the arguments of `TenantClient.finetune`.
+        data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
         settings: the settings that identify the run, together with its data and its adapter.
+        max_length, checkpointing, memory_budget_mb, gradient_checkpointing, resume, progress: the arguments of
+            `TenantClient.finetune`.
 
     Returns:
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
     """
     settings.check()
+    mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
@@ -91,15 +99,19 @@ def finetune(
 
     set_seed(settings.seed)
     model = _adapted(session, peft_config, settings.seed)
-    if settings.gradient_checkpointing:
-        _checkpoint_activations(model.get_base_model())
+    longest = settings.batch_size * (max(len(row["input_ids"]) for row in rows) + num_virtual)
+    kept = choose(mode, model.get_base_model(), longest, has_dropout(model), memory_budget_mb, checkpoints.folder)
+    kept.turn_on(model.get_base_model())
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
     trainer.windows = None if settings.window_tokens is None else Windows(model, settings.window_tokens)
     trainer.same_rows_for_any_text = session.bucket is not None
+    # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
+    trainer.loss_in_chunks = chunk_loss(model, every_position=session.bucket is not None or num_virtual > 0)
+    trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
     session.fetch_hints(backward=True)
     before, began = session.traffic, time.monotonic()
-    with _saving_errors(), _reading_errors(start):
+    with closing(kept), _saving_errors(), _reading_errors(start):
         with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
             _train(trainer, start)
         _check_finite(model, course, checkpoints)
@@ -168,19 +180,6 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     return model
 
 
-def _checkpoint_activations(model: Any) -> None:
-    """Turns on activation checkpointing like Trainer's own switch, but without a gradient of the embeddings.
-
-    With such a gradient, the layers below the lowest adapter would make backward calls too. Checkpointing that is not
-    re-entrant works without such a gradient.
-    """
-    try:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    except ValueError as exc:
-        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from exc
-    model.disable_input_require_grads()
-
-
 def completion_loss(
     model: Any, inputs: Any, count: Any = None, every_position: bool = False
 ) -> tuple[torch.Tensor, Any]:
@@ -208,9 +207,13 @@ def completion_loss(
 
 
 class CompletionTrainer(Trainer):  # type: ignore[misc]
-    """Trains with `completion_loss`, which computes logits only at labelled positions, and counts tokens."""
+    """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
 
     num_tokens = 0
+    loss_in_chunks = False
+    """Whether `chunk_loss` has changed the model; if not, `completion_loss` computes logits at labelled positions."""
+    before_forward: Callable[[torch.Tensor], None] = staticmethod(lambda token_ids: None)
+    """A function that is called with a batch's token ids before its forward pass."""
     same_rows_for_any_text = False
     """Whether logits are computed at every position, so that calls to a remote head do not show the number of
     labels."""
@@ -223,6 +226,10 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         Logits are computed at as few positions as possible, because the head is by far the widest layer.
         """
         self.num_tokens += int(inputs["attention_mask"].sum())
+        self.before_forward(inputs["input_ids"])
+        if self.loss_in_chunks:
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self._without_cache(model))
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
         if not self._keeps_logits(model):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
@@ -234,6 +241,11 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         folder = Path(output_dir or self.args.output_dir)
         make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
+
+    @staticmethod
+    def _without_cache(model: Any) -> dict[str, bool]:
+        # prefix tuning gives its vectors as a cache
+        return {} if getattr(model.active_peft_config, "is_prompt_learning", False) else {"use_cache": False}
 
     def _keeps_logits(self, model: Any) -> bool:
         base = self.accelerator.unwrap_model(model)

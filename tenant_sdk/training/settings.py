@@ -28,7 +28,6 @@ class FinetuneSettings:
     max_grad_norm: float
     save_steps: int
     seed: int
-    gradient_checkpointing: bool
 
     def check(self) -> None:
         """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or

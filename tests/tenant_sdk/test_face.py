@@ -22,7 +22,7 @@ from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
-NO_ERRORS = {"TenantClient", "Engine", "FinetuneResult", "tune", "check_run"}
+NO_ERRORS = {"TenantClient", "Engine", "FinetuneResult", "tune", "check_run", "chunk_loss"}
 NAMES = {
     *NO_ERRORS,
     # errors, as wire/errors.py draws them
@@ -34,7 +34,7 @@ NAMES = {
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),
-    "DatasetError",
+    *("DatasetError", "StorageError"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
     *("UnusableRowWarning", "NotFiniteWarning"),

@@ -51,10 +51,11 @@ def honest_calls(opened: Opened, out: Path, mask: str = "off", **changes: Any) -
     [
         {},
         {"gradient_checkpointing": True},
+        {"checkpointing": "replies", "memory_budget_mb": 0},
         {"batch_size": 2, "gradient_accumulation_steps": 2},
         {"max_grad_norm": 0.0},
     ],
-    ids=["plain", "recomputed", "accumulated", "unclipped"],
+    ids=["plain", "recomputed", "replies", "accumulated", "unclipped"],
 )
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_a_run_makes_the_calls_of_an_honest_one_and_fails_once(

@@ -1,0 +1,210 @@
+"""Chooses and turns on the way in which a run saves memory for activations: activation checkpointing.
+
+With None the backward pass finds everything that the forward pass made. With `replies` it computes each block again
+from the provider's kept replies (tenant_sdk/training/kept_replies.py). With `recompute` it does so and
+asks the provider again, which sends about half as much more. `auto` is the first of these three that fits.
+
+Guarantees: the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that
+a row says. It is made once, before a run sends rows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.training.kept_replies import KeptReplies
+from tenant_sdk.training.reply_store import ReplyStore
+from wire.errors import ConfigurationError, StorageError
+
+MODES = ("auto", "replies", "recompute")
+"""The values of `checkpointing` besides None."""
+
+_KEPT = 1.2
+"""The estimate of what a step without checkpointing keeps for each token, as a multiple of all base layers' inputs and
+outputs: autograd's saved tensors of SmolLM2 with LoRA on all layers are 1.0 times those."""
+_KEPT_WITH_DROPOUT = 1.8
+"""The same where an adapter has dropout, which keeps a copy of its input."""
+_SHARE_OF_MEMORY = 0.5
+"""The part of the free memory that a run may use if the tenant names no budget."""
+
+
+def resolve(checkpointing: str | None, gradient_checkpointing: bool, memory_budget_mb: float | None) -> str | None:
+    """Returns the mode that a run's options name: one of MODES, or None.
+
+    Raises:
+        ConfigurationError: an option has an impossible value, or two options contradict each other.
+    """
+    if checkpointing is not None and checkpointing not in MODES:
+        raise ConfigurationError(f"checkpointing must be {', '.join(MODES)} or None, got {checkpointing!r}")
+    if gradient_checkpointing:
+        if checkpointing not in ("auto", "recompute"):
+            raise ConfigurationError(
+                f"gradient_checkpointing=True means checkpointing='recompute', got checkpointing={checkpointing!r} too"
+            )
+        checkpointing = "recompute"
+    if memory_budget_mb is None:
+        return checkpointing
+    is_number = isinstance(memory_budget_mb, int | float) and not isinstance(memory_budget_mb, bool)
+    if not is_number or not 0 <= memory_budget_mb < float("inf"):
+        raise ConfigurationError(f"memory_budget_mb must be a finite number from 0, got {memory_budget_mb!r}")
+    if checkpointing not in ("auto", "replies"):
+        raise ConfigurationError(
+            f"memory_budget_mb needs checkpointing='auto' or 'replies', got checkpointing={checkpointing!r}"
+        )
+    return checkpointing
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Holds estimates of a step's memory for its longest batch, in bytes.
+
+    Attributes:
+        plain: what a step without checkpointing keeps.
+        working: what a step with checkpointing keeps beside replies: the blocks' inputs and the graph of one block.
+        replies: the replies of all blocks.
+    """
+
+    plain: int
+    working: int
+    replies: int
+
+
+def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
+    """Returns the estimate for a batch.
+
+    Args:
+        base: the model without adapters.
+        num_rows: the batch's rows times their length, in tokens.
+        has_dropout: whether an adapter has dropout.
+    """
+    layers = list(_remote(base.base_model))
+    item_bytes = base.dtype.itemsize
+    outputs = sum(shape[1] for shape in layers) * item_bytes
+    both = sum(sum(shape) for shape in layers) * item_bytes
+    config = base.config.get_text_config()
+    num_blocks = max(1, int(getattr(config, "num_hidden_layers", 1)))
+    kept = both * (_KEPT_WITH_DROPOUT if has_dropout else _KEPT)
+    inputs = int(getattr(config, "hidden_size", 0)) * num_blocks * item_bytes
+    return Estimate(int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs)
+
+
+def _remote(model: Any) -> Iterable[tuple[int, int]]:
+    """Yields (in_features, out_features) of each remote layer; layers that share an input count it each."""
+    for module in model.modules():
+        if isinstance(module, RemoteLinear):
+            yield module.in_features, module.out_features
+        elif isinstance(module, RemoteConv1D):
+            yield module.nx, module.nf
+
+
+def has_dropout(model: Any) -> bool:
+    """Returns whether a module of the model drops values out in training."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+class Checkpointing:
+    """Holds the mode of one run, and the store of replies if the mode has one."""
+
+    def __init__(self, mode: str | None, store: ReplyStore | None, bytes_per_row: int) -> None:
+        """Takes what `choose` found; `bytes_per_row` are the bytes of the replies for one token."""
+        self.mode, self.store = mode, store
+        self._bytes_per_row = bytes_per_row
+
+    def before_step(self, num_rows: int) -> None:
+        """Makes sure that the replies of the next forward pass have room.
+
+        Args:
+            num_rows: the batch's rows times their length, in tokens.
+
+        Raises:
+            StorageError: the disk has no room.
+        """
+        if self.store is not None:
+            self.store.reserve(num_rows * self._bytes_per_row)
+
+    def turn_on(self, base: Any) -> None:
+        """Turns checkpointing on in a model without adapters, or in the base model of one with adapters.
+
+        The switch is Trainer's own, but without a gradient of the embeddings: with such a gradient, the layers below
+        the lowest adapter would make backward calls too. Checkpointing that is not re-entrant works without one.
+
+        Raises:
+            ConfigurationError: the architecture has no activation checkpointing.
+        """
+        if self.mode is None:
+            return
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.store is not None:
+            options["context_fn"] = KeptReplies(self.store).contexts
+        try:
+            base.activation_checkpointing_enable(options)
+        except ValueError as exc:
+            raise ConfigurationError(
+                f"{type(base).__name__} does not support gradient_checkpointing: use checkpointing=None"
+            ) from exc
+        base.disable_input_require_grads()
+
+    def close(self) -> None:
+        """Removes the store's file and drops its key."""
+        if self.store is not None:
+            self.store.close()
+
+
+def choose(
+    mode: str | None, base: Any, num_rows: int, has_dropout: bool, memory_budget_mb: float | None, folder: Path
+) -> Checkpointing:
+    """Returns the checkpointing of a run.
+
+    Args:
+        mode: the result of `resolve`; `auto` chooses the cheapest that fits.
+        base: the model without adapters.
+        num_rows: the longest batch's rows times their length, in tokens.
+        has_dropout: whether an adapter has dropout.
+        memory_budget_mb: the memory that a step's activations may take, in MB; None for half of the free memory.
+        folder: the folder on whose disk replies are kept that do not fit into memory.
+    """
+    need = estimate(base, num_rows, has_dropout)
+    budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)
+    in_memory = max(0, budget - need.working)
+    if mode == "auto":
+        mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
+        if mode == "replies" and need.replies - in_memory > _free_disk(folder):
+            mode = "recompute"
+    if mode != "replies":
+        return Checkpointing(mode, None, 0)
+    if need.replies - in_memory > _free_disk(folder):
+        raise StorageError(
+            f"expected {(need.replies - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
+            f"{_free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
+        )
+    return Checkpointing(mode, ReplyStore(in_memory, folder), need.replies // max(1, num_rows))
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that the machine and this process's control group leave free."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+        return min(free, int(limit) - int(used)) if limit != "max" else free
+    except (OSError, ValueError):
+        return free
+
+
+def _free_disk(folder: Path) -> int:
+    """Returns the free bytes of the disk on which a folder is or will be."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    try:
+        return shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
+    except OSError:
+        return 0

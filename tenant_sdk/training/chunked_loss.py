@@ -1,0 +1,275 @@
+"""Computes a causal model's loss in chunks of rows, so that the logits of a whole batch never exist at once.
+
+A vocabulary is far wider than any other layer, so the logits and what cross entropy keeps of them are the largest
+tensors of a training step. Here the head sees a few rows at a time, and the gradient of each chunk is taken at once, so
+that a chunk's logits are freed before the next chunk's are made.
+
+Guarantees: loss and gradients equal those of the model's own loss (ForCausalLMLoss), except for the order of sums. A
+head that the provider holds gets the rows that it would get without chunks, in the same order; more rows than a chunk
+holds make several calls, whose number depends on the number of rows only. Logits that a model caps or scales are capped
+or scaled here too. A model whose logits cannot be reproduced keeps its own loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from tenant_sdk.model.product_source import products_from, zeros
+from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.training.labelled_tokens import IGNORE_INDEX
+from wire.errors import ConfigurationError
+
+LOCAL_CHUNK_BYTES = 8 << 20
+"""The bytes of a chunk's logits in float32, of which cross entropy makes two further copies; much less would read the
+head's weight too often, once for every chunk."""
+REMOTE_CHUNK_BYTES = 64 << 20
+"""The same for a head at the provider, where every chunk is a call."""
+_PROBED = 40.0
+"""The largest logit that the probe of a model's cap or scale contains; models cap at 30 and more."""
+
+_Finish = Callable[[torch.Tensor], torch.Tensor]
+"""What a model does to its head's output: logits in, logits out, element by element."""
+
+
+def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
+    """Lets a model compute its training loss in chunks from now on.
+
+    In training, a forward pass with `labels` then returns the loss and no logits (a tensor with no position). Passes
+    without `labels`, without gradients, with `shift_labels` or with `return_dict=False` are not changed, so evaluation
+    and `generate` get their logits. Trainer of transformers works with such a model; a trainer that reads the logits of
+    a training step does not.
+
+    Args:
+        model: a model of `TenantClient.load_model`, with or without PEFT adapters.
+        every_position: whether the head computes every position, so that a provider that holds the head does not see
+            how many positions have a label; otherwise only positions at which some row has a label, if the model's
+            forward takes `logits_to_keep`.
+
+    Returns:
+        Whether the model's loss is now computed in chunks; False if the model keeps its own loss, because its logits
+        are not a cap or scale of its head's output.
+
+    Raises:
+        ConfigurationError: the model has no forward method or no head.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+        raise ConfigurationError(f"expected a causal model with a head, got {type(model).__name__}")
+    finish = None if _has_another_loss(base) else _probe(base)
+    if finish is None:
+        return False
+    base.forward = _ChunkedForward(base, finish, every_position).as_forward()  # type: ignore[method-assign]
+    return True
+
+
+def _has_another_loss(base: Any) -> bool:
+    """Returns whether a model's own loss is more than the cross entropy of its next tokens."""
+    return getattr(base, "loss_type", None) not in (None, "ForCausalLM") or bool(
+        getattr(base.config, "output_router_logits", False)
+    )
+
+
+class _ChunkedForward:
+    """Replaces the forward method of one model; see `chunk_loss`."""
+
+    def __init__(self, base: Any, finish: _Finish, every_position: bool) -> None:
+        self._base, self._finish, self._every_position = base, finish, every_position
+        self._stock = base.forward
+        self._takes_positions = "logits_to_keep" in inspect.signature(self._stock).parameters
+
+    def as_forward(self) -> Callable[..., Any]:
+        """Returns the function to use as the model's forward, with the signature of the replaced one."""
+
+        @functools.wraps(self._stock)
+        def forward(*args: Any, **options: Any) -> Any:
+            changed = options.get("labels") is not None and torch.is_grad_enabled()
+            if not changed or options.get("shift_labels") is not None or options.get("return_dict") is False:
+                return self._stock(*args, **options)
+            return self._with_loss(*args, **options)
+
+        return forward
+
+    def _with_loss(self, *args: Any, labels: torch.Tensor, num_items_in_batch: Any = None, **options: Any) -> Any:
+        targets = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]  # position p predicts token p + 1
+        count = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+        if self._takes_positions:
+            options.pop("logits_to_keep", None)
+            if not self._every_position:
+                keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
+                options["logits_to_keep"], targets = keep, targets[:, keep]
+        head = self._base.get_output_embeddings()
+        with _HeadInput(head) as seen:
+            outputs = self._stock(*args, **options)
+        loss = self._loss(head, seen.hidden, targets, count, outputs.logits)
+        return type(outputs)(**{**outputs, "loss": loss})
+
+    def _loss(self, head: Any, hidden: Any, targets: torch.Tensor, count: Any, logits: torch.Tensor) -> torch.Tensor:
+        if hidden is None:  # the model reads its head's weight itself: the logits are there
+            return _mean(logits.flatten(0, 1), targets.flatten(), count)
+        rows, targets = hidden.flatten(0, 1), targets.flatten().to(hidden.device)  # (B·P, H), (B·P,)
+        is_remote = any(isinstance(part, RemoteLinear | RemoteConv1D) for part in head.modules())
+        if not is_remote and not self._every_position:
+            labelled = targets != IGNORE_INDEX
+            rows, targets = rows[labelled], targets[labelled]
+        return chunked_cross_entropy(
+            lambda part: self._finish(head(part)), rows, targets, count,
+            chunk_bytes=REMOTE_CHUNK_BYTES if is_remote else LOCAL_CHUNK_BYTES,
+        )  # fmt: skip
+
+
+class _HeadInput:
+    """Takes the head's input in a forward pass, and gives the head no rows: `hidden` is the input, or None if the model
+    did not call its head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head = head
+        self.hidden: torch.Tensor | None = None
+
+    def _take(self, head: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if not args or args[0].dim() != 3:  # not (batch, positions, hidden size)
+            return None
+        self.hidden = args[0]
+        return (args[0][:, :0], *args[1:])
+
+    def __enter__(self) -> _HeadInput:
+        self._hook = self._head.register_forward_pre_hook(self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+
+def _mean(logits: torch.Tensor, targets: torch.Tensor, count: Any) -> torch.Tensor:
+    """Returns the sum of the rows' cross entropies, divided by `count`, or by 1 if that is 0: a batch may have no
+    label."""
+    total = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / max(int(count), 1)
+
+
+def chunked_cross_entropy(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    count: Any,
+    *,
+    chunk_bytes: int = LOCAL_CHUNK_BYTES,
+) -> torch.Tensor:
+    """Returns the sum of the rows' cross entropies, divided by `count`.
+
+    Args:
+        logits_of: a function from (num_rows, hidden_size) to logits of shape (num_rows, vocab_size), which treats every
+            row alone.
+        rows: the head's input, shape (num_rows, hidden_size).
+        targets: token ids, or IGNORE_INDEX for no loss, shape (num_rows,).
+        count: the number to divide by; 0 counts as 1.
+        chunk_bytes: the most bytes of a chunk's logits in float32; a chunk has at least one row.
+
+    Returns:
+        A scalar in float32, whose gradient reaches `rows` and every trainable parameter that `logits_of` uses.
+    """
+    with torch.enable_grad():
+        probe = logits_of(rows[:0].detach())
+    num_rows = max(1, chunk_bytes // (4 * probe.shape[-1]))
+    weights = list(_leaves(probe)) if torch.is_grad_enabled() else []
+    given = (logits_of, targets, max(int(count), 1), num_rows)
+    return _ChunkedCrossEntropy.apply(rows, *given, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes the loss and, in the same pass, the gradients of the head's input and of the head's own parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, logits_of: Any, targets: torch.Tensor, count: int, num_rows: int, *weights: Any
+    ) -> torch.Tensor:
+        """Returns the loss, and keeps one gradient of the size of `rows` and one for each weight."""
+        needs_rows = ctx.needs_input_grad[0]
+        wanted = needs_rows or bool(weights)
+        row_grad = torch.empty_like(rows) if needs_rows else None
+        weight_grads = [torch.zeros_like(weight) for weight in weights]
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        for start in range(0, rows.shape[0], num_rows):
+            part = slice(start, start + num_rows)
+            with torch.set_grad_enabled(wanted):
+                given = rows[part].detach().requires_grad_(needs_rows)
+                loss = _mean(logits_of(given), targets[part], count)
+            total += loss.detach()
+            if not wanted:
+                continue
+            found = torch.autograd.grad(loss, [*([given] if needs_rows else []), *weights], allow_unused=True)
+            if row_grad is not None:
+                row_grad[part] = found[0]
+            for sum_, grad in zip(weight_grads, found[len(found) - len(weights) :], strict=True):
+                if grad is not None:
+                    sum_ += grad
+        ctx.save_for_backward(*([] if row_grad is None else [row_grad]), *weight_grads)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Returns the kept gradients, scaled by the gradient of the loss."""
+        kept = [each * grad.to(each.dtype) for each in ctx.saved_tensors]
+        row_grad = kept.pop(0) if ctx.needs_input_grad[0] else None
+        return (row_grad, None, None, None, None, *kept)
+
+
+def _leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the trainable parameters from which a tensor was computed; it may not depend on any other leaf."""
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [each for each, _ in node.next_functions]
+
+
+def _probe(base: Any) -> _Finish | None:
+    """Returns what a model does to its head's output, found by one pass over two tokens in which every remote product
+    is zeros and the head's output is replaced by known numbers; None if it is neither nothing nor a cap nor a scale."""
+    head, known = base.get_output_embeddings(), torch.linspace(-_PROBED, _PROBED, 1001).view(1, 1, -1)
+    was_called, modes = False, [(module, module.training) for module in base.modules()]
+
+    def answer(*_: Any) -> torch.Tensor:
+        nonlocal was_called
+        was_called = True
+        return known.to(base.device)
+
+    hook = head.register_forward_hook(answer)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), products_from(zeros):
+            base.eval()
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=base.device)
+            logits = base(input_ids=tokens, use_cache=False).logits
+    except Exception:  # noqa: BLE001 - a model's own code may raise anything: then the model keeps its own loss
+        return None
+    finally:
+        hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    return _recognised(known, logits.float().cpu(), base.config) if was_called else (lambda logits: logits)
+
+
+def _recognised(known: torch.Tensor, logits: torch.Tensor, config: Any) -> _Finish | None:
+    if logits.shape != known.shape:
+        return None
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = float(logits[0, 0, -1] / known[0, 0, -1])
+    candidates: list[_Finish] = [lambda logits: logits]
+    if cap:
+        candidates.append(lambda logits: torch.tanh(logits / cap) * cap)
+    if 0 < abs(scale) < float("inf"):
+        candidates.append(lambda logits: logits * scale)
+    return next((one for one in candidates if torch.allclose(one(known), logits, rtol=1e-5, atol=1e-6)), None)

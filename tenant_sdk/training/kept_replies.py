@@ -1,0 +1,58 @@
+"""Recomputes a block in the backward pass from what the provider answered in the forward pass.
+
+Activation checkpointing runs each block of a model twice. Here the first run keeps every forward product that the block
+got from the provider, and the second takes the products from the store: attention, norms and adapters are computed
+again, and the provider is not asked again.
+
+Guarantees: a run sends exactly the calls of a run without checkpointing. The second run gets bit-equal products, also
+under a mask whose results differ slightly from call to call. A backward pass can run once for each forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tenant_sdk.model.product_source import products_from
+from tenant_sdk.training.reply_store import KeptReply, ReplyStore
+from wire.errors import StorageError
+
+
+class KeptReplies:
+    """Makes the two contexts in which torch's activation checkpointing runs a block (`context_fn`)."""
+
+    def __init__(self, store: ReplyStore) -> None:
+        """Keeps the replies of all blocks in one store."""
+        self._store = store
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Returns (a context for the first run, which keeps replies; one for the second, which hands them out)."""
+        kept: deque[KeptReply] = deque()
+
+        def keep(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+            product = ask()
+            kept.append(self._store.keep(product))
+            return product
+
+        return products_from(keep), _handing_out(kept)
+
+
+@contextlib.contextmanager
+def _handing_out(kept: deque[KeptReply]) -> Iterator[None]:
+    def hand_out(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+        if not kept:
+            raise StorageError("a block asked for more products in the backward pass than in the forward pass")
+        product = kept.popleft().take()
+        if product.shape != shape:
+            raise StorageError("a block asked for other products in the backward pass than in the forward pass")
+        return product
+
+    try:
+        with products_from(hand_out):
+            yield
+    finally:
+        kept.clear()  # torch ends the second run as soon as it has what it needs
