@@ -113,6 +113,27 @@ def test_a_run_has_the_losses_of_one_without_windows(
     assert result.bytes_up > whole.bytes_up
 
 
+@pytest.mark.parametrize("budget_mb", [0, 100], ids=["disk", "memory"])
+def test_replies_that_are_kept_make_the_calls_of_whole_batches(
+    chat_client: Any, tmp_path: Path, sent: Sent, budget_mb: int
+) -> None:
+    whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
+    want = rows_by_group(sent)
+    sent.clear()
+    result = chat_client.finetune(
+        ROWS, lora(), tmp_path / "out", window_tokens=24, checkpointing="replies", memory_budget_mb=budget_mb, **SHORT
+    )
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert max(num_rows for _, _, num_rows in sent) == 24
+    assert rows_by_group(sent) == want
+
+
+def test_recomputed_blocks(chat_client: Any, tmp_path: Path) -> None:
+    whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
+    result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=24, checkpointing="recompute", **SHORT)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
 def test_a_run_over_a_context_of_one_window_sends_what_a_whole_one_sends(chat_client: Any, tmp_path: Path) -> None:
     whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
     result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=4 * 128, **SHORT)
