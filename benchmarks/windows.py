@@ -23,7 +23,8 @@ from typing import Any
 from benchmarks.common import local_model, provider
 
 SIDES = ("local", "remote", "512", "256")
-"""`local` and `remote` take whole rows; a number is a remote side with windows of so many tokens."""
+"""`local` and `remote` take whole rows; a number is a remote side with windows of so many tokens, and an `r` behind the
+number means that replies are kept on disk."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 16
@@ -45,22 +46,35 @@ def memory_mb(name: str) -> float:
     return float("nan")
 
 
-def take_step(model: Any, num_tokens: int, window_tokens: int | None) -> float:
-    """Computes the gradients of one row of random tokens and returns the loss."""
+def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: Any = None) -> float:
+    """Computes the gradients of one row of random tokens and returns the loss.
+
+    Args:
+        model: a model with an adapter.
+        num_tokens: the number of tokens of the row.
+        window_tokens: the number of tokens of a window; None for the whole row.
+        replies: a `ReplyStore` for what the provider answers in a window's first pass; None for asking again.
+    """
     import torch
 
+    from tenant_sdk.training.kept_replies import KeptReplies
     from tenant_sdk.training.windows import Windows
 
     ids = torch.randint(100, 40_000, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     if window_tokens is not None:
-        return float(Windows(model, window_tokens).backward(inputs))
+        windows = Windows(model, window_tokens)
+        if replies is not None:
+            windows.contexts = KeptReplies(replies).contexts
+        return float(windows.backward(inputs))
     loss = model(**inputs).loss
     loss.backward()
     return float(loss.detach())
 
 
-def measure(model: Any, num_tokens: int, window_tokens: int | None, client: Any = None) -> dict[str, float]:
+def measure(
+    model: Any, num_tokens: int, window_tokens: int | None, client: Any = None, replies: Any = None
+) -> dict[str, float]:
     """Returns what one step took: MB, seconds, and MB a token up and down."""
     from peft import LoraConfig, get_peft_model
 
@@ -68,11 +82,11 @@ def measure(model: Any, num_tokens: int, window_tokens: int | None, client: Any 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config).train()
-    take_step(model, _WARM_TOKENS, window_tokens)
+    take_step(model, _WARM_TOKENS, window_tokens, replies)
     resident, before = memory_mb("VmRSS"), client.traffic if client is not None else None
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     began = time.monotonic()
-    loss = take_step(model, num_tokens, window_tokens)
+    loss = take_step(model, num_tokens, window_tokens, replies)
     found = {"seconds": time.monotonic() - began, "MB": memory_mb("VmHWM") - resident, "loss": loss}
     if before is not None:
         found["up"] = (client.traffic.bytes_up - before.bytes_up) / num_tokens / 1e6
@@ -89,9 +103,12 @@ def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
     import tenant_sdk
 
     tenant_sdk.tune()
+    from tenant_sdk.training.reply_store import ReplyStore
+
     with tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder) as client:
-        window_tokens = None if side == "remote" else int(side)
-        print(json.dumps(measure(client.load_model(), num_tokens, window_tokens, client)))
+        window_tokens = None if side == "remote" else int(side.removesuffix("r"))
+        replies = ReplyStore(0, Path(folder)) if side.endswith("r") else None
+        print(json.dumps(measure(client.load_model(), num_tokens, window_tokens, client, replies)))
 
 
 def run(num_tokens: int, sides: list[str]) -> dict[str, dict[str, float]]:
