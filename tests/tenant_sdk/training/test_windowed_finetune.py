@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import JambaConfig
+from typer.testing import CliRunner
 
 from attacks.programs.overflow import Fault
-from tenant_sdk import TenantClient
+from tenant_sdk import TenantClient, cli
 from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.training.windows import Windows
 from tests.support.chat_model import character_tokenizer
@@ -227,6 +229,19 @@ def test_a_value_that_is_not_finite_changes_no_call(opened: Opened, tmp_path: Pa
         client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
     assert provider.seen == expected
     assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_option(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[int] = []
+    before_requests(monkeypatch, lambda call, rows: requests.append(rows.num_rows))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a row of text"}))
+    command = ["finetune", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "out"), "--mask", "off"]
+    command += ["--url", f"inproc:{chat_folder}", "--batch-size", "1", "--max-steps", "1", "--window-tokens"]
+    for window_tokens, code in (("4", 0), ("129", 1)):
+        result = CliRunner().invoke(cli.app, [*command, window_tokens])
+        assert bool(result.exit_code) is bool(code), result.output
+    assert set(requests) == {4, 2, 1}, "14 tokens with their end, 13 labels at the provider's head"
+    assert "expected 1 to 128, got 129" in str(result.exception)
 
 
 @pytest.mark.parametrize("window_tokens", [0, -1, 3, 4 * 128 + 1])
