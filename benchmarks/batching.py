@@ -299,6 +299,23 @@ def flexllm() -> dict[str, Found]:
     return found
 
 
+def windows() -> dict[str, Found]:
+    """Measures decode beside a tenant that fine-tunes on 2,048 tokens, whole or in windows of 256, with and without a
+    target of 10 ms, and by a provider that cuts no request."""
+    inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
+    tuning = {rows: [Load("tune", rows, is_training=True, think_ms=0)] for rows in (2048, 256)}
+    target, uncut = ("--slo-ms", "10"), ("--batching", "none")
+    return compare(
+        {
+            "decode alone": (inference, target),
+            "beside 2,048 rows, target": (inference + tuning[2048], target),
+            "beside windows of 256, target": (inference + tuning[256], target),
+            "beside 2,048 rows, no request is cut": (inference + tuning[2048], uncut),
+            "beside windows of 256, no request is cut": (inference + tuning[256], uncut),
+        }
+    )
+
+
 def plot_waits(found: dict[str, Found], file: Path) -> None:
     """Draws the plot of Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
     from benchmarks.common import pyplot
@@ -317,7 +334,7 @@ def plot_waits(found: dict[str, Found], file: Path) -> None:
 
 
 SCENARIOS = {
-    one.__name__: one for one in (table5, table5large, table4, flood, figures22and23, flexllm)
+    one.__name__: one for one in (table5, table5large, table4, flood, figures22and23, flexllm, windows)
 }  # fmt: skip
 
 

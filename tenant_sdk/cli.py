@@ -102,6 +102,9 @@ def finetune(
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    window_tokens: Annotated[
+        int | None, typer.Option(help="Train in windows of so many tokens: less memory.", metavar="TOKENS")
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     rank: Annotated[int, typer.Option(help="LoRA rank; alpha is twice as much.")] = 16,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
@@ -130,6 +133,7 @@ def finetune(
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         result = client.finetune(
             data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
+            window_tokens=window_tokens,
             learning_rate=learning_rate, save_steps=save_steps, seed=seed,
             checkpointing=None if checkpointing == "none" else checkpointing, memory_budget_mb=memory_budget_mb,
             gradient_checkpointing=gradient_checkpointing, resume=resume,

@@ -213,6 +213,7 @@ class TenantClient:
         max_steps: int | None = None,
         num_epochs: float = 3.0,
         batch_size: int = 8,
+        window_tokens: int | None = None,
         gradient_accumulation_steps: int = 1,
         learning_rate: float = 1e-3,
         lr_scheduler_type: str = "linear",
@@ -239,6 +240,9 @@ class TenantClient:
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
             num_epochs: number of passes over the data; ignored if `max_steps` is given.
             batch_size: rows that go through the model together.
+            window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
+                the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
+                a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
             learning_rate: AdamW's peak learning rate, which is reached after the warm-up.
             lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
@@ -279,6 +283,7 @@ class TenantClient:
             max_steps=max_steps,
             num_epochs=num_epochs,
             batch_size=batch_size,
+            window_tokens=window_tokens,
             gradient_accumulation_steps=gradient_accumulation_steps,
             learning_rate=learning_rate,
             lr_scheduler_type=lr_scheduler_type,

@@ -32,16 +32,19 @@ from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, tr
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
-from tenant_sdk.training.checkpointing import choose, has_dropout, resolve
+from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import training_rows
+from tenant_sdk.training.window_attention import check_window
+from tenant_sdk.training.windows import Windows, training_step
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.loading import loading, quiet_transformers
 
@@ -80,6 +83,7 @@ def finetune(
     """
     settings.check()
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
+    mode = None if settings.window_tokens is not None and mode == "auto" else mode
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
@@ -88,6 +92,7 @@ def finetune(
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
+    check_window(settings.window_tokens, settings.batch_size, room)
     rows = training_rows(parsed, session.text, min(max_length or room, room), session.bucket, num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
@@ -99,11 +104,12 @@ def finetune(
     model = _adapted(session, peft_config, settings.seed)
     longest = settings.batch_size * (max(len(row["input_ids"]) for row in rows) + num_virtual)
     kept = choose(mode, model.get_base_model(), longest, has_dropout(model), memory_budget_mb, checkpoints.folder)
-    kept.turn_on(model.get_base_model())
-    if kept.mode is None:  # with checkpointing, one block's graph is there at a time
+    windows = _windows(model, settings.window_tokens, kept)
+    if kept.mode is None and windows is None:  # with checkpointing or windows, one block's or window's graph is there
         prune(model)
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
+    trainer.windows = windows
     trainer.same_rows_for_any_text = session.bucket is not None
     # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
     trainer.loss_in_chunks = chunk_loss(model, every_position=session.bucket is not None or num_virtual > 0)
@@ -177,6 +183,22 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
             "or adapt it with LoRA"
         )
     return model
+
+
+def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
+    """Turns checkpointing on, and returns the windows in which batches go through a model with an adapter.
+
+    Windows with a store of replies keep what the provider answered in a window's first pass for its second, and do not
+    checkpoint blocks: the calls are then those of whole batches.
+    """
+    if window_tokens is None or kept.store is None:
+        kept.turn_on(model.get_base_model())
+    if window_tokens is None:
+        return None
+    windows = Windows(model, window_tokens)
+    if kept.store is not None:
+        windows.contexts = KeptReplies(kept.store).contexts
+    return windows
 
 
 def completion_loss(
@@ -253,6 +275,17 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
             "logits_to_keep" in inspect.signature(base.forward).parameters
         )
+
+    windows: Windows | None = None
+    """The windows in which batches go through the model; None if they go as a whole."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Returns the loss of a batch, whose gradients are added to those of the parameters."""
+        if self.windows is None:
+            return torch.as_tensor(super().training_step(model, inputs, num_items_in_batch))
+        self.num_tokens += int(inputs["attention_mask"].sum())
+        self.before_forward(inputs["input_ids"])
+        return training_step(self, self.windows, inputs, num_items_in_batch, self.same_rows_for_any_text)
 
 
 @quiet_transformers()  # Trainer reads the log level and sets it

@@ -19,6 +19,7 @@ class FinetuneSettings:
     max_steps: int | None
     num_epochs: float
     batch_size: int
+    window_tokens: int | None = None
     gradient_accumulation_steps: int
     learning_rate: float
     lr_scheduler_type: str
@@ -33,6 +34,7 @@ class FinetuneSettings:
         write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
+        positive += () if self.window_tokens is None else ("window_tokens",)
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")

@@ -1,0 +1,147 @@
+"""Measures the memory and traffic of one LoRA step in windows of tokens, beside local transformers + PEFT.
+
+Each side takes one step of 1 × TOKENS in a fresh process, after a step of 64 tokens. The figure is how far the
+process's resident memory rises during the step, so weights, adapters and libraries do not count. malloc gives freed
+blocks of 64 KiB and more back at once; otherwise it would be malloc's habits that are measured. The provider is a
+process of its own, over mTLS loopback, and there is no mask: masks of `lattice` are in a pool that does not grow with a
+step. `python -m benchmarks.windows --tokens 4096 --sides local 256`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import local_model, provider
+
+SIDES = ("local", "remote", "512", "256")
+"""`local` and `remote` take whole rows; a number is a remote side with windows of so many tokens, and an `r` behind the
+number means that replies are kept on disk."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
+_MAPPED_BYTES = 1 << 16
+_WARM_TOKENS = 64
+
+
+def fix_malloc() -> None:
+    """Makes malloc give blocks of 64 KiB and more back to the system as soon as they are freed."""
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((_M_MMAP_THRESHOLD, _MAPPED_BYTES), (_M_TRIM_THRESHOLD, _MAPPED_BYTES), (_M_ARENA_MAX, 1)):
+        mallopt(parameter, value)
+
+
+def memory_mb(name: str) -> float:
+    """Returns a line of /proc/self/status, such as VmRSS or its peak VmHWM, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1000
+    return float("nan")
+
+
+def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: Any = None) -> float:
+    """Computes the gradients of one row of random tokens and returns the loss.
+
+    Args:
+        model: a model with an adapter.
+        num_tokens: the number of tokens of the row.
+        window_tokens: the number of tokens of a window; None for the whole row.
+        replies: a `ReplyStore` for what the provider answers in a window's first pass; None for asking again.
+    """
+    import torch
+
+    from tenant_sdk.training.kept_replies import KeptReplies
+    from tenant_sdk.training.windows import Windows
+
+    ids = torch.randint(100, 40_000, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    if window_tokens is not None:
+        windows = Windows(model, window_tokens)
+        if replies is not None:
+            windows.contexts = KeptReplies(replies).contexts
+        return float(windows.backward(inputs))
+    loss = model(**inputs).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def measure(
+    model: Any, num_tokens: int, window_tokens: int | None, client: Any = None, replies: Any = None
+) -> dict[str, float]:
+    """Returns what one step took: MB, seconds, and MB a token up and down."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(model, config).train()
+    take_step(model, _WARM_TOKENS, window_tokens, replies)
+    resident, before = memory_mb("VmRSS"), client.traffic if client is not None else None
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    began = time.monotonic()
+    loss = take_step(model, num_tokens, window_tokens, replies)
+    found = {"seconds": time.monotonic() - began, "MB": memory_mb("VmHWM") - resident, "loss": loss}
+    if before is not None:
+        found["up"] = (client.traffic.bytes_up - before.bytes_up) / num_tokens / 1e6
+        found["down"] = (client.traffic.bytes_down - before.bytes_down) / num_tokens / 1e6
+    return found
+
+
+def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
+    """Takes one side's step in this process, and prints what it took as JSON."""
+    fix_malloc()
+    if side == "local":
+        print(json.dumps(measure(local_model(), num_tokens, None)))
+        return
+    import tenant_sdk
+
+    tenant_sdk.tune()
+    from tenant_sdk.training.reply_store import ReplyStore
+
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder) as client:
+        window_tokens = None if side == "remote" else int(side.removesuffix("r"))
+        replies = ReplyStore(0, Path(folder)) if side.endswith("r") else None
+        print(json.dumps(measure(client.load_model(), num_tokens, window_tokens, client, replies)))
+
+
+def run(num_tokens: int, sides: list[str]) -> dict[str, dict[str, float]]:
+    """Returns for each side what its step took, each in a fresh process."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, provider(Path(folder)) as (url, _):
+        for side in sides:
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.windows", "--side", side, folder, url]
+            command += ["--tokens", str(num_tokens)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+            found[side] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Runs the benchmark and prints its results as a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.windows")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        run_side(given.side[0], given.tokens, *given.side[1:])
+        return
+    print(f"| 1 × {given.tokens} | MB | of local | s | MB a token up | down | loss |\n|---|--:|--:|--:|--:|--:|--:|")
+    found = run(given.tokens, given.sides)
+    for side, one in found.items():
+        share = f"{one['MB'] / found['local']['MB']:.1%}" if "local" in found else ""
+        traffic = [f"{one[way]:.2f}" if way in one else "" for way in ("up", "down")]
+        print(
+            f"| {side} | {one['MB']:.0f} | {share} | {one['seconds']:.1f} | {' | '.join(traffic)} | {one['loss']:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

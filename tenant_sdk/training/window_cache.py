@@ -1,0 +1,176 @@
+"""Keeps the keys and values of a batch whose tokens go through the model window by window, and their gradients.
+
+A later window attends to the keys and values of earlier windows, so its backward pass gives a part of their gradients.
+These parts are added up here, and become roots of the backward pass of the window that made the keys and values.
+
+Guarantees: keys and values of each layer are in one block of memory for all tokens. A window sees a part of this block
+and copies nothing. The memory of the gradients of a layer is taken when the first gradient arrives, which is when
+autograd has freed what it kept for this layer.
+
+Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from wire.errors import ConfigurationError
+
+
+class _Kept:
+    """Keeps the keys, or the values, of one layer for all tokens of a batch, and the sum of their gradients."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._numbers: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        """The part that the present window made, with its graph; None before, and where it needs no gradient."""
+
+    def extended(self, own: torch.Tensor, first: int, start: int, is_again: bool) -> torch.Tensor:
+        """Keeps the present window's part and returns what the window sees, which is the tokens from `first` on.
+
+        Args:
+            own: shape (batch, num_kv_heads, window tokens, head_dim).
+            first: the first token that the window's first token may attend to.
+            start: the window's first token.
+            is_again: whether the same window is computed again for checkpointing, so that nothing may be written:
+                autograd has kept the first result.
+        """
+        if self._numbers is None:
+            self._numbers = own.new_empty(*own.shape[:2], self._num_tokens, own.shape[3])
+        stop = start + own.shape[2]
+        if not is_again:
+            with torch.no_grad():
+                self._numbers[:, :, start:stop] = own
+        if not (torch.is_grad_enabled() and own.requires_grad):
+            return self._numbers[:, :, first:stop]
+        if not is_again:
+            self.own = own
+        seen: torch.Tensor = _Seen.apply(own, self, self._numbers, first, start)  # type: ignore[no-untyped-call]
+        return seen
+
+    def add_gradient(self, gradient: torch.Tensor, first: int, start: int) -> None:
+        """Adds the gradient of the tokens from `first` to `start`, shape (batch, num_kv_heads, tokens, head_dim)."""
+        if first == start:
+            return
+        if self._gradients is None:
+            self._gradients = gradient.new_zeros(*gradient.shape[:2], start, gradient.shape[3])
+        self._gradients[:, :, first:start] += gradient
+
+    def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns (the present window's part, its gradient from later windows) and forgets the part; None if there is
+        no such gradient."""
+        own, self.own = self.own, None
+        if own is None or self._gradients is None:
+            return None
+        return own, self._gradients[:, :, start:stop]
+
+
+class _Seen(torch.autograd.Function):
+    """Gives a window what it sees of a layer's keys or values, without a copy, and passes the gradients on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, kept: _Kept, numbers: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """Returns the tokens from `first` to the window's end; `own` is the window's part, which is already there."""
+        ctx.kept, ctx.first, ctx.start = kept, first, start
+        return numbers[:, :, first : start + own.shape[2]]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """Returns the gradient of the window's part, and adds that of earlier tokens to their sum."""
+        num_earlier = ctx.start - ctx.first
+        ctx.kept.add_gradient(gradient[:, :, :num_earlier], ctx.first, ctx.start)
+        return gradient[:, :, num_earlier:], None, None, None, None
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Is one layer of a `WindowCache`, as transformers' model code expects a layer of a cache."""
+
+    is_croppable = False
+
+    def __init__(self, sliding_window: int | None, num_tokens: int) -> None:
+        super().__init__()
+        self.is_sliding = sliding_window is not None
+        self._sliding_window = sliding_window
+        self._kept = (_Kept(num_tokens), _Kept(num_tokens))
+        self._start = 0
+        self.num_updates = 0
+
+    def begin(self, start: int) -> None:
+        self._start, self.num_updates = start, 0
+
+    @property
+    def _first(self) -> int:
+        return 0 if self._sliding_window is None else max(self._start - self._sliding_window + 1, 0)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        is_again = self.num_updates > 0
+        self.num_updates += 1
+        self.is_initialized = True
+        return tuple(
+            kept.extended(own, self._first, self._start, is_again)
+            for kept, own in zip(self._kept, (key_states, value_states), strict=True)
+        )
+
+    def taken(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for kept in self._kept:
+            found = kept.taken(self._start, stop)
+            if found is not None:
+                yield found
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._start + query_length - self._first, self._first
+
+    def get_seq_length(self) -> int:
+        return self._start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Does nothing: memory is taken by the first `update`."""
+
+
+class WindowCache(Cache):  # type: ignore[misc]
+    """Is the cache of a batch that goes through a model window by window."""
+
+    def __init__(self, sliding_windows: Sequence[int | None], num_tokens: int) -> None:
+        """Makes an empty cache.
+
+        Args:
+            sliding_windows: for each layer, the number of tokens that a token attends to; None means all.
+            num_tokens: the number of tokens of each row of the batch.
+        """
+        super().__init__(layers=[_Layer(window, num_tokens) for window in sliding_windows])
+
+    def begin(self, start: int) -> None:
+        """Begins a pass over the window whose first token is `start`; all tokens before must have been in a pass."""
+        for layer in self.layers:
+            layer.begin(start)
+
+    def check(self) -> None:
+        """Checks, after a pass, that every layer of the model has used this cache.
+
+        Raises:
+            ConfigurationError: some layer did not, so that it did not attend to earlier windows.
+        """
+        if not all(layer.num_updates for layer in self.layers):
+            raise ConfigurationError("window_tokens is not possible: not every layer of this model uses its cache")
+
+    def taken(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the keys and values that the last pass made, each with its gradient from later windows.
+
+        Args:
+            stop: the end of the window.
+        """
+        for layer in self.layers:
+            yield from layer.taken(stop)

@@ -1,0 +1,274 @@
+"""Windows of tokens over a provider: the same gradients and losses, and calls that follow from shapes alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import JambaConfig
+from typer.testing import CliRunner
+
+from attacks.programs.overflow import Fault
+from tenant_sdk import TenantClient, cli
+from tenant_sdk.model.planned_calls import NotFiniteWarning
+from tenant_sdk.training.windows import Windows
+from tests.support.chat_model import character_tokenizer
+from tests.support.client_seams import before_requests
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.overflowing import HONEST, Opened
+from tests.support.parity import adapted, relative
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.tiny_models import SIZES, VOCAB, save_random
+from tests.support.windowed_models import CONFIGS, NUM_TOKENS, gradients_of, padded_batch, whole_gradients
+from wire.errors import ConfigurationError, NotFinite
+from wire.frame import Direction
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+SHORT = {**QUICK, "max_steps": 3}
+TEXTS = [{"text": text} for text in ("abc def", "a longer line of text, and longer still", "owl", "Port Hale")]
+Sent = list[tuple[str, Direction, int]]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kind_and_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A kind of model, and a folder with a random one."""
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    save_random(CONFIGS[request.param], folder)
+    character_tokenizer().save_pretrained(folder)
+    return request.param, folder
+
+
+def client_of(folder: Path, **options: Any) -> TenantClient:
+    cache = folder.with_name("cache")
+    return TenantClient(f"inproc:{folder}", progress=False, cache=cache, **{"mask": "off", **options})
+
+
+def adapter(kind: str) -> Any:
+    return lora(fan_in_fan_out=kind == "gpt2")
+
+
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def test_gradients_in_float(kind_and_folder: tuple[str, Path]) -> None:
+    kind, folder = kind_and_folder
+    with client_of(folder, weights="native", arithmetic="float") as client:
+        model = adapted(client.load_model(), adapter(kind)).train()
+        loss, want = whole_gradients(model, padded_batch())
+        model.zero_grad()
+        assert float(Windows(model, 8).backward(padded_batch())) == pytest.approx(loss, rel=1e-6)
+        got = gradients_of(model)
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            assert relative(got[name], gradient) < 1e-5, name
+
+
+def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
+    """A rounding may flip, and so may it if embeddings move by 1e-7: gradients differ by no more than then."""
+    kind, folder = kind_and_folder
+    with client_of(folder) as client:
+        model = adapted(client.load_model(), adapter(kind)).train()
+        want, moved = flat(whole_gradients(model, padded_batch())[1]), []
+        weight = model.get_input_embeddings().weight
+        kept = weight.detach().clone()
+        for seed in range(2):
+            by = 1e-7 * torch.randn(kept.shape, generator=torch.Generator().manual_seed(seed))
+            weight.data.copy_(kept + by)
+            moved.append(relative(flat(whole_gradients(model, padded_batch())[1]), want))
+        weight.data.copy_(kept)
+        model.zero_grad()
+        Windows(model, 8).backward(padded_batch())
+        assert relative(flat(gradients_of(model)), want) < max(moved)
+
+
+def test_gradients_under_lattice(chat_folder: Path) -> None:
+    """No further apart than whole batches are, whose masks' error is fresh each time."""
+    options = {**TOY_OPTIONS, "hints": "stream", "background": False}
+    with client_of(chat_folder, mask="lattice", mask_options=options) as client:
+        model = adapted(client.load_model(), lora()).train()
+        want, again, other = (flat(whole_gradients(model, padded_batch())[1]) for _ in range(3))
+        model.zero_grad()
+        Windows(model, 16).backward(padded_batch())
+        apart = max(relative(again, want), relative(other, want), relative(again, other))
+        assert relative(flat(gradients_of(model)), want) < 2 * apart
+
+
+@pytest.mark.parametrize(
+    ("data", "changes"),
+    [(ROWS, {}), (TEXTS, {"batch_size": 3, "gradient_accumulation_steps": 2})],
+    ids=["plain", "accumulated"],
+)
+def test_a_run_has_the_losses_of_one_without_windows(
+    chat_client: Any, tmp_path: Path, data: Any, changes: dict[str, Any]
+) -> None:
+    whole = chat_client.finetune(data, lora(), tmp_path / "whole", **SHORT | changes)
+    result = chat_client.finetune(data, lora(), tmp_path / "out", window_tokens=24, **SHORT | changes)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert result.tokens == whole.tokens
+    assert len(set(whole.losses)) == 3
+    assert result.bytes_up > whole.bytes_up
+
+
+@pytest.mark.parametrize("budget_mb", [0, 100], ids=["disk", "memory"])
+def test_replies_that_are_kept_make_the_calls_of_whole_batches(
+    chat_client: Any, tmp_path: Path, sent: Sent, budget_mb: int
+) -> None:
+    whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
+    want = rows_by_group(sent)
+    sent.clear()
+    result = chat_client.finetune(
+        ROWS, lora(), tmp_path / "out", window_tokens=24, checkpointing="replies", memory_budget_mb=budget_mb, **SHORT
+    )
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert max(num_rows for _, _, num_rows in sent) == 24
+    assert rows_by_group(sent) == want
+
+
+def test_recomputed_blocks(chat_client: Any, tmp_path: Path) -> None:
+    whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
+    result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=24, checkpointing="recompute", **SHORT)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_a_run_over_a_context_of_one_window_sends_what_a_whole_one_sends(chat_client: Any, tmp_path: Path) -> None:
+    whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
+    result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=4 * 128, **SHORT)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert (result.bytes_up, result.bytes_down) == (whole.bytes_up, whole.bytes_down)
+
+
+@pytest.fixture
+def sent(chat_client: Any, monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """A list to which each request to the provider is added: (layer group, direction, number of rows)."""
+    requests: Sent = []
+    names = {group.id: group.name for group in chat_client.connect().groups}
+    before_requests(monkeypatch, lambda call, rows: requests.append((names[call.group], call.direction, rows.num_rows)))
+    return requests
+
+
+@pytest.fixture
+def model(chat_client: Any) -> Any:
+    """The chat model, whose head the provider has, with an adapter on every layer."""
+    return adapted(chat_client.load_model(), lora()).train()
+
+
+def test_traffic_is_counted(model: Any, sent: Sent) -> None:
+    """All windows but the last go through the forward pass twice; the head's rows are those of a whole batch."""
+    whole_gradients(model, padded_batch())
+    whole = rows_by_group(sent)
+    sent.clear()
+    Windows(model, 16).backward(padded_batch())
+    assert max(rows for _, _, rows in sent) == 16
+    got = rows_by_group(sent)
+    assert got.keys() == whole.keys()
+    for name, direction in whole:
+        again = 2 * 16 if direction is FORWARD and "lm_head" not in name else 0
+        assert got[name, direction] == whole[name, direction] + again, name
+    assert whole["model.layers.0.mlp.down_proj", FORWARD] == 2 * NUM_TOKENS
+
+
+def rows_by_group(sent: Sent) -> Counter[tuple[str, Direction]]:
+    counted: Counter[tuple[str, Direction]] = Counter()
+    for name, direction, num_rows in sent:
+        counted[name, direction] += num_rows
+    return counted
+
+
+def labelled_at(positions: list[int]) -> dict[str, torch.Tensor]:
+    """A batch of one row with labels at these positions only."""
+    ids = torch.randint(3, VOCAB, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(sum(positions)))
+    labels = torch.full_like(ids, -100)
+    labels[:, positions] = ids[:, positions]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+@pytest.mark.parametrize("every_position", [False, True])
+def test_requests_do_not_show_where_labels_are(model: Any, sent: Sent, every_position: bool) -> None:
+    """Windows without a label, at the end or at the beginning, make the calls of those with labels."""
+    places = [[1, 2, 3], [10, 11, 12], [20, 21, 22], [2, 11, 22]]
+    if every_position:
+        places += [[], [5], list(range(NUM_TOKENS))]
+    windows, seen = Windows(model, 5), []
+    for positions in places:
+        sent.clear()
+        windows.backward(labelled_at(positions), every_position=every_position)
+        seen.append(list(sent))
+    assert all(each == seen[0] for each in seen)
+    num_backward = Counter(name for name, direction, _ in seen[0] if direction is BACKWARD and "lm_head" not in name)
+    assert set(num_backward.values()) == {5}, "each layer is called backward for each of five windows"
+
+
+def test_padded_rows_hide_lengths(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[tuple[int, Direction, int]] = []
+    before_requests(monkeypatch, lambda call, rows: requests.append((call.group, call.direction, rows.num_rows)))
+    seen = []
+    with client_of(chat_folder, pad_rows=32) as client:
+        for number, text in enumerate(("a", "a much longer row of text")):
+            requests.clear()
+            client.finetune(
+                [{"text": text}], lora(), tmp_path / str(number), window_tokens=12, **QUICK | {"max_steps": 1}
+            )
+            seen.append(list(requests))
+    assert seen[0] == seen[1]
+    assert {rows for _, _, rows in seen[0]} == {12, 8}
+
+
+def test_a_value_that_is_not_finite_changes_no_call(opened: Opened, tmp_path: Path) -> None:
+    options = {**QUICK, "max_steps": 2, "window_tokens": 24}
+    client, provider = opened(HONEST)
+    client.finetune(ROWS, lora(r=2), tmp_path / "honest", **options)
+    expected = provider.seen
+    client, provider = opened(Fault(BACKWARD, math.nan, len(expected) // 8))
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite, match="nothing came of this run"):
+        client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
+    assert provider.seen == expected
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_option(chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[int] = []
+    before_requests(monkeypatch, lambda call, rows: requests.append(rows.num_rows))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a row of text"}))
+    command = ["finetune", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "out"), "--mask", "off"]
+    command += ["--url", f"inproc:{chat_folder}", "--batch-size", "1", "--max-steps", "1", "--window-tokens"]
+    for window_tokens, code in (("4", 0), ("129", 1)):
+        result = CliRunner().invoke(cli.app, [*command, window_tokens])
+        assert bool(result.exit_code) is bool(code), result.output
+    assert set(requests) == {4, 2, 1}, "14 tokens with their end, 13 labels at the provider's head"
+    assert "expected 1 to 128, got 129" in str(result.exception)
+
+
+@pytest.mark.parametrize("window_tokens", [0, -1, 3, 4 * 128 + 1])
+def test_windows_that_cannot_be(chat_client: Any, tmp_path: Path, window_tokens: int, sent: Sent) -> None:
+    """QUICK's batches have 4 rows, and the model's context has 128 tokens."""
+    with pytest.raises(ConfigurationError, match="window_tokens") as failure:
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=window_tokens, **QUICK)
+    assert "\n" not in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
+    assert sent == []
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_rows_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = JambaConfig(
+        **SIZES, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4, num_experts=2,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    save_random(config, tmp_path / "jamba")
+    character_tokenizer().save_pretrained(tmp_path / "jamba")
+    requests: list[int] = []
+    before_requests(monkeypatch, lambda call, rows: requests.append(call.group))
+    with (
+        client_of(tmp_path / "jamba", weights="native", arithmetic="float") as client,
+        pytest.raises(ConfigurationError, match=r"^window_tokens is not possible with jamba: its layers keep other"),
+    ):
+        client.finetune(ROWS, lora(target_modules=["q_proj"]), tmp_path / "out", window_tokens=32, **QUICK)
+    assert requests == []
+    assert not (tmp_path / "out").exists()
