@@ -43,7 +43,7 @@ from wire.errors import (
 )
 from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
 from wire.transport.busy_poll import MOST_S, BusyPoll
-from wire.transport.tls_socket import MessageSocket
+from wire.transport.message_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256

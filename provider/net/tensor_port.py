@@ -27,7 +27,8 @@ from provider.net.session import Session, error_frame
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, WireCode
 from wire.frame import FrameType
 from wire.transport.busy_poll import BusyPoll
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.message_socket import MessageSocket
+from wire.transport.tls_socket import handshake
 
 MAX_CONNECTIONS = MOST_STREAMS
 """Most connections, including connections whose handshake is not finished. Each of them occupies a thread."""

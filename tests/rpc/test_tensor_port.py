@@ -43,8 +43,9 @@ from wire.frame import FrameType, Header
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.identity import TlsIdentity
+from wire.transport.message_socket import MessageSocket
 from wire.transport.tls_context import ALPN, client_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import handshake
 
 LARGE_ROWS = 4096
 """A reply of 1 MiB."""

@@ -15,8 +15,9 @@ from tests.support.loopback_provider import Provider
 from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
+from wire.transport.message_socket import MessageSocket
 from wire.transport.tls_context import client_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import handshake
 
 BROKEN = (grpc.RpcError, OSError)
 """What reading raises after a stream was ended from either side without a word."""

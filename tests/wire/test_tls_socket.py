@@ -28,10 +28,10 @@ from tests.support.tls_authority import HOST, Authority, make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
-from wire.transport import tls_socket
+from wire.transport import message_socket, tls_socket
 from wire.transport.grpc_connection import channel_options
 from wire.transport.tls_context import ALPN, client_context, server_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import TlsSocket, handshake
 
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
@@ -49,7 +49,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-Outcome = MessageSocket | BaseException
+Outcome = TlsSocket | BaseException
 
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tuple[Outcome, Outcome]:
@@ -74,29 +74,29 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tu
     return mine, outcome[0]
 
 
-def joined(authority: Authority) -> tuple[MessageSocket, MessageSocket]:
+def joined(authority: Authority) -> tuple[TlsSocket, TlsSocket]:
     near, far = meet(authority.client_context(), authority.server_context())
-    assert isinstance(near, MessageSocket)
-    assert isinstance(far, MessageSocket)
+    assert isinstance(near, TlsSocket)
+    assert isinstance(far, TlsSocket)
     return near, far
 
 
 @pytest.fixture
-def ends(authority: Authority) -> Iterator[tuple[MessageSocket, MessageSocket]]:
+def ends(authority: Authority) -> Iterator[tuple[TlsSocket, TlsSocket]]:
     near, far = joined(authority)
     yield near, far
     near.release()
     far.release()
 
 
-def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, MessageSocket]:
+def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, TlsSocket]:
     """A tenant that sends whatever bytes it likes, and the provider's end.
 
     The tenant sends `more`, and that nothing follows, in one piece with the end of its handshake.
     """
     near, far = tcp_pair()
     peer = RawPeer(near, authority.client_context(), HOST)
-    made: list[MessageSocket] = []
+    made: list[TlsSocket] = []
     thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
     peer.shake_hands()
     last = peer.records(*more)
@@ -108,20 +108,20 @@ def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tupl
 
 
 @pytest.fixture
-def raw(authority: Authority) -> Iterator[tuple[RawPeer, MessageSocket]]:
+def raw(authority: Authority) -> Iterator[tuple[RawPeer, TlsSocket]]:
     near, far = raw_tenant(authority)
     yield near, far
     near.plain.close()
     far.release()
 
 
-def option(end: MessageSocket, level: int, name: int, *size: int) -> Any:
+def option(end: TlsSocket, level: int, name: int, *size: int) -> Any:
     """An option of an end's socket."""
     with socket.socket(fileno=os.dup(end.fileno())) as plain:
         return plain.getsockopt(level, name, *size)
 
 
-def receive(end: MessageSocket) -> bytes:
+def receive(end: TlsSocket) -> bytes:
     while (message := end.next_message()) is None:
         try:
             end.wait()
@@ -132,7 +132,7 @@ def receive(end: MessageSocket) -> bytes:
     return bytes(message)
 
 
-def send_all(end: MessageSocket, *messages: bytes) -> None:
+def send_all(end: TlsSocket, *messages: bytes) -> None:
     for message in messages:
         end.send(message)
         while end.has_unsent:
@@ -151,7 +151,7 @@ def joins(thread: threading.Thread) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
-def test_the_kernel_pings_at_both_ends(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_the_kernel_pings_at_both_ends(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """After 20 s without a byte; some 10 s later the peer has vanished."""
     for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
         assert option(end, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -177,7 +177,7 @@ def test_grpc_pings_from_both_ends() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_message_arrives_as_it_was_both_ways(ends: tuple[MessageSocket, MessageSocket], size: int) -> None:
+def test_a_message_arrives_as_it_was_both_ways(ends: tuple[TlsSocket, TlsSocket], size: int) -> None:
     message = os.urandom(size)
     for source, sink in (ends, ends[::-1]):
         sender = in_thread(lambda source=source: send_all(source, message, b"after"))
@@ -186,7 +186,7 @@ def test_a_message_arrives_as_it_was_both_ways(ends: tuple[MessageSocket, Messag
         assert joins(sender)
 
 
-def test_many_small_messages_in_one_record(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_many_small_messages_in_one_record(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     messages = [bytes([number % 256]) * (number % 7) for number in range(2000)]
     near.send(b"".join(LENGTH.pack(len(one)) + one for one in messages))
@@ -194,7 +194,7 @@ def test_many_small_messages_in_one_record(raw: tuple[RawPeer, MessageSocket]) -
 
 
 @pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket], size: int) -> None:
+def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket], size: int) -> None:
     """By records: the length, too, may come in parts."""
     near, far = raw
     message = os.urandom(size)
@@ -204,7 +204,7 @@ def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket], size: i
         assert [receive(far), receive(far)] == [message, message]
 
 
-def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket]) -> None:
     """By TCP: nothing is taken for a message until its record is whole."""
     near, far = raw
     for cut in range(1, 40):
@@ -250,10 +250,10 @@ def test_any_messages_in_any_pieces(authority: Authority, messages: list[bytes],
 
 
 def test_a_length_above_the_limit_takes_no_memory(
-    raw: tuple[RawPeer, MessageSocket], monkeypatch: pytest.MonkeyPatch
+    raw: tuple[RawPeer, TlsSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, far = raw
-    monkeypatch.setattr(tls_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
+    monkeypatch.setattr(message_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
     near.send(LENGTH.pack(2) + b"ok" + LENGTH.pack(MAX_FRAME_BYTES + 1) + b"rest")
     with pytest.raises(MalformedFrame, match=str(MAX_FRAME_BYTES)):
         far.wait()
@@ -267,7 +267,7 @@ def test_a_length_above_the_limit_takes_no_memory(
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_ends_in_order(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_ends_in_order(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     send_all(near, b"last")
     near.end_sending()
@@ -279,7 +279,7 @@ def test_a_peer_that_ends_in_order(ends: tuple[MessageSocket, MessageSocket]) ->
     assert receive(near) == b"the other way is open"
 
 
-def test_a_peer_that_ends_without_a_word(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_ends_without_a_word(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     send_all(near, b"last")
     near.release()
@@ -288,7 +288,7 @@ def test_a_peer_that_ends_without_a_word(ends: tuple[MessageSocket, MessageSocke
         receive(far)
 
 
-def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     near.send(LENGTH.pack(100) + b"half")
     near.end()
@@ -316,7 +316,7 @@ def test_a_wrong_length_beside_the_handshake_comes_after_what_was_right(authorit
     end.release()
 
 
-def test_close_wakes_who_receives(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, _ = ends
     ended: list[BaseException] = []
 
@@ -339,7 +339,7 @@ def test_close_wakes_who_receives(ends: tuple[MessageSocket, MessageSocket]) -> 
     near.close()
 
 
-def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """The number may be another connection's by then; `close` may come from any thread."""
     near, _ = ends
     number = near.fileno()
@@ -357,7 +357,7 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[MessageSocke
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Both would count on with the same keys."""
     near, far = ends
 
@@ -377,7 +377,7 @@ def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[Messa
 # ---- many threads, slow peers ---------------------------------------------------------------------------------------
 
 
-def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     got: list[bytes] = []
     reader = in_thread(lambda: got.append(receive(near)))
@@ -390,7 +390,7 @@ def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[Mes
     assert got == [b"answer"]
 
 
-def test_messages_of_several_threads_stay_whole(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_messages_of_several_threads_stay_whole(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     senders = [
         in_thread(lambda mark=mark: send_all(near, *[bytes([mark]) * (1 + 3571 * n) for n in range(30)]))
@@ -405,7 +405,7 @@ def test_messages_of_several_threads_stay_whole(ends: tuple[MessageSocket, Messa
     assert all(joins(thread) for thread in senders)
 
 
-def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     message = os.urandom(1 << 20)
     began = time.monotonic()
@@ -430,11 +430,11 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
     assert all(one == message for one in got)
 
 
-def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """One thread an end, which sends and receives: nobody may wait for the peer to read first."""
     message, count = os.urandom(1 << 20), 24
 
-    def both(end: MessageSocket, got: list[bytes]) -> None:
+    def both(end: TlsSocket, got: list[bytes]) -> None:
         for _ in range(count):
             end.send(message)
         while len(got) < count or end.has_unsent:
@@ -459,7 +459,7 @@ class Message(bytearray):
     """Bytes that can be looked for."""
 
 
-def test_what_has_been_sent_is_freed(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """The message, and what it was encrypted to; a first message makes the memory that is kept for later ones."""
     near, far = ends
 
@@ -490,7 +490,7 @@ def test_what_has_been_sent_is_freed(ends: tuple[MessageSocket, MessageSocket]) 
 
 def refused(near: Outcome, far: Outcome) -> bool:
     """Whether neither end, or in TLS 1.3 at most the tenant's, which learns of it when it reads, has a connection."""
-    if isinstance(near, MessageSocket):
+    if isinstance(near, TlsSocket):
         with pytest.raises(OSError):
             receive(near)
         near.release()
@@ -549,7 +549,7 @@ def test_the_providers_certificate_does_not_make_a_tenant(authority: Authority) 
     assert refused(*meet(client_context(*authority.server), authority.server_context()))
 
 
-def test_nothing_is_resumed(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_nothing_is_resumed(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     message = b"a ticket would come before this"
     send_all(far, message)
@@ -603,13 +603,13 @@ def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
     """A peer may ask for new keys as often as it likes, and each time OpenSSL writes an answer that nobody fetches."""
     near_plain, far_plain = tcp_pair()
     provider = RawPeer(far_plain, authority.server_context())
-    made: list[MessageSocket] = []
+    made: list[TlsSocket] = []
     thread = in_thread(lambda: made.append(handshake(near_plain, authority.client_context(), HOST)))
     provider.shake_hands()
     provider.send()
     assert joins(thread)
     (near,) = made
-    far = MessageSocket(far_plain, provider.tls, provider.incoming, provider.outgoing)
+    far = TlsSocket(far_plain, provider.tls, provider.incoming, provider.outgoing)
     provider.outgoing.write(bytes(1 << 16))
     send_all(near, b"one")
     assert receive(far) == b"one"
@@ -643,14 +643,14 @@ def test_without_memory_files_the_key_is_gone_again(
     far.release()
 
 
-def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Linux ends a connection whose peer answers but does not read for so long."""
     near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000
 
 
-def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[TlsSocket, TlsSocket]) -> None:
     chosen = [option(end, socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in ends]
     assert [name.rstrip(b"\0") for name in chosen] == [b"reno", b"reno"]
 
