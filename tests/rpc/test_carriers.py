@@ -20,7 +20,7 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.tensor_port import TensorPortStatus
+from provider.net.stream_port import PortStatus
 from tests.support.links import BROKEN
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
@@ -59,7 +59,7 @@ def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
         assert connection.carrier == "gRPC"
     else:
         assert connection.carrier == carrier_of(provider)
-        assert provider.server.tensors.status() == TensorPortStatus(num_connections=1, num_guests=0)
+        assert provider.server.tensors.status() == PortStatus(num_connections=1, num_guests=0)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])

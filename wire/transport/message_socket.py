@@ -217,7 +217,11 @@ class MessageSocket(ABC):
             if events & select.POLLOUT:
                 self.flush()
             if events & ~select.POLLOUT:
-                self.receive()
+                try:
+                    self.receive()
+                except (EOFError, MalformedFrame):
+                    if not self._messages:  # Otherwise the end came with a message, and is raised again after it.
+                        raise
         return self._messages[0]
 
     def _is_readable(self) -> object:
