@@ -17,15 +17,17 @@ import os
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from provider.net.descriptors import MOST_STREAMS
-from provider.net.stream_port import BACKLOG, Serve, StreamPort
-from wire.errors import ConfigurationError
+from provider.net.stream_port import BACKLOG, LINGER_S, Serve, StreamPort
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
 from wire.transport.ipc.credentials import check_system
 from wire.transport.ipc.folder import SOCKET_NAME, check_folder
 from wire.transport.ipc.handshake import provider_handshake
+from wire.transport.message_socket import MessageSocket
 
 _FOLDER_MODE, _SOCKET_MODE = 0o711, 0o666
 _LOCK_NAME = "provider.lock"
@@ -96,6 +98,12 @@ class IpcPort(StreamPort):
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         """Starts a thread that accepts connections; see `TensorPort.start`."""
         self.accept(lambda plain: provider_handshake(plain, context()), serve, "veilbase-ipc")
+
+    def _refuse(self, connection: MessageSocket, error: VeilbaseError) -> None:
+        # Until the tenant has sent a message, it may not have read the end of what is encrypted.
+        with contextlib.suppress(OSError, EOFError, MalformedFrame):
+            connection.peek(time.monotonic() + LINGER_S)
+            super()._refuse(connection, error)
 
     def stop(self) -> None:
         """Stops accepting, closes every connection, removes the socket and gives the folder up; see

@@ -137,7 +137,7 @@ class StreamPort:
             self._forget(plain)
             refusal = serve(connection) if is_welcome else None
             if refusal is not None and self._note(connection, is_guest=True):
-                _refuse(connection, refusal)
+                self._refuse(connection, refusal)
         except (OSError, MalformedFrame):
             pass  # The handshake failed, or the peer has disconnected.
         except WrongPeer:
@@ -152,6 +152,12 @@ class StreamPort:
                 self._forget(connection)
                 connection.release()
             self._places.release()
+
+    def _refuse(self, connection: MessageSocket, error: VeilbaseError) -> None:
+        """Sends an error about the whole stream, and ends the connection."""
+        with contextlib.suppress(OSError):
+            connection.send(error_frame(0, error))
+            connection.finish(LINGER_S)
 
     def _forget(self, connection: socket.socket | MessageSocket) -> None:
         with self._lock:
@@ -183,10 +189,3 @@ def _shut(connection: socket.socket | MessageSocket) -> None:
     else:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
-
-
-def _refuse(connection: MessageSocket, error: VeilbaseError) -> None:
-    """Sends an error about the whole stream, and ends the connection."""
-    with contextlib.suppress(OSError):
-        connection.send(error_frame(0, error))
-        connection.finish(LINGER_S)

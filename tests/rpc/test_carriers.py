@@ -1,6 +1,6 @@
 """How a session's frames are carried: order, ends, who computes, and what a flood does to others.
 
-On the tensor port and by gRPC alike.
+On the tensor port, by gRPC and on a socket of this host alike.
 """
 
 from __future__ import annotations
@@ -33,21 +33,27 @@ from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.payload import RowsPayload
 
+WAYS: dict[str, dict[str, Any]] = {
+    "tensor port": {"tensor_port": 0},
+    "grpc": {"tensor_port": None},
+    "ipc": {"tensor_port": None, "ipc": True},
+}
 
-@pytest.fixture(params=["tensor port", "grpc"])
+
+@pytest.fixture(params=["tensor port", "grpc", "ipc"])
 def provider(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
     """What carries a test's streams."""
-    return start(tiny_served_model, tensor_port=None if request.param == "grpc" else 0)
+    return start(tiny_served_model, **WAYS[request.param])
 
 
-@pytest.fixture(params=["tensor port", "grpc"])
+@pytest.fixture(params=["tensor port", "grpc", "ipc"])
 def switched(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
     """Makes products as a test says, whatever carries the streams."""
-    return start(SwitchedModel(tiny_served_model), tensor_port=None if request.param == "grpc" else 0)
+    return start(SwitchedModel(tiny_served_model), **WAYS[request.param])
 
 
 def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
@@ -55,7 +61,10 @@ def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
     assert connection.carrier is None
     assert_served(connection, provider.served_model)
     assert len(service_of(provider).sessions) == 1
-    if provider.server.tensors is None:
+    if provider.server.ipc is not None:
+        assert connection.carrier == "ipc"
+        assert provider.server.ipc.status() == PortStatus(num_connections=1, num_guests=0)
+    elif provider.server.tensors is None:
         assert connection.carrier == "gRPC"
     else:
         assert connection.carrier == carrier_of(provider)

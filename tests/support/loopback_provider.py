@@ -13,6 +13,7 @@ from provider.net.service import ProviderService
 from wire.limits import Limits
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
+from wire.transport.ipc.connection import IpcConnection
 
 LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)
 """Small, so that tests can reach them; a chunk is 1 MiB."""
@@ -27,7 +28,7 @@ class Provider:
     served_model: ServedModel
     folder: Path
     service: ProviderService
-    connections: list[GrpcConnection] = field(default_factory=list)
+    connections: list[GrpcConnection | IpcConnection] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -41,8 +42,18 @@ class Provider:
             enroll(self.state, name, out, self.url)
         return TlsIdentity.read(out)
 
-    def connect(self, name: str = "acme") -> GrpcConnection:
-        """Returns a connection of a tenant, which is closed with the provider."""
-        connection = GrpcConnection(self.url, self.identity(name))
+    @property
+    def ipc_url(self) -> str:
+        """Where tenants on this host find it."""
+        assert self.server.ipc is not None
+        return f"ipc:{self.server.ipc.folder}"
+
+    def connect(self, name: str = "acme") -> GrpcConnection | IpcConnection:
+        """Returns a connection of a tenant, on this host's socket if there is one. It is closed with the provider."""
+        connection: GrpcConnection | IpcConnection
+        if self.server.ipc is None:
+            connection = GrpcConnection(self.url, self.identity(name))
+        else:
+            connection = IpcConnection(self.ipc_url, self.identity(name))
         self.connections.append(connection)
         return connection

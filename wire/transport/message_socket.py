@@ -209,6 +209,8 @@ class MessageSocket(ABC):
             left = give_up_at_s - time.monotonic()
             if left <= 0:
                 raise TimeoutError("no message came in time")
+            if self._has_ended:
+                self.receive()  # This raises how the messages ended.
             wanted = select.POLLIN | (select.POLLOUT if self.has_unsent else 0)
             try:
                 events = self._poll(wanted, left)

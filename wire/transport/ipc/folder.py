@@ -6,8 +6,7 @@ the provider is stopped. Access control lists are covered, since their widest ri
 
 A folder that everybody can write to and that has the sticky bit, such as /tmp, may be among the parents: others cannot
 rename or remove what is not theirs there. They can make a folder of the expected name while there is none, however, so
-below such a parent the provider's folder has to belong to root, to this process's user or to the user that the tenant
-names.
+what lies in such a parent has to belong to root, to this process's user or to the user that the tenant names.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ def check_folder(folder: Path, peer_uid: int | None = None) -> int:
         raise ConfigurationError(f"expected {folder} to belong to the provider's user {peer_uid}, got {owner}")
     if status.st_mode & _OTHERS_WRITE:
         raise ConfigurationError(f"{folder} can be written to by other users, who could replace the socket: chmod go-w")
+    inner = owner
     for parent in folder.parents:
-        _check_parent(folder, parent, owner, peer_uid)
+        inner = _check_parent(folder, parent, (owner, inner), peer_uid)
     return owner
 
 
@@ -85,19 +85,22 @@ def _check_length(folder: Path) -> None:
         )
 
 
-def _check_parent(folder: Path, parent: Path, owner: int, peer_uid: int | None) -> None:
-    status = _look_at(parent)
+def _check_parent(folder: Path, parent: Path, owners: tuple[int, int], peer_uid: int | None) -> int:
+    """Checks one parent and returns its owner. Args: owners: the owner of the folder, and of what lies in the parent on
+    the way to it."""
+    status, (owner, inner) = _look_at(parent), owners
     if status.st_uid not in (_ROOT, os.geteuid(), owner):
         raise ConfigurationError(f"{parent} belongs to user {status.st_uid}, who could replace {folder}")
     if not status.st_mode & _OTHERS_WRITE:
-        return
+        return status.st_uid
     if not status.st_mode & stat.S_ISVTX:
         raise ConfigurationError(f"{parent} can be written to by other users, who could replace {folder}: chmod go-w")
-    if peer_uid is None and owner not in (_ROOT, os.geteuid()):
+    if peer_uid is None and inner not in (_ROOT, os.geteuid()):
         raise ConfigurationError(
             f"anybody can make a folder in {parent}, and {folder} belongs to user {owner}: if that is the provider's, "
             f"say so with peer_uid={owner} (--peer-uid {owner})"
         )
+    return status.st_uid
 
 
 def _look_at(path: Path) -> os.stat_result:
