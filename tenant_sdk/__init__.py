@@ -44,6 +44,7 @@ from wire.errors import (
     VerificationFailed,
     VersionMismatch,
     WeakParameters,
+    WrongPeer,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ __all__ = [
     "VerificationFailed",
     "VersionMismatch",
     "WeakParameters",
+    "WrongPeer",
     "check_run",
     "tune",
 ]
