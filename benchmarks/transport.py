@@ -294,7 +294,7 @@ def main() -> None:
         above = result["above_echo_us"].get(name)
         print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
     print(
-        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | time by ipc / tensor port |"
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time |"
         "\n|---|---|---|---|---|---|"
     )
     for key, share in result["share"].items():

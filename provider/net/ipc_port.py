@@ -30,7 +30,7 @@ from wire.transport.ipc.handshake import provider_handshake
 from wire.transport.message_socket import MessageSocket
 
 _FOLDER_MODE, _SOCKET_MODE = 0o711, 0o666
-_LOCK_NAME = "provider.lock"
+_LOCK_NAME = "veilbase.lock"
 
 
 class IpcPort(StreamPort):

@@ -111,7 +111,7 @@ def test_folder_and_socket_let_other_users_knock(tmp_path: Path) -> None:
         port = IpcPort(tmp_path / "ipc")
     assert mode(tmp_path / "ipc") == 0o711
     assert mode(tmp_path / "ipc" / SOCKET_NAME) == 0o666
-    assert mode(tmp_path / "ipc" / "provider.lock") == 0o600
+    assert mode(tmp_path / "ipc" / "veilbase.lock") == 0o600
     port.stop()
     port.stop()
     assert not (tmp_path / "ipc" / SOCKET_NAME).exists()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from wire.errors import ConfigurationError, Unavailable
 
-SOCKET_NAME = "provider.sock"
+SOCKET_NAME = "veilbase.sock"
 _MOST_PATH_BYTES = 107
 """The most bytes of a socket's path in Linux: `sun_path` has 108, of which the last one is zero (unix(7))."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
