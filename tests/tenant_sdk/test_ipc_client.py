@@ -40,12 +40,12 @@ def test_answers_and_training_are_those_over_tcp(
     server: Server, root: Path, tmp_path: Path, chat_folder: Path, mask: str, verified: bool
 ) -> None:
     """By the lattice mask too, with every reply checked."""
-    options = {"identity": root / "acme", "mask": mask, "progress": False, "cache": tmp_path / "cache"}
+    options = {"identity": root / "acme", "mask": mask, "progress": False}
     if verified:
         options |= {"verify": chat_folder, "mask_options": {"background": False}}
     found = []
     for url in (f"ipc:{root / 'dir'}", f"grpcs://127.0.0.1:{server.port}"):
-        with TenantClient(url, **options) as client:
+        with TenantClient(url, cache=tmp_path / f"cache{len(found)}", **options) as client:
             answer = client.generate(PROMPT, max_new_tokens=8)
             result = client.finetune(ROWS[:2], lora(), tmp_path / f"adapter{len(found)}", **QUICK | {"max_steps": 2})
             found.append((answer, pytest.approx(result.losses, rel=1e-4), client.traffic.bytes_up))
