@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import ssl
@@ -56,6 +57,8 @@ from wire.transport.tls_context import IPC_ALPN
 
 IS_ROOT = os.geteuid() == 0
 OTHER_UID = 65_534
+NEW_NETWORK = 0x4000_0000
+"""CLONE_NEWNET of linux/sched.h."""
 root_only = pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this system has no SO_PEERCRED")
 
@@ -526,6 +529,25 @@ def test_a_tenant_of_another_user_is_served(provider: Provider) -> None:
     finally:
         for parent, bits in closed.items():
             parent.chmod(bits)
+
+
+@root_only
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_tenant_without_any_network_is_served(provider: Provider) -> None:
+    """It is in a network namespace of its own, in which even the loopback device is down."""
+    identity = provider.identity("alone")
+
+    def child() -> str:
+        assert ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", provider.server.port), 1)
+            return "there is a network"
+        connection = IpcConnection(provider.ipc_url, identity)
+        name = connection.manifest().bundle[0].name
+        return f"{len(connection.manifest().groups)} {sum(map(len, connection.fetch(name)))}"
+
+    manifest = provider.served_model.manifest()
+    assert in_child(child) == f"{len(manifest.groups)} {manifest.bundle[0].size_bytes}"
 
 
 @root_only
