@@ -15,7 +15,7 @@ help: ## this list
 
 setup: $(READY) ## .venv with pinned dependencies and the demo's model
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch])
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch] tenant_sdk/serving/attention/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch

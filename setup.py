@@ -1,4 +1,5 @@
-"""Builds wire/ring/_kernels.so and noise/polynomial/_kernels.so; everything else is in pyproject.toml.
+"""Builds the compiled kernels of wire/ring, noise/polynomial and tenant_sdk/serving/attention; everything else is in
+pyproject.toml.
 
 The compiler is Zig's clang, from its own wheel, so that a machine needs neither a compiler nor Python's headers, and
 every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. A build
@@ -55,6 +56,7 @@ LIBRARIES = {
         "wire/ring/kernels_rows.c",
     ],
     "noise.polynomial._kernels": ["noise/polynomial/kernels.c"],  # the provider has no use for it
+    "tenant_sdk.serving.attention._kernels": ["tenant_sdk/serving/attention/kernels.c"],
 }
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"
 setup(

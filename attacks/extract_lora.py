@@ -1,4 +1,5 @@
-"""Starts `python -m attacks.extract_lora`: trains a victim, records its traffic, runs adversaries, prints a table."""
+"""Starts `python -m attacks.extract_lora`, which trains a victim, records its traffic, runs adversaries and prints a
+table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Starts `python -m attacks.recover_prompts`: runs attacks.extract_lora with the adversaries that read prompts."""
+"""Starts `python -m attacks.recover_prompts`, which runs attacks.extract_lora with the adversaries that read
+prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from attacks.report import command_line
 
 ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
-"""The adversaries that name tokens, and those that unmask rows for them."""
+"""The adversaries that claim tokens, and those that unmask rows for these adversaries."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Runs every benchmark, one after the other: `make bench`.
+"""Runs every benchmark, one after the other; `make bench` calls it.
 
-A benchmark that needs more than `make setup` (a permission, a peer's wheel or a GPU) prints what is
-missing, and is then left out.
+Some benchmarks need more than `make setup` installs: a permission, a peer's wheel or a GPU. If it is missing, the
+benchmark says so and is left out.
 """
 
 from benchmarks import (
@@ -10,23 +10,25 @@ from benchmarks import (
     encrypted_matmul,
     few_rows,
     finetune_step,
+    long_context,
     masks,
     memory,
     network,
     quality,
     scheduling,
     seeds,
+    speculation,
     tenant_cost,
     transport,
 )
 
 NOT_POSSIBLE = 2
-"""The exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU (accelerator); the
-benchmark itself prints what it lacks."""
+"""The exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU (accelerator). The
+benchmark itself prints what is missing."""
 
 MODULES = (
-    finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,
-    encrypted_matmul, accelerator,
+    finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
+    network, speculation, encrypted_matmul, accelerator,
 )  # fmt: skip
 
 for module in MODULES:

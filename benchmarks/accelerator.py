@@ -1,11 +1,11 @@
-"""Measures the exact ring product on an accelerator against a bf16 product of the same shape, taking turns.
+"""Measures the exact ring product on an accelerator against a bf16 product of the same shape. The two take turns.
 
 In ring arithmetic a provider computes only products rows · W̃ mod 2^32, where W̃ is the int8 weight
 (wire/ring/product.py). A service without masks would compute a bf16 product instead. Both directions are measured: one
 uses the stored W̃ᵀ, the other a copy of W̃ that is made once and not timed (wire/ring/product_cuda.py). All tensors are
 on the device before the clock starts, and each time ends with a synchronisation of the device. A sample of rows is
-compared with int64 products. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the same code
-and says nothing about speed.
+compared with int64 products. Without a CUDA device nothing is measured. `--device cpu --size 256` runs the same code on
+the CPU, which says nothing about speed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 SIZE = 4096
 BAR = 2.5
-"""The target: the ring product may take at most this many times as long as the bf16 product. A number is split into
-four int8 limbs. Their products take twice as long as a bf16 product, at twice its rate; the rest is for splitting and
-joining."""
+"""The target: the ring product may take at most this many times as long as the bf16 product. Each number is split into
+four int8 limbs. Int8 products have twice the rate of bf16 products, so the four products take twice as long as one bf16
+product. The remaining half is for splitting and joining."""
 SAMPLE = 16
 """The number of rows that are compared with int64 products, including the first and the last row."""
 PEER = "bf16 product"
@@ -53,8 +53,7 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """Returns the ring product. On the CPU too it is computed by wire/ring/product_cuda.py, so that this code is
-        run."""
+        """Returns the ring product. wire/ring/product_cuda.py computes it even on the CPU, so that this code is run."""
         from wire.ring import coding, product_cuda
 
         rows, weight = self._there
@@ -89,7 +88,7 @@ class Products:
         wrong = 0
         for is_transposed in (False, True):
             weight = self._weight.t() if is_transposed else self._weight
-            exact = (self._rows[at].long() @ weight.long()).to(torch.int32)  # keeps the low half
+            exact = (self._rows[at].long() @ weight.long()).to(torch.int32)  # drops the high half
             wrong += int((self._ring(is_transposed).cpu()[at] != exact).sum())
         return wrong
 

@@ -58,11 +58,12 @@ def save(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> None:
 
 
 Times = tuple[float, float]
-"""(seconds of elapsed time, seconds of processor time)."""
+"""A pair of times: seconds of elapsed time, and seconds of processor time."""
 
 
 def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[Times]:
-    """Returns the times of `count` switches to the adapters in turn; there are fewer slots than adapters."""
+    """Returns the times of `count` switches to the adapters in turn. Every switch loads an adapter, because there are
+    fewer slots than adapters."""
     ready = threading.Event()
     store = AdapterStore(model, root, host_bytes=host_bytes, device_slots=2, on_ready=ready.set, preload=names)
     times = []
@@ -81,7 +82,7 @@ def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: i
 
 
 def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:
-    """Returns the times in which PEFT loads an adapter and makes it the active one."""
+    """Returns how long PEFT takes to load an adapter and make it the active one, for each load."""
     from peft import PeftModel
 
     from wire.loading import quiet_transformers
@@ -109,7 +110,7 @@ def run(count: int = 50) -> dict[str, Times]:
             roots[dtype] = Path(folder) / str(dtype)
             for seed, name in enumerate(names):
                 save(model, roots[dtype] / name, seed, dtype)
-        time.sleep(0.2)  # files that changed very recently are read again, whatever their modification times are
+        time.sleep(0.2)  # files that changed very recently would be read again, even with the same modification times
         one = 11_000_000  # bytes of host memory, enough for one adapter, so that every switch reads the disk
         for name, dtype, host_bytes in (
             ("host memory", torch.float32, 1 << 30),

@@ -1,9 +1,9 @@
-"""Measures batching and scheduling for many tenants: repeats papers' tables, and a flood of one tenant's requests.
+"""Measures batching and scheduling for many tenants, with loads from papers and with a flood of one tenant's requests.
 
-The provider has one core to itself. Another core replays the load: tenants without a model send rows as a model would,
-layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself measures latency, from a
-request's arrival to its reply (`veilbase_latency_seconds`). Policies take turns, round after round, and the tables show
-medians. The command is `python -m benchmarks.batching [SCENARIO ...]`.
+The provider has one core to itself. Processes on another core replay the load: they are tenants without a model that
+send rows as a model would, layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself
+measures latency, from a request's arrival to its reply (`veilbase_latency_seconds`). Policies take turns, round after
+round, and the tables show medians. The command is `python -m benchmarks.batching [SCENARIO ...]`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.replayer import BLOCKS, Load, recorded_rows
 SECONDS, ROUNDS = 6.0, 3
 PROVIDER_CORE = 0
 TIGHT_MS = "0.2"
-"""A latency target in milliseconds that is shorter than one product takes. With it the scheduler makes decode requests
-wait as little as possible."""
+"""A latency target, in milliseconds, that is shorter than the time of one product. With this target the scheduler makes
+decode requests wait as little as possible."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Found:
         rows_per_s: rows with a reply per second, by tenant.
         latency_ms, p99_ms: mean and 99th percentile of latency inside the provider, by class of request; the percentile
             is interpolated in a histogram.
-        batch: mean number of requests in a product; a request that is computed without being queued counts as one.
+        batch: mean number of requests in a product; a request that is computed without being queued counts as a product
+            of one request.
         waits_ms: mean wait before a request's first product, by layer group.
         cores: processor time divided by elapsed time, for `provider` and for `load`.
         busy: share of the elapsed time that products for a tenant took, by tenant.
@@ -107,7 +108,8 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process of one tenant. With one process for all tenants, their threads would wait for its locks."""
+    """Starts the process of one tenant. Each tenant has its own process, because threads of one process would wait for
+    its locks."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
@@ -143,7 +145,8 @@ def _buckets(before: object, after: object, kind: str) -> list[tuple[float, floa
 
 
 def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
-    """Returns the latency below which a share of requests is, interpolated inside a bucket as Prometheus does."""
+    """Returns the latency that a given share of the requests does not exceed. It is interpolated inside a bucket, as
+    Prometheus does."""
     wanted, lower, below = share * buckets[-1][1], 0.0, 0.0
     for bound, count in buckets:
         if count >= wanted:
@@ -223,7 +226,7 @@ def _make_block(folder: Path) -> None:
 
 def table4() -> dict[str, Found]:
     """Repeats Symbiosis, table 4: a small request beside a large one."""
-    # both always ask the same layer, so that they compete under any policy
+    # both always request the same layer, so that they compete under any policy
     small, large = Load("small", 1, one_layer=True), Load("large", 512, think_ms=1.0, one_layer=True)
     lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
     return compare(
@@ -264,7 +267,8 @@ def figures22and23() -> dict[str, Found]:
 
 
 def flexllm() -> dict[str, Found]:
-    """Repeats FlexLLM: the throughput that fine-tuning keeps beside inference with a target of 10 ms a request."""
+    """Repeats a measurement of FlexLLM: how much throughput fine-tuning keeps beside inference with a target of 10 ms
+    per request."""
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     in_spells = [replace(load, spell_s=0.5) for load in inference]
     tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]

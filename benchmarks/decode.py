@@ -1,7 +1,7 @@
-"""Measures greedy decode of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
+"""Measures greedy decoding of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
 
-With `lattice` the masks of a run are made before the clock starts, and none are made in the background, so that no run
-uses the processor during another run.
+With the mask `lattice`, the masks of a run are made before the clock starts. None are made in the background, so that
+no run uses the processor during another run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 24
 
 
 def decode_of(model: Any) -> Callable[[], Any]:
-    """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt; as in Petals, the pass of the
-    prompt is included."""
+    """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt. As in the benchmark of Petals,
+    the time includes the pass over the prompt."""
     import torch
 
     ids = torch.randint(100, 40_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def decode_of(model: Any) -> Callable[[], Any]:
 
 
 def remote(url: str, folder: str, mask: str) -> None:
-    """Runs one tenant that decodes, as a worker."""
+    """Runs one tenant that decodes, as a `Worker` process."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -50,7 +50,7 @@ def remote(url: str, folder: str, mask: str) -> None:
 
 
 def run(repeats: int = 9) -> dict[str, Any]:
-    """Measures all runs; returns their median seconds and their median ratios to the local fp32 run, by run."""
+    """Measures all runs. Returns the median seconds of each run, and its median ratio to the local fp32 run."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
         folder = stack.enter_context(tempfile.TemporaryDirectory())

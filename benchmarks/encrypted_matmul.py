@@ -3,12 +3,13 @@
 The peer is the encrypted matrix product of Concrete ML (the wheel `concrete-ml-extensions`, on the CPU, with its
 default parameters): encrypt, multiply, decrypt. Our side includes everything that a call does: secrets, errors, masks
 and their effects on the product, the durable reservation of mask rows, encoding, the provider's product in this
-process, and unmasking. Neither side includes transport. Both sides take the same numbers of rows and features, use
+process, and unmasking. Neither side includes transport. Both sides have the same numbers of rows and features, use
 every core, and take turns. Work that is done once is printed but not counted: the peer's keys and our hint, which is
-the product of the public matrix and the weight. Masks are made eight blocks at a time, each for 512 tokens; the counted
-time is that of making all these masks and using all of them. The "first call" makes a whole block for its 16 tokens.
+the product of the public matrix and the weight. Masks are made eight blocks at a time, and each block is for 512
+tokens. The counted time includes making and using all of these masks. The "first call" finds no masks, and makes a
+whole block for its 16 tokens.
 
-The wheel is not a dependency of this repository: `--peer-python` names an interpreter that has the wheel.
+The wheel is not a dependency of this repository. `--peer-python` names an interpreter that has the wheel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 576
-"""The number of inputs, and of outputs, of the layer: the width of `make_model`'s one output projection."""
+"""The number of inputs, and of outputs, of the layer. It is the width of the only output projection of `make_model`'s
+model."""
 TOKENS = 16
 BLOCKS = 8
 """The number of blocks of masks that are made together and share transforms, as the pool's worker thread does
@@ -76,7 +78,7 @@ class Ours:
         return self._executor.run(self._group, self._direction, self._rows)
 
     def first_call_s(self) -> float:
-        """Returns the seconds of a call that finds no mask ready, so that a whole block of masks is made for the call.
+        """Returns the seconds of a call that finds no mask ready and so has to make a whole block of masks.
 
         The rest of the block is used up after the measurement.
         """
@@ -88,7 +90,7 @@ class Ours:
         return seconds
 
     def blocks_s(self) -> float:
-        """Returns the seconds of making BLOCKS blocks of masks and of all calls that use these masks."""
+        """Returns the seconds that it takes to make BLOCKS blocks of masks and to use all of them in calls."""
         began = time.perf_counter()
         self._mask.prepare(self._group, self._direction, BLOCKS * self.block_tokens)
         for _ in range(BLOCKS * self.block_tokens // TOKENS):
@@ -142,7 +144,7 @@ class Peer:
 
 
 def missing(python: Path) -> str | None:
-    """Returns a message that says how to make the peer's environment, or None if the peer can be used."""
+    """Returns a message that says how to make the environment that the peer needs; None if the peer can be used."""
     try:
         probe = subprocess.run([str(python), "-c", "import concrete_ml_extensions, numpy"], capture_output=True)
     except OSError:

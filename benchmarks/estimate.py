@@ -3,7 +3,8 @@
 DIR is a checkout of https://github.com/malb/lattice-estimator at one fixed commit. For each row of parameters, the
 lowest cost of three attacks in the MATZOV cost model is compared with the row's `bits`; they may differ by one bit. The
 cost of the uSVP attack in the core-SVP cost model is printed too, but not compared. The estimator needs Sage, which is
-installed from wheels (about 4 GB) into an environment of its own. The rest of this repository imports neither.
+installed from wheels (about 4 GB) into an environment of its own. The rest of this repository imports neither the
+estimator nor Sage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROWS = (*PARAMETERS.values(), REFUSED)
 
 
 class Refused(Exception):
-    """No estimate can be made, or an estimate differs; the text is one line for the user."""
+    """Is raised if no estimate can be made, or if an estimate differs. The text is one line for the user."""
 
 
 def checked_checkout(given: str) -> Path:

@@ -1,14 +1,15 @@
 """Measures the exact product mod 2^32 of a few rows against that of one row, over all layers of SmolLM2-135M.
 
-What is decoded together reaches the provider as batches of 2 to 32 rows. One pass multiplies with every weight of the
-model once, in the model's order, as the provider does: one row by `wire.ring.kernels.OneRow`, more by
-`wire.ring.kernels.products`. Weights are random int8 numbers, and passes go through as many copies of the model as two
-last-level caches hold, so that each weight comes from memory. Row counts take turns; the peer of each pass is the pass
-with one row beside it, and ratios are medians of such pairs. A machine with other work on it stretches the seconds and
-not the processor time, which is why both are printed.
+If several sequences are decoded together, their rows reach the provider as batches of 2 to 32 rows. One pass multiplies
+the rows with every weight of the model once, in the model's order. As in the provider, one row is multiplied by
+`wire.ring.kernels.OneRow`, and several rows by `wire.ring.kernels.products`. Weights are random int8 numbers. Passes go
+through as many copies of the model as two last-level caches hold, so that each weight comes from memory. Row counts
+take turns. Each pass is compared with the pass with one row in the same turn, and a ratio is the median of such pairs.
+Other work on the machine lengthens the elapsed time but not the processor time, so both are printed.
 
-`VEILBASE_KERNELS=avx2` measures what a processor without VNNI uses. (On one with VNNI that setting makes the provider
-itself take `torch._int_mm` for more than one row.) `VEILBASE_KERNELS=none` measures `wire.ring.coding.product`.
+`VEILBASE_KERNELS=avx2` measures the kernels that a processor without VNNI uses. (On a processor with VNNI, this setting
+makes the provider use `torch._int_mm` for more than one row.) `VEILBASE_KERNELS=none` measures
+`wire.ring.coding.product`.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ from benchmarks.masks import GROUPS, NUM_LAYERS
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 BARS = {"avx2": 4.5, "vnni": 2.5}
-"""Most times as long as one row that `BAR_ROWS` rows may take, by the kernels that are in force."""
+"""The targets, by the kernels that are in use: `BAR_ROWS` rows may take at most this many times as long as one row."""
 BAR_ROWS = 16
 MOST_COPIES = 12
-"""Most copies of the model's 106 MB of weights, however large the last-level cache is."""
+"""The most copies of the model's 106 MB of weights that are made, however large the last-level cache is."""
 
 Seconds = dict[int, list[tuple[float, float]]]
-"""Wall and processor seconds of each pass, by its number of rows."""
+"""Maps a number of rows to (elapsed seconds, processor seconds) of each pass with this number of rows."""
 
 
 class Passes:
-    """The products of all layers, in order; each pass takes the next copy of the model."""
+    """Computes the products of all layers, in order. Each pass uses the next copy of the model."""
 
     def __init__(self, num_copies: int, is_backward: bool, rows: tuple[int, ...]) -> None:
-        """Args: num_copies: of the weights; is_backward: whether they are read transposed, as for gradients; rows:
-        the numbers of rows that passes may have."""
+        """Makes the weights.
+
+        Args:
+            num_copies: the number of copies of the model's weights.
+            is_backward: whether the weights are read transposed, as for gradients.
+            rows: the numbers of rows that passes may have.
+        """
         import torch
 
         copies = [[_weight(shape, is_backward) for shape in [*GROUPS.values()] * NUM_LAYERS] for _ in range(num_copies)]
@@ -53,7 +59,7 @@ class Passes:
         }
 
     def multiply(self, num_rows: int) -> None:
-        """Multiplies so many rows with each weight of the next copy."""
+        """Multiplies this number of rows with each weight of the next copy."""
         import torch
 
         from wire.ring import coding, kernels
@@ -83,7 +89,7 @@ def _one_row(weight: Any) -> Callable[[memoryview, memoryview], None] | None:
 
 
 def form() -> str:
-    """Returns which kernels are in force: "vnni", "avx2" or "none"."""
+    """Returns which kernels are in use: "vnni", "avx2" or "none"."""
     from wire.ring import kernels
 
     if not kernels.available():
@@ -92,7 +98,7 @@ def form() -> str:
 
 
 def copies_beyond_cache() -> int:
-    """Returns how many copies of the model two last-level caches hold, at most `MOST_COPIES`."""
+    """Returns how many copies of the model fit into two last-level caches, but at most `MOST_COPIES`."""
     model_bytes = NUM_LAYERS * sum(d * m for d, m in GROUPS.values())
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=0)
@@ -100,7 +106,7 @@ def copies_beyond_cache() -> int:
 
 
 def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: int) -> Seconds:
-    """Returns the seconds of each pass; row counts take turns, after one turn that is not counted."""
+    """Returns the seconds of each pass. The row counts take turns, after one turn that is not counted."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -115,7 +121,7 @@ def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: in
 
 
 def report(seconds: Seconds) -> None:
-    """Prints one table and, where there is one, how the bar was met."""
+    """Prints one table and, if there is a target for the kernels in use, whether it was met."""
     print("| rows | ms | × one row | processor ms | × one row |\n|---|---|---|---|---|")
     ratios = {num_rows: [_ratio(seconds, num_rows, clock) for clock in range(2)] for num_rows in seconds}
     for num_rows, pairs in seconds.items():
@@ -129,7 +135,7 @@ def report(seconds: Seconds) -> None:
 
 
 def _ratio(seconds: Seconds, num_rows: int, clock: int) -> float:
-    """Returns the median over the turns of a pass / the pass with one row."""
+    """Returns the median, over the turns, of the time of a pass divided by that of the pass with one row."""
     return statistics.median(a[clock] / b[clock] for a, b in zip(seconds[num_rows], seconds[1], strict=True))
 
 

@@ -1,10 +1,10 @@
-"""Measures a fine-tuning step of 2 × 256 tokens: with a provider over mTLS loopback, and by local transformers + PEFT.
+"""Measures a fine-tuning step of 2 × 256 tokens, with a provider over mTLS loopback and with local transformers + PEFT.
 
-Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
-runs in a process of its own with its own settings (the local peer with torch's defaults), and the sides take turns.
-`lattice` makes its masks inside the step, in the calling thread, so that no masks are made during another run. The pool
-makes masks for several steps at a time, so a turn of this run is `CYCLE` steps, and their mean is the result. In runs
-with "masks ready", the masks are made before the clock starts.
+Provider and tenant share the machine. A run in int8 `ring` arithmetic without a mask sends rows of 32-bit numbers, as a
+masked run does. Each side runs in a process of its own with its own settings (the local peer with torch's defaults),
+and the sides take turns. `lattice` makes its masks inside the step, in the calling thread, so that no masks are made
+during another run. The pool makes masks for several steps at a time, so a turn of this run is `CYCLE` steps, and their
+mean is the result. In runs with "masks ready", the masks are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.common import Worker, interleaved, local_model, provider, ratios
 
 SHAPE = (2, 256)
 CYCLE = 3
-"""The number of steps whose masks the default pool of 2 GiB makes together: one in use, and two, of 1.04 GB each, that
-fit into the pool."""
+"""The number of steps whose masks the default pool of 2 GiB makes together. The masks of one step are in use, and those
+of two more steps, 1.04 GB each, fit into the pool."""
 WARM_STEPS = 2
-"""The number of steps before the measurement; after the second, the pool knows how many masks a step takes."""
+"""The number of steps before the measurement. After the second step, the pool knows how many masks a step needs."""
 VARIANTS = {
-    # name: weights, mask, whether masks are made before the clock starts, whether replies are verified
+    # name: (weights, mask, whether masks are made before the clock starts, whether replies are verified)
     "native float, off": ("native", "off", "", ""),
     "int8 ring, off": ("int8", "off", "", ""),
     "int8 ring, off, by gRPC": ("int8", "off", "", ""),
@@ -61,7 +61,7 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant that takes fine-tuning steps, as a worker."""
+    """Runs one tenant that takes fine-tuning steps, as a `Worker` process."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -87,8 +87,9 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
         bf16: whether a local step in bfloat16 is measured too; it takes minutes on a processor without bfloat16.
 
     Returns:
-        `seconds`: median seconds of a step; `ratios` and `ratios to bf16`: median ratios to the local steps; `pairs`:
-        median ratios of masks ready to no mask, and of verified to not verified.
+        `seconds`: the median seconds of a step. `ratios` and `ratios to bf16`: the median ratios to the local steps.
+            `pairs`: the median ratios between a run with masks ready and one without a mask, and between a run that
+            verifies replies and one that does not.
     """
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}

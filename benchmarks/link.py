@@ -1,11 +1,11 @@
 """Simulates two hosts on one machine, joined by a network link with a chosen delay and rate.
 
-Each host is a network namespace with a TUN device. A process, the carrier, copies packets between the two devices. It
-sends the packets of each direction one after the other at the link's rate, and delivers each half a round trip later.
-Packets stay in order, and none is lost. The carrier replaces `tc qdisc ... netem`, which many kernels lack. Packets
-hold up to 64 KiB, as with segmentation offload. TCP, with its windows and acknowledgements, is the kernel's own from
-end to end. The carrier uses a core of the same machine, so that its cost is part of every figure measured across the
-link.
+Each host is a network namespace with a TUN device. A process, the carrier, copies packets between the two devices. The
+carrier sends the packets of each direction one after the other at the link's rate, and delivers each packet half a
+round trip later. Packets stay in order, and none is lost. The carrier replaces `tc qdisc ... netem`, which many kernels
+lack. Packets hold up to 64 KiB, as with segmentation offload. TCP, with its windows and acknowledgements, is the
+kernel's own from end to end. The carrier uses a core of the same machine, so that its cost is part of every figure
+measured across the link.
 
 Namespaces and devices have no names outside this process and its children. They disappear when the last of these
 processes ends.
@@ -44,7 +44,8 @@ class NoNamespaces(Exception):
 
 
 class Hosts:
-    """Holds two hosts, 0 and 1, with the addresses of ADDRESSES, and the link between them, at first without delay."""
+    """Holds two hosts, 0 and 1, with the addresses of ADDRESSES, and the link between them, which has no delay at
+    first."""
 
     def __init__(self) -> None:
         """Makes the hosts and the link.

@@ -1,4 +1,4 @@
-"""Measures the making of lattice masks and effects against a local computation of the same base layers, per token.
+"""Measures how long it takes to make lattice masks and effects, per token, against computing the layers locally.
 
 The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
 effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. The peer computes the
@@ -31,7 +31,7 @@ BY_THE_POOL = {"forward": 4, "forward and backward": 3}
 
 
 class Making:
-    """Makes masks and effects of all groups of all layers; `num_blocks` blocks share the transforms."""
+    """Makes masks and effects of all groups of all layers. `num_blocks` blocks share the transforms."""
 
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
@@ -53,12 +53,12 @@ class Making:
         ]
 
     def forward(self, num_blocks: int) -> None:
-        """Makes masks of all inputs and their effects on the outputs, as a forward pass needs."""
+        """Makes masks for all inputs, and the effects of these masks on the outputs, as a forward pass needs."""
         self._all(num_blocks, backward=False)
 
     def both(self, num_blocks: int) -> None:
-        """Makes what `forward` makes, and masks of the outputs' gradients with their effects on the inputs'
-        gradients."""
+        """Makes what `forward` makes, plus masks for the gradients of the outputs, and their effects on the gradients
+        of the inputs."""
         self._all(num_blocks, backward=False)
         self._all(num_blocks, backward=True)
 
@@ -83,7 +83,7 @@ class Making:
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
-    """Returns a function that computes all base layers in float32; each group is one product, and no two share a
+    """Returns a function that computes all base layers in float32. Each group is one product, and no two groups share a
     weight."""
     import torch
 

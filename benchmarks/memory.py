@@ -1,8 +1,8 @@
 """Measures whether the provider's memory grows with the number of steps or with the number of fine-tuning tenants.
 
-Light tenants have no model. They send the requests of a fine-tuning step of 512 tokens in order: forward through all
-groups, then backward through all, one request at a time. This takes minutes, while real tenants would take hours. Only
-the first blocks of the model are served, since only the number of calls matters. `python -m benchmarks.memory finetune`
+Light tenants have no model. They send the requests of a fine-tuning step of 512 tokens in order, one at a time: forward
+through all layer groups, then backward through all. This takes minutes, while real tenants would take hours. Only the
+first blocks of the model are served, since only the number of calls matters. `python -m benchmarks.memory finetune`
 runs real tenants on the whole model, for a few steps.
 """
 
@@ -64,7 +64,8 @@ def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
 
 
 def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
-    """Returns (memory in MB of a provider that is ready, measurements for each number of light tenants).
+    """Returns two results: the memory, in MB, of a provider that is ready, and the measurements for each number of
+    light tenants.
 
     All tenants take their steps at the same time.
     """
@@ -87,7 +88,7 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
 
 
 def finetune_tenant(url: str, folder: str, name: str) -> None:
-    """Runs one real tenant, as a worker."""
+    """Runs one real tenant, as a `Worker` process."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -96,7 +97,8 @@ def finetune_tenant(url: str, folder: str, name: str) -> None:
 
 
 def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
-    """Returns the same as `run`, for real tenants on the whole model, which take their steps one after the other."""
+    """Returns the same as `run`, but for real tenants on the whole model. These take their steps one after the
+    other."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url, pid = stack.enter_context(provider(Path(folder), tenants=REAL_TENANTS))

@@ -1,10 +1,10 @@
 """Measures masked against unmasked runs over a network: decode and fine-tuning, as in Symbiosis, figure 21.
 
 Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way with a round trip of 1 ms or 20 ms
-(benchmarks/link.py). A delay here is always the whole round trip, and the table shows the measured one. Both hosts
-share this machine's cores. With `lattice`, hints are fetched and masks and effects are made before the clock starts.
-With `off`, the same 32-bit rows are sent without a mask. The two take turns. The benchmark needs permission to make
-network namespaces (root).
+(benchmarks/link.py). In this benchmark a delay is always the whole round trip, and the table shows the measured round
+trip. Both hosts share this machine's cores. With `lattice`, hints are fetched and masks and effects are made before the
+clock starts. With `off`, rows of the same size are sent without a mask. The two runs take turns. The benchmark needs
+permission to make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def step_of(client: Any) -> Callable[[], Any]:
 
 
 def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """Runs one tenant that decodes or fine-tunes, as a worker."""
+    """Runs one tenant that decodes or fine-tunes, as a `Worker` process."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -103,7 +103,7 @@ def run(
         with hosts.inside(0):
             url, _ = stack.enter_context(provider(Path(folder), "--host", ADDRESSES[0], *options))
         workers = {}
-        with hosts.inside(1):  # hints are fetched before there is a delay
+        with hosts.inside(1):  # the hints are fetched while there is no delay
             for work in WORK:
                 for mask in (UNMASKED, MASKED):
                     workers[work, mask] = stack.enter_context(Worker(__name__, "tenant", url, folder, mask, work))

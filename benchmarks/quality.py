@@ -1,4 +1,4 @@
-"""Measures what the lattice mask costs in quality: SmolLM2-135M masked against the same int8 model unmasked.
+"""Measures how much quality the lattice mask costs, by comparing masked SmolLM2-135M with the same int8 model unmasked.
 
 This benchmark compares loss and KL over 2,048 tokens of real text (pages of this repository), and LoRA gradients of one
 batch, layer by layer. The limits are: loss within 2e-4, KL at most 2e-5, cosine of gradients at least 0.99999, relative
@@ -47,7 +47,7 @@ def measure(mask: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(0)
         peft_model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
         for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:  # PEFT's initial value is zero, with which only one factor would have a gradient
+            if "lora_B" in name:  # at PEFT's initial value, zero, only one factor would have a gradient
                 torch.nn.init.normal_(parameter, std=0.02)
         batch = ids[:1, :256]
         peft_model(input_ids=batch, labels=batch).loss.backward()

@@ -1,4 +1,4 @@
-"""Replays the load of tenants for `benchmarks.batching`: sends rows that a real tenant sent, layer after layer.
+"""Replays the load of tenants for `benchmarks.batching`, by sending rows that a real tenant sent, layer after layer.
 
 The rows come from one step of fine-tuning with lattice masks, which is recorded first. For layers of other widths, such
 as those of Llama's block, the rows are uniform int32 numbers, as masked rows are.
@@ -95,8 +95,8 @@ def take_step(url: str, folder: Path) -> None:
 def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> None:
     """Sends the load until standard input ends.
 
-    For each line on standard input, a number of seconds, it waits for this time and then prints, as JSON, how many rows
-    got a reply in this time, by tenant.
+    Each line on standard input is a number of seconds. For each line, the function waits for this time, and then prints
+    as JSON how many rows got a reply in this time, by tenant.
     """
     import torch
     from safetensors.torch import load_file

@@ -1,4 +1,5 @@
-"""Measures the scheduler's processor time per request, from `add` to `finished`, with 1,000 requests queued."""
+"""Measures the processor time that the scheduler takes per request, from `add` to `finished`, with 1,000 requests
+queued."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _PIECES, _PIECE = 15, 200
 
 
 class LoadedQueue:
-    """Keeps a scheduler loaded with 1,000 requests of all classes, to 50 layer groups; replaces finished requests.
+    """Keeps a scheduler loaded with 1,000 requests of all classes to 50 layer groups. It replaces finished requests by
+    new ones.
 
     Attributes:
         spent_s: the processor time, in seconds, that this thread has spent in the scheduler alone.
@@ -41,8 +43,8 @@ class LoadedQueue:
         self._add([self._ticket(1 + number % 64, calls[number % GROUPS]) for number in range(REQUESTS)])
 
     def turn(self) -> int:
-        """Asks for one batch, finishes it, replaces the requests that ended, and returns the number of these
-        requests."""
+        """Requests one batch from the scheduler, finishes the batch, replaces the requests that ended, and returns
+        their number."""
         began_s = time.thread_time()
         batch = self._queue.next_batch(self._now_s)
         if batch is not None:
@@ -50,7 +52,7 @@ class LoadedQueue:
             self._queue.finished(batch, self._now_s)
         self.spent_s += time.thread_time() - began_s
         self._now_s += 1e-3
-        if batch is None:  # the scheduler waits: a large request gives way to an expected small one
+        if batch is None:  # the scheduler waits, because a large request gives way to an expected small one
             return 0
         ended = [piece.ticket for piece in batch.pieces if piece.is_last]
         self._add([self._ticket(one.num_rows, one.call) for one in ended])

@@ -1,9 +1,9 @@
-"""Measures by how much the lattice mask changes the final loss of fine-tuning, and by how much a new seed does.
+"""Measures how much the lattice mask changes the final loss of fine-tuning, compared with the effect of another seed.
 
 This benchmark trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example
-data. For each seed there is one run with `lattice` and one with `off`, both in ring arithmetic, which differ in nothing
-but the mask: the seed decides the adapter's initial values and the order of the rows. The final loss is the mean of the
-last five steps. The claim holds if the mask changes the final loss by less than a seed does.
+data. For each seed there is one run with `lattice` and one with `off`, both in ring arithmetic, which differ only in
+the mask. The seed decides the adapter's initial values and the order of the rows. The final loss is the mean of the
+last five steps. The mask is harmless if it changes the final loss by less than another seed does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Simulates the provider's scheduler under load with a simulated clock: without threads, sleeps or products.
+"""Simulates the provider's scheduler under load with a simulated clock, without threads, sleeps or products.
 
 Tenants send one request after the other, as their models would, and pause in between. A function gives the time of each
-product. The scheduler is the provider's own code and is told the time; it starts without known times and learns them
-from the simulated products. The results are the same on every machine.
+product. The scheduler is the provider's own code, which gets the time from the simulation. At the start it does not
+know how long products take, and learns this from the simulated products. The results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Run:
             if due_s is None and len(self._scheduler):
                 raise RuntimeError("the scheduler would wait for ever with requests in its queue")
             if due_s is not None:
-                self._at(max(due_s, now_s), lambda later_s: None)  # so that the scheduler is asked again
+                self._at(max(due_s, now_s), lambda later_s: None)  # makes the simulation ask the scheduler again
             return
         self._running = batch
         took_s = self._cost(batch.call, batch.num_rows)

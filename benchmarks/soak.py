@@ -1,8 +1,8 @@
-"""Runs twenty tenants, some of which die suddenly: no request may be lost, no reply wrong, and nothing left behind.
+"""Runs twenty tenants, some of which die suddenly, and checks that nothing is lost, wrong or left over.
 
-Processes with five tenants each send requests of all classes, whose rows are slices of known rows, and compare every
-reply bit by bit with the known product. Now and then a tenant closes its connection while requests are pending, or a
-whole process is killed. `python -m benchmarks.soak [SECONDS]` returns exit status 1 if anything was wrong.
+Each process runs five tenants, which send requests of all classes. The rows are slices of known rows, and every reply
+is compared bit by bit with the known product. Now and then a tenant closes its connection while requests are pending,
+or a whole process is killed. `python -m benchmarks.soak [SECONDS]` returns exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Soak:
     """Holds the results of a run.
 
     Attributes:
-        answered: number of right replies.
+        answered: number of correct replies.
         refused: number of requests that were refused because of a quota.
         wrong: number of wrong replies.
         lost: number of requests that got neither a reply nor a refusal.
@@ -84,7 +84,7 @@ class Soak:
 
 
 class _Counts:
-    """Counts the outcomes of requests; several threads may use one object."""
+    """Counts the outcomes of requests. Several threads may use one object."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
@@ -139,7 +139,7 @@ def _work(
                 counts.add("answered" if torch.equal(pending.result(), want) else "wrong")
             except QuotaExceeded:
                 counts.add("refused")
-            except (Unavailable, DeadlineExceeded):  # a request that the provider has lost ends at its deadline
+            except (Unavailable, DeadlineExceeded):  # a request that the provider has lost fails at its deadline
                 counts.add("lost")
         time.sleep(rng.random() * 0.01)
     connection.close()

@@ -1,13 +1,13 @@
 """Measures what a mask of a d → d linear layer costs the tenant, against a local computation of the layer, per token.
 
 Our side makes the secrets, errors, mask and effect (what unmasking subtracts) of a forward pass with the default
-parameters. Hints, the products of the public matrix A and the weights, are as they are stored on disk: 24 bits,
-memory-mapped, their tiles checked before the clock starts. The transforms of A are kept, since one A serves all layers.
-Encoding, unmasking and transport are not included. The peers compute the same layer on this machine in float32,
-bfloat16 and int8 (rows quantised one by one, `torch._int_mm`, multiplied by the scales), in blocks of 512 tokens. Hints
-and weights are random: no time here depends on their values. Of a wide layer only `--columns` outputs are computed, and
-the time is scaled up to all outputs; the table marks these rows. All runs of one width take turns, and a ratio is the
-median over the rounds.
+parameters. Hints, which are the products of the public matrix A and the weights, are read in the form in which they are
+stored on disk: numbers of 24 bits, memory-mapped. Their tiles are checked before the clock starts. The transforms of A
+are kept, since one A serves all layers. Encoding, unmasking and transport are not included. The peers compute the same
+layer on this machine in float32, bfloat16 and int8 (rows quantised one by one, `torch._int_mm`, multiplied by the
+scales), in blocks of 512 tokens. Hints and weights are random: no time here depends on their values. For a wide layer
+only `--columns` outputs are computed, and the time is scaled up to all outputs. The table marks such layers. All runs
+of one width take turns, and a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.common import interleaved, pyplot, ratios
 SIZES = (576, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 512
 COLUMNS = 4096
-"""The most outputs of a local layer that are computed; with 16,384 inputs these are 268 MB of float32 weights."""
+"""The most outputs of a local layer that are computed. For 16,384 inputs they need 268 MB of float32 weights."""
 BLOCKS = 8
 """The number of blocks of masks that share transforms, as in a pool. A caller that finds no mask ready waits for one
 block, which the table shows as `1 block`."""
@@ -57,7 +57,7 @@ class Making:
         self._public = transform(torch.randint(-(2**31), 2**31 - 1, (rows, size), dtype=torch.int32), parameters)
 
         class Reply:
-            """Returns random rows in place of a provider's reply with a part of a hint."""
+            """Stands in for a provider's reply: returns random rows in place of a part of a hint."""
 
             def __init__(self, count: int) -> None:
                 self.count = count
@@ -68,7 +68,7 @@ class Making:
         self._store = HintStore(folder)
         key = HintKey("0" * 64, bytes(32), size, Direction.FORWARD)
         self._hint = self._store.get(key, (rows, size), lambda first, count: Reply(count))
-        self._hint.load(0, size)  # checks every tile, as happens once per session
+        self._hint.load(0, size)  # checks every tile, as a session does once
 
     @property
     def hint_bytes(self) -> int:
@@ -98,7 +98,7 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
     rows_bf16, weight_bf16 = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
 
     def int8() -> torch.Tensor:
-        # only `columns` inputs of each row are quantised too, so that the time of a part may be scaled up
+        # only `columns` inputs of each row are quantised, so that this time may be scaled up, too
         part = rows[:, :columns]
         scale = part.abs().amax(dim=1, keepdim=True) / 127
         quantised = (part / scale).round_().to(torch.int8)
@@ -173,7 +173,7 @@ def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = CO
 
 
 def crossing(sizes: list[int], ratio: list[float]) -> str:
-    """Says from which width on a ratio stays at or below 1.
+    """Returns a text that says from which width on a ratio stays at or below 1.
 
     The width is interpolated, on logarithmic axes, between the last size with a ratio above 1 and the next size.
     """
@@ -189,7 +189,7 @@ def crossing(sizes: list[int], ratio: list[float]) -> str:
 
 
 def summary(found: list[Found]) -> str:
-    """Says in one sentence from which width on masks take less time or disk than a local layer."""
+    """Returns a sentence that says from which width on masks take less time, or less disk, than a local layer."""
     sizes = [each.size for each in found]
     time = ", ".join(f"in {peer} {crossing(sizes, [each.ratio[peer] for each in found])}" for peer in PEERS)
     one, both = (crossing(sizes, [count * each.hint_bytes / each.weight_bytes for each in found]) for count in (1, 2))

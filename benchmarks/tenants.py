@@ -1,14 +1,14 @@
-"""Measures fine-tuning tenants of one provider against as many local processes: tokens a second, and memory.
+"""Compares fine-tuning tenants of one provider with as many local processes, by tokens per second and by memory.
 
 The command is `python -m benchmarks.tenants [throughput | saving]`. For `throughput`, local processes run
 transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on
-SmolLM2-135M. All processes of a side, with the provider, run at the same time on this machine. Up to four tenants, both
-sides take turns, round after round. Memory is the PSS of processes, so that a page that several of them share is
-counted once in their sum.
+SmolLM2-135M. All processes of a side, the provider included, run at the same time on this machine. With up to four
+tenants, both sides take turns, round after round. Memory is the PSS of processes, so that a page that several of them
+share is counted once in their sum.
 
-`saving` repeats another comparison of the papers. A provider that keeps each layer's input from the forward pass to the
-backward pass, as training code does, is measured against the real provider, which keeps nothing. Only this benchmark
-has a provider that keeps inputs.
+`saving` repeats a comparison of memory from the papers on shared base models. A provider that saves each layer's input
+from the forward pass to the backward pass, as training code does, is compared with the real provider, which saves
+nothing. Only this benchmark has a provider that keeps inputs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _MOST_IN_TURNS = 4
 """The largest number of tenants for which both sides take turns. With more tenants, the processes of both sides would
 take more than 24 GiB, so one side is measured after the other."""
 BUDGET_MB = 8192
-"""The memory, in MB, of a machine for which the benchmark says how many adapters can be trained at the same time."""
+"""The memory of an imaginary machine, in MB. The benchmark says how many adapters can be trained on it at the same
+time."""
 SAVING_ROWS, SAVING_TENANTS = 512, (1, 2, 4, 6)
-"""The rows of each request, and the numbers of tenants, for `saving`. A provider without TLS takes all of them for one
-tenant, for which it allows eight calls at a time."""
+"""The rows of each request, and the numbers of tenants, for `saving`. A provider without TLS counts all of them as one
+tenant, which may have at most eight calls at a time."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def _one_after_the_other(number: int, rounds: int) -> Found:
 
 
 class _Sides:
-    """Runs the processes of one side or of both sides, which take turns: `provider` for tenants, `local` for the
-    peer."""
+    """Runs the processes of one side or of both sides. A side is `provider` for tenants or `local` for the peer. Both
+    sides take turns."""
 
     def __init__(self, stack: ExitStack, which: Sequence[str], most: int) -> None:
         self._stack, self._workers = stack, {side: list[Worker]() for side in which}
@@ -140,7 +141,7 @@ def _line(number: int, one: Found) -> str:
 
 
 def tenant(url: str, folder: str, name: str) -> None:
-    """Runs one real tenant, as a worker."""
+    """Runs one real tenant, as a `Worker` process."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -152,7 +153,7 @@ def tenant(url: str, folder: str, name: str) -> None:
 
 
 def local() -> None:
-    """Takes local steps with transformers + PEFT, as a worker."""
+    """Takes local steps with transformers + PEFT, as a `Worker` process."""
     import torch
 
     torch.set_num_threads(1)
@@ -171,7 +172,7 @@ def serve_saving(kind: str) -> None:
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
-    prefer_waiting_in_place()  # before anything imports grpc
+    prefer_waiting_in_place()  # must come before anything imports grpc
     from provider.engine.job import Job
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel

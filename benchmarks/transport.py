@@ -1,10 +1,10 @@
-"""Compares the provider's stream with a raw-bytes gRPC echo, both over mutual TLS, and with itself on a socket of this
-host: times of small and large calls.
+"""Compares the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, and with a stream on a socket of
+one host, by times of small and large calls.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
-measured with IN_FLIGHT tensors in flight on each side, and with one tensor in flight, which shows the fixed cost of a
-call.
+measured with IN_FLIGHT tensors in flight on each side. They are also measured with one tensor in flight, which shows
+the fixed cost of a call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
     from provider.net.server import Server
 
     class IdentityModel(ServedModel):
-        """Returns the received rows in place of a product."""
+        """Serves the identity: it returns the received rows in place of a product."""
 
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
             """Returns the rows without any arithmetic."""
@@ -180,7 +180,7 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 
 def run(repeats: int = 7) -> dict[str, Any]:
-    """Returns medians over paired rounds, by name of the figure.
+    """Returns the medians, over paired rounds, of several figures, by the figure's name.
 
     `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
     by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` is the
@@ -188,7 +188,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
-    prefer_waiting_in_place()  # before anything imports grpc; the servers inherit it
+    prefer_waiting_in_place()  # must come before anything imports grpc; the servers inherit this
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll
     from wire.transport.grpc_connection import GrpcConnection

@@ -1,14 +1,16 @@
-"""This module is the published scheme: it masks rows with one of K Gaussian vectors per layer. The provider itself
-computes each vector's effect (the product of vector and weight), so the scheme is NOT private.
+"""This module implements a published scheme, which masks rows with one of K Gaussian vectors per layer. The provider
+itself computes each vector's effect (the product of vector and weight), so the scheme is NOT private.
 
-Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input, the
-provider returns (x + n)W + b, and the tenant subtracts n_effect = nW, which the provider computed once for each vector
-through its bias-free path. Each iteration picks another vector, and the pool is drawn afresh from time to time.
+The scheme is from Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy. The tenant adds noise n to a
+layer's input, the provider returns (x + n)W + b, and the tenant subtracts n_effect = nW. The provider has computed
+n_effect once for each vector, without the bias. Each iteration uses another vector, and the pool of vectors is drawn
+afresh from time to time.
 
-The scheme is here in full for comparison. It hides nothing from a provider that keeps a log, since the provider saw
-every n. This module adds one thing to the paper: it scales the noise of a call by the root mean square of the call's
-rows, which is a secret number (effects are linear). Gradients are many orders of magnitude smaller than activations,
-and noise of a fixed size would drown them in float32.
+The scheme is implemented in full for comparison. It hides nothing from a provider that keeps a log, since the provider
+saw every n. This module differs from the paper in one point: it scales the noise of a call by the root mean square of
+the call's rows, which is a secret number. (The effect is scaled by the same number, since effects are linear.) The
+reason is that gradients are many orders of magnitude smaller than activations. In float32, noise of a fixed size would
+leave no precision for them.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ class GaussianPool:
         """Makes the scheme and warns that it is not private.
 
         Args:
-            pool_size: K, the vectors per group and direction.
+            pool_size: K, the number of vectors per group and direction.
             sigma: the standard deviation of the noise in units of the rows' root mean square.
-            renew_every: the calls of one group and direction after which its pool is drawn afresh.
+            renew_every: the number of calls of one group and direction after which their pool is drawn afresh.
 
         Raises:
             ConfigurationError: a number makes no sense.
@@ -81,7 +83,7 @@ class GaussianPool:
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
         noisy = rows + strength * noise
-        check_finite(noisy)  # The sum of two finite numbers may be infinite.
+        check_finite(noisy)  # The sum of two finite numbers may still be infinite.
         call = Call(group.id, direction, Arithmetic.FLOAT)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""This module is the default mask. It adds a fresh Module-LWE sample to every row. From the reply it subtracts the
-sample's effect, which the tenant computes from a hint that the provider computed once.
+"""This module implements the default mask. The mask adds a fresh Module-LWE sample to every row. From the reply it
+subtracts the sample's effect (the product of sample and weight). The tenant computes this effect from a hint, the
+product of the public matrix and the weight, which the provider computed once.
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32. The matrix A is public, and x̃ is the encoded row. The
 secret s and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every
-mask row is used once. Scales leave room for the error and for the hint's rounding, so that no unmasked result wraps.
-The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
-replies are right (verification does), and it does not hide row counts and timing.
+mask row is used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result
+overflows. The rows are confidential under decision Module-LWE with the stated parameters. This module does not
+guarantee that replies are right (verification does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
@@ -110,7 +111,7 @@ class Lattice:
         self.parameters = parameters
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
-        # These bounds assume the worst error and secret, so no scale depends on the block that is used.
+        # These bounds hold for every error and secret, so no scale depends on the block that is used.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
         self._row_encoder = RowEncoder(self._error_bound, self._slack)
@@ -137,7 +138,7 @@ class Lattice:
             return self._mask_row(group, direction, row)
         request_cols, _ = group.widths(direction)
         error_norm = self._error_bound * math.sqrt(request_cols)
-        # This raises before a mask row is used up.
+        # This raises an error before a mask row is used up.
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
@@ -191,7 +192,7 @@ class Lattice:
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
         """Makes at most `num_rows` rows of one block, in pieces. All rows of the block are computed, and those that
-        were not asked for are dropped.
+        were not requested are dropped.
 
         A block has one secret, however often the block is computed. Each of its rows is in exactly one piece, with an
         error of its own.
@@ -203,7 +204,7 @@ class Lattice:
         kept = slice(rows.start, rows.stop)
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
-        with torch.inference_mode(False):  # `mask` adds to masks in place, also outside inference mode.
+        with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
             masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
             effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]
@@ -255,7 +256,7 @@ class Lattice:
         try:
             return self._ledger.reserve(epoch.seed.seed_id, max(at_least, at_once), "lattice blocks")
         except SeedExhausted:
-            # Only the last few blocks of the budget are left.
+            # The budget has only a few blocks left.
             return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")
 
     def _current(self) -> _Epoch:
@@ -298,7 +299,7 @@ class Lattice:
             HintKey(group.digest, epoch.seed.seed, group.id, direction),
             (self.parameters.dimension, reply_cols),
             fetch,
-            # The effect path has checked the rows that it returns; the store only has to remember that.
+            # The function that `bind` stored has checked these rows. The store only has to remember this.
             verify=(lambda first, rows: None) if self._verified else None,
             rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
         )

@@ -31,7 +31,7 @@ class Off:
         call = Call(group.id, direction, self.arithmetic)
         if self.arithmetic is Arithmetic.FLOAT:
             check_finite(rows)
-            # The reply is cloned, since it may be read-only.
+            # The reply may be read-only, so it is cloned.
             return Masked((Message(call, RowsPayload(rows)),), lambda replies: replies[0].clone())
         row = self._row_encoder.encode(group, direction, rows)
         if row is not None:

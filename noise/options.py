@@ -1,7 +1,7 @@
 """This module lists the options of each mask, and refuses a wrong option before anything is opened for the mask.
 
 Guarantees: the error names an option that the mask does not have, or whose value is not allowed, and says what was
-expected and what was given. A value that is long, or neither a number nor a word, is shown by its size or type alone. A
+expected and what was given. Of a value that is long, or neither a number nor a word, only the size or type is shown. A
 scheme that is made afterwards can rely on the types and ranges below, so the scheme need not check them again. The
 names are those of the makers in noise/registry.py; tests compare the two.
 """

@@ -141,8 +141,8 @@ def _check_strength(parameters: LatticeParameters, allow_toy: bool) -> None:
 
 
 def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
-    """Tells whether a set is no easier to break than a row of the table: at fixed q, LWE gets harder with dimension and
-    with error.
+    """Returns whether a set is at least as hard to break as a row of the table. At fixed q, LWE gets harder with
+    dimension and with error.
 
     The author of the set claims its `bits`, which decide how many secrets are drawn, so they may not exceed the row's
     bits.

@@ -85,7 +85,7 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
 
 
 def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], setting: Setting) -> MaskScheme:
-    """Makes the scheme that a client asked for.
+    """Makes the mask scheme that a client chose.
 
     Args:
         mask: one of MASKS.

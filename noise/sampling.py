@@ -36,8 +36,8 @@ _REKEY_BYTES = 1 << 36
 2^64 / 2^129 (PRP/PRF switching, Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
 
 _PIECE = bytes(1 << 18)
-"""Zeros that are encrypted piece by piece. A piece of 256 KiB stays in the cache (8 GB/s; 7.9 for 64 KiB, 5.2 for 4
-KiB)."""
+"""The zeros that are encrypted, 256 KiB at a time, to get random bytes. A piece of this size stays in the cache and
+gives 8 GB/s; 64 KiB give 7.9 GB/s, and 4 KiB give 5.2 GB/s."""
 
 _ETA = 21
 """The η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
@@ -152,7 +152,7 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
     trits = np.empty((0, 5), dtype=np.int8)
     while trits.size < count:
         missing = -(-(count - trits.size) // 5)
-        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # So many bytes are seldom too few.
+        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # This many bytes are seldom too few.
         trits = np.concatenate((trits, _five_trits(drawn[drawn < 243])))
     return torch.from_numpy(trits.reshape(-1)[:count].copy()).view(*shape)
 
@@ -171,8 +171,8 @@ def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
 def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torch.Tensor:
     """Draws Σ a_i − Σ b_i over η pairs of fair bits; its variance is η/2.
 
-    The sample is computed as the number of ones among 2η bits, less η, since 1 − b_i is as fair as b_i. The bits of a
-    sample are whole bytes, and a rest of an even number of bits from a byte that several samples may share.
+    The sample is computed as the number of ones among 2η bits, minus η, since 1 − b_i is as fair as b_i. A sample takes
+    its bits from whole bytes. The remaining bits, an even number, come from a byte that several samples may share.
 
     Args:
         rng: the generator of the random bits.
@@ -200,7 +200,7 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
 def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
     """Writes to each element of `out` the number of ones among `num_bits` fresh bits."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
-    share = 8 // rest if rest else 1  # So many samples share one byte for their rests.
+    share = 8 // rest if rest else 1  # This many samples share one byte for their remaining bits.
     width = -(-count // share)
     drawn = rng.array(whole * count + (width if rest else 0))
     ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))

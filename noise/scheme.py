@@ -1,4 +1,4 @@
-"""This module is the one interface between a remote layer and the mask that hides its rows.
+"""This module defines the only interface between a remote layer and the mask that hides the layer's rows.
 
 A caller gives a scheme (a mask's implementation) the rows of one call, sends the messages that the scheme returns,
 passes in the replies and gets the product. The caller never learns which arithmetic, how many providers or how much
@@ -99,7 +99,8 @@ class Reply(Protocol):
     """Stands for the effect rows that were requested through an `EffectPath` and may not have been received yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""
+        """Waits for the rows and returns them. In a session that verifies, the rows are checked before they are
+        returned."""
         ...
 
 

@@ -84,8 +84,8 @@ class Verifier:
     """
 
     _kappas: ClassVar[range] = range(40, 65)
-    """The accepted values of κ. Below 40 a forger's chance is worth trying; above 64 the check takes more time for
-    nothing. Tests of the probability use smaller values."""
+    """The accepted values of κ. Below 40 a forger has a realistic chance. Above 64 the check takes more time without a
+    benefit. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
         """Makes a verifier that has not drawn any secrets yet.
@@ -241,7 +241,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _project(quantised: torch.Tensor, columns: int) -> _Projection:
-    """Draws R and computes W̃·R. No number of the product overflows int32: 127 · MAX_FEATURES < 2^29."""
+    """Draws R and computes W̃·R. No number of the product overflows int32, since 127 · MAX_FEATURES < 2^29."""
     inputs, outputs = quantised.shape
     outer = _random_bits(outputs, columns)
     parts = [coding.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]

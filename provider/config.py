@@ -278,7 +278,7 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
     try:
         made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
-    except ValidationError as exc:  # The exception's text quotes the value: hence `from None`.
+    except ValidationError as exc:  # `from None`: the exception's text quotes the value.
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None

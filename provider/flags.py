@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 SHOWN = "shown"
-"""Key in a field's json_schema_extra of the text that the help shows instead of the field's default."""
+"""The key in a field's json_schema_extra of the text that the help shows instead of the field's default."""
 _TYPES_OF_WORDS = (bool, int, float, Path)
 _CONFIG = inspect.Parameter(
     "config",
@@ -27,7 +27,7 @@ _CONFIG = inspect.Parameter(
     annotation=Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")],
 )
 _BEFORE_CONFIG = "threads"
-"""Name of the setting before which the help lists --config. The settings before --config choose what is served; the
+"""The name of the setting before which the help lists --config. The settings before --config choose what is served; the
 settings after it choose how."""
 
 

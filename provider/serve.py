@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
-"""Name of the file in the state directory that holds the URL of the last `provider serve`; `enroll` reads this file."""
+"""The name of the file in the state directory that holds the URL of the last `provider serve`; `enroll` reads this
+file."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20

@@ -1,6 +1,7 @@
-"""This package fine-tunes and runs adapters on a base model that a provider holds, and exports all that a user needs.
+"""This package fine-tunes and runs adapters on a base model that a provider holds. It exports every name that a user
+needs.
 
-The import of this package does not load torch, fetches nothing and sets no environment variable. An exported name that
+Importing this package does not load torch, fetches nothing and sets no environment variable. An exported name that
 needs torch is imported when the name is first used. Call `tune` before the first such use, as in
 
     import tenant_sdk
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.serving.engine import Engine
+    from tenant_sdk.serving.speculation.settings import Speculation
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
@@ -92,6 +94,7 @@ __all__ = [
     "RequestError",
     "SeedExhausted",
     "SlotsExhausted",
+    "Speculation",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",
@@ -120,6 +123,7 @@ _MODULE_OF = {
     "RemoteWeightError": "tenant_sdk.model.remote_linear",
     "SeedExhausted": "noise.ledger.ledger",
     "SlotsExhausted": "noise.blocks.slots",
+    "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
     "TemplateRefuses": "tenant_sdk.generate",
     "TenantClient": "tenant_sdk.client",

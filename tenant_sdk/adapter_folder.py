@@ -1,4 +1,4 @@
-"""Checks that an adapter folder exists. The import of this module is quick, so that the command line can check a path
+"""Checks that an adapter folder exists. Importing this module is quick, so that the command line can check a path
 before it loads anything else."""
 
 from __future__ import annotations

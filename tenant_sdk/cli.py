@@ -61,8 +61,8 @@ def _client(
 ) -> TenantClient:
     """Returns a client, not connected yet, for the options that all commands share."""
     tune()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would print two lines of its own before our error
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle has every file: no hub is asked
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints two lines before our error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
@@ -71,7 +71,7 @@ def _client(
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
     for folder in folders:
-        load_identity(folder)  # first: a wrong folder is a likelier mistake than a missing endpoint
+        load_identity(folder)  # checked first, because a wrong folder is a likelier mistake than a missing endpoint
     urls = url or [read_endpoint(folder) for folder in folders]
 
     # imported after the checks above, because torch and transformers take seconds to load
@@ -124,7 +124,7 @@ def finetune(
 
     from tenant_sdk.training.dataset import load_rows
 
-    if not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once: `finetune` reads it
+    if not (data.is_fifo() or data.is_char_device()):  # `finetune` reads a pipe, which can be read only once
         load_rows(data)
     with _until_ctrl_c(), not_connected as client:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")

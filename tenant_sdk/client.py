@@ -73,8 +73,9 @@ class TenantClient:
                 inproc:MODEL for a provider in this process; for mask="shares" a list of two.
             identity: folder made by `provider enroll`, needed for grpcs and ipc; a list if `url` is a list.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
-            verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m): every reply and the whole
-                bundle are checked against this checkpoint. None warns once and says what is guaranteed without it.
+            verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m). Every reply and the whole
+                bundle (the provider's config, tokenizer and small tensors) are checked against this checkpoint. With
+                None, one warning says what is guaranteed without it.
             arithmetic: `ring` or `float`; by default the one that suits the mask and the provider's weights.
             mask_options: keyword arguments of the mask, such as {"parameters": "conservative"}.
             kappa: with verify, a forged reply passes with probability at most 2^-kappa; 40 to 64.
@@ -125,7 +126,7 @@ class TenantClient:
         self._text: TenantText | None = None
         self._closed = False
         self.loaded: tuple[Any, Any] | None = None
-        """(key of the adapter, model) that `generate` used last, or None; see `adapted_model`."""
+        """The adapter's key and the model that `generate` used last, or None; see `adapted_model`."""
 
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint if there is one, and returns the manifest.
@@ -133,7 +134,7 @@ class TenantClient:
         A second call returns the same manifest without using the network.
         """
         session = self._open()
-        with session.executor.in_session():  # as in all methods except `explain` and `close`
+        with session.executor.in_session():  # all methods except `explain` and `close` do this
             return session.manifest
 
     def _open(self) -> Session:
@@ -182,8 +183,8 @@ class TenantClient:
 
     @property
     def tokenizer(self) -> Any:
-        """Returns the session's tokenizer; the chat template of an unverified provider's tokenizer is never rendered
-        over the messages' contents."""
+        """Returns the session's tokenizer. If it comes from an unverified provider, its chat template never sees the
+        contents of messages."""
         return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:
@@ -342,7 +343,8 @@ class TenantClient:
             max_new_tokens: the most tokens of each answer; None for 128, or for fewer if the context has less room.
             progress: whether a progress bar is shown on stderr.
             options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
-                to every prompt; and the options kv_dtype, kv_bytes, max_running and step_tokens of `Engine`.
+                to every prompt; and the options kv_dtype, kv_bytes, max_running, step_tokens and speculation of
+                `Engine`.
 
         Returns:
             The answers, in the order of the prompts.
@@ -405,7 +407,7 @@ class TenantClient:
         return None
 
     def close(self) -> None:
-        """Drops secrets and closes the connections; the client cannot be used again."""
+        """Drops secrets and closes the connections. After this, the client cannot be used again."""
         with self._lock:
             self._closed = True
             if self._session is not None:

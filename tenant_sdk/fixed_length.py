@@ -1,8 +1,8 @@
 """Makes the calls of an answer independent of its text, and refuses options of `generate` that would undo this.
 
-Guarantees: an answer of fixed length takes one pass through the model for the prompt and one for each further token,
-whatever the tokens are. Generation does not end at a stop token, and if a logit is NaN or infinite, the next token is
-drawn from replaced logits.
+Guarantees: an answer of fixed length takes one pass through the model for the prompt and one pass for each further
+token, whatever the tokens are. Generation does not end at a stop token. If a logit is NaN or infinite, the next token
+is drawn from replaced logits.
 """
 
 from __future__ import annotations
@@ -40,15 +40,20 @@ _LARGEST_LOGIT = 1e18
 bound keeps them finite: sampling with infinite logits gives NaN."""
 
 
+_SPECULATING = frozenset({*_GUESSING, *_OF_GUESSING} - {"penalty_alpha", "dola_layers", "token_healing"})
+"""Options of speculative decoding, for which an engine has the same number of rows in every step."""
+
+
 def refuse_guessing(options: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for options that make row counts, which the provider sees, depend on the text."""
     own = options.get("generation_config")
     for name in (*_GUESSING, *_OF_GUESSING):
         inherited = getattr(own, name, None) if name in _GUESSING else None
         if options.get(name, inherited) not in (None, False):
+            instead = ": an Engine with speculation= keeps it the same" if name in _SPECULATING else ""
             raise ConfigurationError(
                 f"generate does not take {name}: the number of rows in a request would depend on the text, and the "
-                "provider sees it"
+                f"provider sees it{instead}"
             )
 
 
@@ -84,8 +89,8 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
 
 
 def bounded_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits of any shape from which a token can be drawn at any temperature: large magnitudes are cut, and
-    minus infinity, which excludes a token, is kept."""
+    """Bounds logits, of any shape, so that a token can be drawn from them at any temperature. Large magnitudes are
+    reduced to `_LARGEST_LOGIT`, and minus infinity, which excludes a token, is kept."""
     return torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
 
 
@@ -107,7 +112,7 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
 
         In an answer of fixed length all logits are zero after a value was NaN or infinite.
         """
-        self._course.check((scores.amax(dim=-1),))  # a NaN in a row becomes its maximum
+        self._course.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
         if not self._bounds:
             return scores
         if self._course.sends_zeros:

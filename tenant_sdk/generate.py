@@ -180,10 +180,10 @@ def prompt_tokens(
 
 
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt; if an unverified provider's tokenizer fails on the prompt, warns and returns
-    no ids.
+    """Returns the token ids of a prompt. If an unverified provider's tokenizer fails on the prompt, issues a warning
+    and returns no ids.
 
-    Such a provider may choose the texts on which its tokenizer fails, and a refusal would show the provider that
+    An unverified provider may choose the texts on which its tokenizer fails. A refusal would show this provider that
     the prompt is one of these texts.
     """
     try:
@@ -196,7 +196,7 @@ def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
 
 
 class TemplateRefuses(ConfigurationError):
-    """The chat template raised an error for a prompt."""
+    """Says that the chat template raised an error for a prompt."""
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
         num_prompt, num_virtual, context: tokens of the prompt, of the adapter, and of the model's whole context.
 
     Raises:
-        ConfigurationError: the context has no room for the limit that was asked for, or for any answer.
+        ConfigurationError: the context has no room for the limit that the user gave, or for any answer.
     """
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
@@ -250,7 +250,7 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
             text = f"transformers' generate does not take {shown} as given: see the options of its GenerationConfig"
         else:
             text = f"transformers cannot use the checkpoint's generation_config.json ({type(exc).__name__})"
-        raise ConfigurationError(text) from None  # the original may show values of the prompt
+        raise ConfigurationError(text) from None  # the cause may show values of the prompt
 
 
 def _raised_by_generation(exc: Exception) -> bool:

@@ -25,7 +25,8 @@ def read_endpoint(folder: str | Path) -> str:
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:
-    """Returns SHA-256 of the public key of the provider's certificate authority, to tell one provider from another.
+    """Returns the SHA-256 of the public key of the provider's certificate authority, which tells one provider from
+    another.
 
     Raises:
         ConfigurationError: ca.pem holds no certificate.

@@ -1,4 +1,4 @@
-"""Prepares a model's use: fetches hints from the provider, and makes masks on this machine ahead of use.
+"""Prepares the use of a model, by fetching hints from the provider and making masks on this machine ahead of use.
 
 A hint is the product of a group's weight and the public matrix of the lattice mask.
 """

@@ -41,11 +41,12 @@ from wire.transport.ipc import connection as ipc
 
 
 class NotVerifiedWarning(UserWarning):
-    """The session does not check replies: the privacy claim holds only against an honest-but-curious provider."""
+    """Warns that the session does not check replies, so that the privacy claim holds only against an honest-but-curious
+    provider."""
 
 
 class AcceptedChangeWarning(UserWarning):
-    """A change of an unverified provider's bundle was accepted by name and is pinned from now on."""
+    """Warns that a change of an unverified provider's bundle was accepted by name, and is pinned from now on."""
 
 
 UNVERIFIED = (
@@ -111,7 +112,8 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         own_weights: dict[int, torch.Tensor] = {}
         if plan.mask == "pad" and plan.verify is not None:
             setting = replace(setting, weight_of=own_weights.__getitem__)
-        # before the checkpoint is read, which may take minutes, so that a wrong option or ledger is an error at once
+        # This comes before the checkpoint is read, which may take minutes, so that a wrong option or ledger is an error
+        # at once.
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
         verifier = _verify(plan, connections[0], manifest, on_verified, own_weights)
@@ -142,7 +144,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
     check_manifest_config(folder, manifest)
-    context_length(folder)  # raises if the config's context length is impossible
+    context_length(folder)  # raises an error if the config's context length is impossible
     if plan.bucket is not None:
         names = (layer.name for group in manifest.groups for layer in group.layers)
         check_rows_are_padded(names, manifest.config.get("model_type"))
@@ -151,7 +153,8 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         if session.tokenizer_source is not None:  # the unused tokenizer and template may change
             current = {part: current[part] for part in ("model", "config")}
         provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
-        # pinned by URL as well: by the model's name alone, a provider that renames its model would have no pins
+        # The pins are kept under the URL, too. Under the model's name alone, a provider that renames its model would
+        # have no pins.
         keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
         changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
         if changed:

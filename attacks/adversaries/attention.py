@@ -21,14 +21,15 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 250
 _HOPELESS = 0.1
-"""The descent is given up if the relative error is not below this after the first steps: such rows are not the output
-of attention."""
+"""The relative error that the descent must fall below in its first steps. If it does not, the rows are not the output
+of attention, and the descent is given up."""
 _HISTORY = 50
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Holds W + ΔW of q, k and v, each (hidden, out_features), and the error of the outputs that these weights predict.
+    """Holds the adapted weights W + ΔW of q, k and v, each (hidden, out_features), and how well they predict the
+    outputs.
 
     Attributes:
         error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs.
@@ -43,8 +44,8 @@ class Heads:
 def fit_first_position(
     block: Block, model: PublicModel, given: torch.Tensor, outputs: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns W_v + ΔW_v from position 0 of many prompts; None if there are too few prompts or if their first tokens
-    differ too little.
+    """Computes the adapted value weight W_v + ΔW_v from position 0 of many prompts. Returns None if there are too few
+    prompts, or if their first tokens differ too little.
 
     Args:
         given: the attention's input at position 0, shape (num_prompts, hidden).
@@ -64,7 +65,8 @@ def fit_first_position(
 def fit_values(
     block: Block, model: PublicModel, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Heads:
-    """Fits W_v with the public q and k: attention is then a known mixture of the values, which is linear in W_v.
+    """Fits W_v while q and k have their public weights. Attention is then a known mixture of the values, and linear in
+    W_v.
 
     Args:
         block, model: a transformer block and the public model that the block belongs to.
@@ -76,7 +78,7 @@ def fit_values(
     for rows, seen in _batches(given, outputs):
         mixed = _mix(block, model, (block.q.weight, block.k.weight), rows)  # (prompts, heads, tokens, hidden)
         seen = seen.view(*seen.shape[:2], model.num_heads, model.head_dim).transpose(1, 2)
-        if block.v.bias is not None:  # a mixture's weights add up to one
+        if block.v.bias is not None:  # the weights of a mixture add up to one
             bias = block.v.bias.view(model.num_kv_heads, model.head_dim).repeat_interleave(repeats, dim=0)
             seen = seen - bias[:, None]
         for head in range(model.num_heads):
@@ -109,8 +111,8 @@ def tried(
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Returns the input rows mixed by each head's attention probabilities, shape (num_prompts, num_heads, num_tokens,
-    hidden)."""
+    """Returns, for each head, the input rows averaged with the head's attention probabilities, shape (num_prompts,
+    num_heads, num_tokens, hidden)."""
     num_prompts, num_tokens, hidden = rows.shape
     q, k = _queries_and_keys(block, model, weights, rows)
     everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
@@ -120,8 +122,8 @@ def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows
 def _queries_and_keys(
     block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns queries and keys, with rotary positions if the model has them, each of shape (num_prompts, num_heads,
-    num_tokens, head_dim).
+    """Returns queries and keys, each of shape (num_prompts, num_heads, num_tokens, head_dim). If the model has rotary
+    positions, they are already applied.
 
     Args: weights: the weights of q and k."""
     q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
@@ -144,12 +146,12 @@ def fit_all(
     outputs: Sequence[torch.Tensor],
     v: torch.Tensor | None = None,
 ) -> Heads:
-    """Fits q and k, and v if it is not given, by descent from the public weights.
+    """Fits the weights of q and k, and those of v if they are not given, by descent from the public weights.
 
     Args:
         given: for each prompt the attention's input, shape (num_tokens, hidden).
         outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
-        v: W_v + ΔW_v if it is known already.
+        v: the adapted value weight W_v + ΔW_v, if it is known already.
     """
     start = [block.q.weight, block.k.weight, *([block.v.weight] if v is None else [])]
     deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in start]
@@ -191,8 +193,8 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns a factor for each output of v, fitted at position 0, which attends only to itself. A factor that is not
-    positive is replaced by 1."""
+    """Returns one factor for each output of v. The factors are fitted at position 0, which attends only to itself.
+    Factors that are not positive are replaced by 1."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
     seen = seen.mean(dim=2).reshape(values.shape)  # heads of q that share a head of v see the same values
@@ -234,8 +236,8 @@ def _descend(
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Groups prompts by length. Returns, for each length, inputs and outputs, each of shape (num_prompts, num_tokens,
-    features)."""
+    """Groups prompts by length, and returns the inputs and the outputs for each length, each of shape (num_prompts,
+    num_tokens, features)."""
     lengths = sorted({rows.shape[0] for rows in given})
     return [
         (
@@ -266,7 +268,8 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     """Applies rotary positions 0, 1, … to x, shape (..., num_tokens, head_dim).
 
-    The rotation is that of transformers: it pairs the halves of a head, not adjacent numbers.
+    As in transformers, the rotation pairs each number of a head's first half with one of the second half, not adjacent
+    numbers.
     """
     return turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
 

@@ -4,8 +4,8 @@ For each head, the input of o_proj is probabilities times values. If the values 
 are a non-negative least-squares problem: t + 1 unknowns that add up to one, and head_dim equations. So tokens up to
 position head_dim have one solution. The logarithm of the ratio of two probabilities is a difference of scores,
 q_t·(k_s − k_r)/√head_dim. It is linear in W_q while k is known, and in W_k while q is known. If the adapter changed
-both, the search is over W_k, with the best W_q for each W_k (variable projection). Solving for W_q and W_k alternately
-converges too slowly.
+both, the search varies W_k and computes the best W_q for each W_k (variable projection). Solving for W_q and W_k in
+turn converges too slowly.
 
 A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs equally well for any G that commutes
 with the rotary positions. Steps are damped, so that the result is near the public weights. Wide heads, whose systems
@@ -25,11 +25,11 @@ from attacks.adversaries.attention import turn
 from attacks.seen.public_model import Block, Layer, PublicModel
 
 _MAX_NUMBERS = 1 << 25
-"""The most numbers in a dense system of equations: a quarter of a GB."""
+"""The most numbers in a dense system of equations, which then takes a quarter of a GB."""
 _SPARE = 1.05
-"""The fewest equations per unknown. With fewer equations, weights could be found that fit any data."""
+"""The fewest equations per unknown. With fewer equations, some weights would fit any data."""
 _EXPLAINED = 1e-4
-"""The largest error at which a change of q alone, or of k alone, counts as the explanation of the probabilities. The
+"""The largest error with which a change of q alone, or of k alone, counts as an explanation of the probabilities. The
 error is relative to the attention outputs from which the probabilities were read."""
 _SWEEPS = 300
 """The number of sweeps of coordinate descent over the few least-squares problems whose unconstrained solution has
@@ -37,7 +37,8 @@ negative numbers."""
 _LEAST_PROBABILITY = 1e-7
 """The smallest probability that is used in a ratio; a smaller one is only float32 rounding."""
 _DEPENDENT = 1e7
-"""The condition number of a system of probabilities beyond which its solution is only float32 rounding."""
+"""If the system of equations for probabilities has a larger condition number than this, its solution is only float32
+rounding."""
 _STEPS = 60
 _DAMPING, _RELAX, _LAST_DAMPING = 1e-3, 3.0, 1e6
 _FLOOR = 1e-11
@@ -60,7 +61,7 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
         infinite if equal values leave a probability undetermined (a token that comes twice). Both have shape (batch,
         num_keys).
     """
-    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # gives the equation of the sum the weight of the others
+    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # the equation for the sum gets the weight of the others
     matrix = torch.cat([values, size[:, None, None].expand(-1, values.shape[1], 1)], dim=2).transpose(1, 2)
     wanted = torch.cat([outputs, size[:, None]], dim=1)
     inverse = torch.linalg.pinv(matrix)
@@ -74,8 +75,8 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
 
 
 def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Minimises ‖matrix·p − wanted‖ over p >= 0 by coordinate descent. The problem is convex, so the descent ends at
-    the minimum."""
+    """Returns the p >= 0 that minimises ‖matrix·p − wanted‖, by coordinate descent. The problem is convex, so the
+    descent ends at the minimum."""
     squares, right = matrix.transpose(1, 2) @ matrix, (matrix.transpose(1, 2) @ wanted[..., None])[..., 0]
     found = start.clone()
     for _ in range(_SWEEPS):
@@ -92,7 +93,7 @@ class _Ratios:
     Attributes:
         at, to, other: the token of the query, of the first key and of the second key; int64, each of shape
             (num_ratios,).
-        seen: the differences q_at·(k_to − k_other)/√head_dim, shape (num_ratios,).
+        seen: the differences q_at·(k_to − k_other)/√head_dim of scores, from the recording, shape (num_ratios,).
         weights: the inverse of the error of `seen`, up to a factor, shape (num_ratios,).
     """
 
@@ -106,8 +107,8 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if their system has more than
-    `_MAX_NUMBERS` numbers.
+    """Returns the adapted weights W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if their matrix
+    has more than `_MAX_NUMBERS` numbers.
 
     Args:
         v: the weight of the value projection with its adapter, W_v + ΔW_v.
@@ -249,7 +250,7 @@ class _Group:
         public, k = [weight for weight, _ in self._q], self._k[0]
         q, other = self._solve_q(public, k), self._solve_k(public, k)
         count = sum(len(one.at) for one in self._ratios)
-        if self._missed(public, other) < self._missed(q, k):  # k was changed
+        if self._missed(public, other) < self._missed(q, k):  # the adapter changed k
             q, k = public, other
         if self._missed(q, k) < _EXPLAINED * size * math.sqrt(count):
             return q, k

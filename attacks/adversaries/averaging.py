@@ -1,11 +1,11 @@
 """Averages the messages of a prompt that is repeated under fresh noise, and cleans the mean by principal components.
 
-Messages of one group, direction and number of rows are assumed to be repetitions. The noise of the messages' mean falls
-with the square root of the number of messages. Principal components of the mean that lie below the edge of the noise's
-spectrum are left out. The attack fails under uniform noise mod 2^32, whose mean says nothing. The attack does not check
-whether messages are repetitions: if they are not, the claim is wrong (attacks/adversaries/principal_components.py
-handles several prompts under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of the spectrum of a
-(T, d) noise matrix.
+Messages of one group (layers that read the same input), direction and number of rows are assumed to be repetitions of
+one prompt. The noise of the messages' mean falls with the square root of the number of messages. Principal components
+of the mean that lie below the edge of the noise's spectrum are left out. The attack fails if the noise is uniform mod
+2^32, because the mean of such noise says nothing. The attack does not check whether messages are repetitions. If they
+are not, the claim is wrong (attacks/adversaries/principal_components.py handles several prompts under one mask).
+Source: Marchenko and Pastur, 1967, for the edge √T + √d of the spectrum of a (T, d) noise matrix.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims, for each set of messages that may be repetitions, the set's cleaned mean as the unmasked rows of the
-    set's first few messages."""
+    """Cleans the mean of each set of messages that may be repetitions, and claims that it is the unmasked content of
+    the set's first few messages."""
     sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:

@@ -1,4 +1,4 @@
-"""Solves linear systems mod 2; one elimination serves many right-hand sides.
+"""Solves linear systems mod 2. One elimination serves many right-hand sides.
 
 Results are exact. A right-hand side that the matrix cannot produce is reported as inconsistent. A random right-hand
 side is consistent with probability 2^-(num_equations − rank).
@@ -13,7 +13,7 @@ Bits = npt.NDArray[np.uint8]
 
 
 class BinarySystem:
-    """Solves M·x = b mod 2 for a fixed matrix M, which is reduced once.
+    """Solves M·x = b mod 2 for one matrix M and many b. The matrix is reduced once.
 
     Attributes:
         rank: the rank of M; a solution x is unique if this equals the number of unknowns.
@@ -29,8 +29,8 @@ class BinarySystem:
         rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
         self.rank = _eliminate(rows, self._num_unknowns)
         wide = np.unpackbits(rows.view(np.uint8), axis=1, count=self._num_unknowns + num_equations)
-        # The matrix by which elimination changes a right side, shape (num_equations, num_equations). It is float32,
-        # which is exact for sums below 2^24.
+        # Elimination multiplies a right-hand side by this matrix, shape (num_equations, num_equations). Its dtype
+        # float32 is exact for sums below 2^24.
         self._transform = wide[:, self._num_unknowns :].astype(np.float32)
 
     @property
@@ -51,7 +51,8 @@ class BinarySystem:
         return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
 
     def solve(self, side: Bits) -> Bits | None:
-        """Returns the x with M·x = side, shape (num_unknowns,), if exactly one such x exists, otherwise None."""
+        """Returns the solution x of M·x = side, shape (num_unknowns,); None if there is no solution or more than
+        one."""
         if not self.has_full_rank or not self.consistent(side[:, None]).all():
             return None
         solution = self._transform[: self.rank] @ side.astype(np.float32)
@@ -66,7 +67,8 @@ def _pack(bits: Bits) -> npt.NDArray[np.uint64]:
 
 
 def _eliminate(rows: npt.NDArray[np.uint64], num_columns: int) -> int:
-    """Reduces the first `num_columns` columns of bits in place, so that the pivot rows come first; returns the rank."""
+    """Reduces the first `num_columns` columns of the packed bits in place, moves the pivot rows to the front, and
+    returns the rank."""
     octets, rank = rows.view(np.uint8), 0
     for column in range(num_columns):
         has_bit = (octets[:, column // 8] >> (7 - column % 8)) & 1

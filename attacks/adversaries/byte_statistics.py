@@ -1,18 +1,18 @@
-"""Tests whether ring messages look uniform and independent, as masked messages do and unmasked messages hardly ever do.
+"""Tests whether int32 messages look uniform and independent. Masked messages do, and unmasked messages hardly ever do.
 
-It runs two tests on each group and direction. Chi-square compares each of the four bytes with the uniform distribution
-(255 degrees of freedom). Serial correlation compares each number, as int32, and each of its three lower bytes with four
-neighbours: the next feature of the same row, and in the next row the same feature, the feature before it and the
-feature after it. (The top byte needs no test of its own, since it equals the number up to one part in 256.) With n
-independent pairs the correlation has standard deviation 1/√n. The bound grows with the number of correlations that are
-tested. The means that are subtracted are those of uniform numbers, and not those of the data, so that numbers with a
-shifted mean correlate, too.
+There are two tests for each group (layers that read the same input) and direction. Chi-square compares each of the four
+bytes with the uniform distribution (255 degrees of freedom). Serial correlation compares each number, as int32, and
+each of its three lower bytes with four neighbours: the next feature of the same row, and in the next row the same
+feature, the feature before it and the feature after it. (The top byte needs no test of its own, since it equals the
+number up to one part in 256.) With n independent pairs the correlation has standard deviation 1/√n. The bound grows
+with the number of correlations that are tested. The mean of uniform numbers is subtracted, not the mean of the data, so
+that numbers with a shifted mean correlate, too.
 
-Without knowing what a mask hides, the tests show if the mask is missing on a group or in a direction, too narrow,
-scaled wrongly, or shared by neighbouring rows or features. They find faults of scaling and encoding and are no evidence
-of security: any generator's output passes, even a public one's. They do not find a mask that is used again for rows
-further away (`slot-reuse` does). They do not find a mask that leaves low bits unmasked either, if activations fill
-these bits, because such bits look uniform.
+The tests need not know what a mask hides. They show whether the mask is missing on a group or in a direction, too
+narrow, scaled wrongly, or shared by neighbouring rows or features. These are faults of scaling and encoding. Passing
+the tests is no evidence of security: the output of any generator passes, even if its seed is public. The tests do not
+find a mask that is used again for distant rows (`slot-reuse` does). Nor do they find low bits that were left unmasked,
+if activations fill these bits and so make them look uniform.
 
 Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and 3.3.2, J (serial correlation).
 """
@@ -36,20 +36,21 @@ _DEVIATIONS = 12.0
 happens less than once in 2^66 (Wilson and Hilferty's approximation), hence less than once in 2^46 over a million
 tests."""
 FALSE_POSITIVE_BITS = 40
-"""The number of bits b such that, by chance, any correlation of a view exceeds the bound with probability 2^-b."""
+"""The bound on correlations is such that, by chance, any correlation of a view exceeds it with probability 2^-b, where
+b is this number."""
 FEWEST = 4096
-"""The fewest numbers that are tested; with fewer, the distribution of chi-square is not yet close to its limit."""
+"""The fewest numbers that are tested. With fewer numbers, chi-square is not yet close to its limit distribution."""
 _FEWEST_PAIRS = 1024
 """The fewest pairs of neighbours for which a correlation is tested. With this many pairs, the tail of a correlation is
 that of a normal distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an
 excess kurtosis of 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
-"""At most about `_MOST_MESSAGES` messages are tested of a group and direction. They are taken in runs of `_RUN`
-messages that are spread over the recording, since neighbours may be in two messages."""
+"""At most about `_MOST_MESSAGES` messages of a group and direction are tested. They come in runs of `_RUN` consecutive
+messages, because neighbouring rows may be in two messages. The runs are spread over the recording."""
 _PARTS = 4
 """The number of parts that are tested: the number itself and its three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
-"""Maps the name of a step to the (rows, features) from a number to its neighbour."""
+"""Maps the name of a step to the distance between a number and its neighbour, as (rows, features)."""
 FACT = "groups whose numbers are not uniform, or not independent"
 SUMMARY = "how uniform numbers are"
 _NORMAL = NormalDist()
@@ -73,7 +74,7 @@ class Figures:
     serial: torch.Tensor = field(repr=False)
 
     def faults(self, bound: float) -> list[str]:
-        """Returns the names of the tests with a value that chance does not explain; `bound` is that of the
+        """Returns the names of the tests whose values chance does not explain. `bound` is the limit for
         correlations."""
         worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
         names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
@@ -85,7 +86,7 @@ class Uniformity:
     """Holds the test values of a view.
 
     Attributes:
-        looked_at: the values of groups and directions with enough numbers.
+        looked_at: the test values of the groups and directions that have enough numbers.
         skipped: for each of the other groups and directions, how many numbers it has.
     """
 
@@ -113,7 +114,7 @@ class Uniformity:
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:
-        """Returns the groups and directions whose values chance does not explain, and which values these are."""
+        """Returns the groups and directions whose values chance does not explain, and names these values."""
         found = {f"{one.group} {one.direction}": one.faults(self.bound) for one in self.looked_at}
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
@@ -158,8 +159,8 @@ def _tail(count: int, share: float) -> float:
 
 
 class _Tally:
-    """Adds up the counts and products that the tests need, over the messages of one group and direction in order of
-    arrival."""
+    """Adds up the counts and products that the tests need. The messages of one group and direction are added in order
+    of arrival."""
 
     def __init__(self) -> None:
         self.num_numbers = 0
@@ -172,7 +173,7 @@ class _Tally:
     def add(self, rows: torch.Tensor) -> None:
         """Adds a message's rows, int32, shape (num_rows, features)."""
         if rows.numel() == 0 or (self._last is not None and torch.equal(rows, self._last)):
-            return  # a request that was sent again, byte by byte, is no fault of the mask
+            return  # a retry sends the same bytes again, which is no fault of the mask
         joined = rows if self._last is None else torch.cat((self._last[-1:], rows))
         self.num_numbers += rows.numel()
         self._counts += _byte_counts(rows)
@@ -210,7 +211,7 @@ def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the numbers, then each of their three lower bytes, each minus the mean of uniform values; float32, shape
     of `rows`.
 
-    No result is zero, so that even rows of zeros have a correlation.
+    No number that results is zero, so that even rows of zeros have a correlation.
     """
     yield rows.to(torch.float32) + 0.5
     for byte in range(_PARTS - 1):

@@ -29,13 +29,15 @@ _UNCHANGED = 1e-5
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""The values that replace `_UNCHANGED` in ring arithmetic: the first for rows that were rounded to the ring's integers,
-the second for an MLP or attention between two such roundings, which leave errors of 3e-4 on SmolLM2."""
+"""These values replace `_UNCHANGED` in ring arithmetic. `_ROUNDED` is for rows that were rounded to the ring's
+integers. `_ROUNDED_TWICE` is for an MLP or attention between two such roundings, which leave errors of 3e-4 on
+SmolLM2."""
 _MAX_DESCENT_S = 60.0
-"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, which needs a descent because
-rounding accumulates, a descent takes minutes per block."""
+"""The seconds, from the start of the attack, after which nothing is claimed about layers that need a descent. On
+SmolLM2 rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
 _THROUGH_MLP = 10.0
-"""The factor by which the error of an MLP with public weights may exceed that of the residual stream before it."""
+"""The factor by which the error of an MLP with public weights may exceed the error of the MLP's input, the residual
+stream."""
 _MEMBERS = 3
 """The number of members of an attention group: q, k and v."""
 _EXPLAINED = 1e-4
@@ -45,7 +47,7 @@ _HOPELESS = 0.3
 
 
 class _Stop(Exception):
-    """Is raised if the recursion over blocks cannot go on, and so ends the recursion."""
+    """Ends the recursion over blocks; it is raised if the recursion cannot go on."""
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -75,8 +77,8 @@ def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
 
 
 def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
-    """Returns the prompt with the output rows of norm layers scaled to their true size. Ring arithmetic shows each row
-    only up to a factor."""
+    """Returns the prompt with the output rows of norm layers scaled to their true size, since ring arithmetic shows
+    each row only up to a factor."""
     norms = {**model.normed_inputs(), **({} if model.head_group is None else {model.head_group: model.final_norm})}
     rows = {
         group: ring_scales.rescaled(norms[group], rows) if group in norms else rows
@@ -98,7 +100,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
     deadline = time.monotonic() + _MAX_DESCENT_S
     for index, block in enumerate(model.blocks):
-        # o_proj and down_proj come first: they show the factors of rows, and which rows were unmasked wrongly
+        # o_proj and down_proj are fitted first: this shows the factors of rows, and which rows were unmasked wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
         if after_o is not None:
             sound = after_o.sound
@@ -142,8 +144,8 @@ def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
-    """Returns the norm after a block, and the id of the group (layers with one input) that receives the norm's
-    output."""
+    """Returns the norm after a block, and the id of the group (layers that read the same input) that receives the
+    norm's output."""
     if index + 1 < len(model.blocks):
         return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
     if model.head_group is None:
@@ -152,8 +154,8 @@ def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
 
 
 def _variants(seen: list[Prompt], group: int) -> list[torch.Tensor]:
-    """Returns a group's inputs, one tensor for each of its requests in a pass. If these differ, one of them may be the
-    unchanged input."""
+    """Returns a group's inputs, one tensor for each request of the group in a pass. If the inputs differ, the adapter
+    changed some of them, and one may be the unchanged input."""
     found = [_rows(seen, group)]
     for place in range(min(len(prompt.repeats.get(group, ())) for prompt in seen)):
         found.append(torch.cat([prompt.repeats[group][place] for prompt in seen]))
@@ -191,7 +193,8 @@ def _fit_down(
     try:
         norm, group = _next(model, index)
         given = _rows(seen, down.group)
-        # if generation follows a prompt, the output head gets only the prompt's last token: such prompts are left out
+        # if generation follows a prompt, the output head gets only the last token of the prompt, so the prompt is left
+        # out
         whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
         fits = []
         for rows in _variants([one for one in seen if _is_whole(one, group)], group):
@@ -212,8 +215,8 @@ def _fit(
     sound: torch.Tensor,
     scaled: bool,
 ) -> residual.Fit:
-    """Fits the layer from the sound tokens: those that no earlier fit showed to be wrong. Every tensor has one row per
-    token, sound or not."""
+    """Fits the layer from the sound tokens, which are those that no earlier fit showed to be wrong. Every tensor has
+    one row for each token, sound or not."""
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
@@ -289,7 +292,7 @@ def _steal_attention(
         weights = public
     else:
         found = attention.fit_values(block, model, given, outputs)
-        if found.error > explained:  # q or k was changed, too
+        if found.error > explained:  # the adapter changed q or k, too
             v = _first_values(block, model, given, outputs, tolerance)
             found = _fit_scores(block, model, v, given, outputs)
             if found.error > explained:

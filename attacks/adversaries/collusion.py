@@ -1,9 +1,10 @@
-"""Implements `collusion`: the two providers of the mask `shares` combine what they received, and recover the rows.
+"""Implements `collusion`, in which the two providers of the mask `shares` combine what they received and recover the
+rows.
 
-One provider received x̃ − expand(p) mod 2^32 (x̃: the encoded rows), the other the seed p in 48 bytes. The sum of the
-first message and expand(p) is exactly x̃. This mask assumes that the two do not collude, and this file shows what the
-assumption is worth. A single view holds either numbers that look uniform or seeds. So this adversary claims nothing on
-one view, and that says nothing about the mask.
+One provider received x̃ − expand(p) mod 2^32, with the encoded rows x̃. The other provider received the seed p in 48
+bytes. The sum of the first message and expand(p) is exactly x̃. The mask `shares` is secure only if the two providers
+do not collude, and this file shows what happens if they do. A view (what one provider sees) holds either numbers that
+look uniform, or seeds. So this adversary claims nothing on a single view, which says nothing about the mask.
 
 Source: docs/masks.md, "shares"; wire/SPEC.md, section 5, for expand.
 """
@@ -26,11 +27,11 @@ _Key = tuple[int, str, int]
 
 
 def collude(view_1: View, view_2: View) -> list[StolenRows]:
-    """Returns the encoded rows x̃ of each message of the first view that has its seed in the second view. Each claim
+    """Recovers the encoded rows x̃ of each message of the first view whose seed is in the second view. Each claim
     carries the message's number in the first view.
 
-    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This order is
-    correct for one stream of calls, such as one tenant at a time.
+    Among the calls of one group, direction and number of rows, the n-th seed is matched with the n-th message. This is
+    correct if there is one stream of calls, such as one tenant at a time.
 
     Args:
         view_1: the view of one tenant at the provider that received masked rows.

@@ -1,8 +1,8 @@
 """Computes an orthonormal basis of a matrix's column space, and solves linear equations with that matrix.
 
-The matrix holds a layer's input rows. It is decomposed by two Cholesky factorisations (CholeskyQR2: Yamamoto et al.,
-ETNA 44, 2015), which take a tenth of the work of a singular value decomposition. If the columns are nearly dependent,
-the singular value decomposition is used instead, and singular values below `_LEAST` are left out.
+The matrix holds the input rows of a layer. The decomposition consists of two Cholesky factorisations (CholeskyQR2:
+Yamamoto et al., ETNA 44, 2015), which take a tenth of the work of a singular value decomposition. If the columns are
+nearly dependent, the singular value decomposition is used instead, and singular values below `_LEAST` are left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 _LEAST = 1e-12
 """Singular values below this share of the largest one are left out."""
 _OFF = 0.1
-"""The largest deviation from the identity that the first factorisation may leave in the Gram matrix. A larger one means
-a condition number beyond 1e7, for which two factorisations do not suffice."""
+"""The largest deviation from the identity that the first factorisation may leave in the Gram matrix. A larger deviation
+means a condition number beyond 1e7, for which two factorisations do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Columns:
     _inverse: torch.Tensor
 
     def solve(self, inside: torch.Tensor) -> torch.Tensor:
-        """Returns the X of smallest norm with A·X = left·inside; `inside` has shape (rank, n)."""
+        """Returns the solution X of A·X = left·inside that has the smallest norm; `inside` has shape (rank, n)."""
         return self._inverse @ inside
 
 

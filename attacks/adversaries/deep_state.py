@@ -2,9 +2,9 @@
 
 Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
 first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
-little, so the true token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
-rows, too. `_BUDGET` and `_MAX_PROMPTS` bound the tokens that are tried and claimed. The judge shows the rate over tried
-tokens beside the share of tokens that were tried.
+little, so the true token stays the nearest. Rows need to be known only up to a factor, so the attack also works on rows
+in ring arithmetic. `_BUDGET` and `_MAX_PROMPTS` bound the number of tokens that are tried and claimed. The report shows
+two shares: how many of the tried tokens are right, and how many tokens were tried.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 """
 
@@ -29,18 +29,18 @@ _CANDIDATES = 4096
 _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
-"""After this many prompts whose first token failed the test of `_CHANCE`, all other prompts are given up."""
+"""If this many prompts have a first token that fails the test of `_CHANCE`, all other prompts are given up."""
 _CHANCE = 1.3
-"""A factor over chance. The cosine of a first token's best candidate must be this many times as large as the largest
-cosine that random directions, one for each token of the vocabulary, would have. Otherwise the candidate is no evidence,
-and the prompt is given up."""
+"""The best candidate for a first token must have a cosine that is this many times what chance gives: the largest cosine
+among random directions, one for each token of the vocabulary. Otherwise the candidate is no evidence, and the prompt is
+given up."""
 _WIDE = 256
-"""The hidden size from which on `_CHANCE` is tested. In fewer dimensions, random directions come near the true token's
-cosine, and trying every prompt is cheap."""
+"""`_CHANCE` is tested only if the hidden size is at least this. In fewer dimensions, random directions come near the
+true token's cosine, and trying every prompt is cheap."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
-    """Returns token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
+    """Finds the token ids behind the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
     If no candidate's state is near the first row, only the best token for this row is returned.
     """
@@ -122,8 +122,8 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _beginning(model: PublicModel) -> PublicModel:
-    """Returns the part of the model that `invert` needs, in lower precision: the nearest candidate does not depend on
-    the last digits."""
+    """Returns the part of the model that `invert` needs, in lower precision, because the last digits do not decide
+    which candidate is nearest."""
     positions = None if model.positions is None else model.positions.to(_DTYPE)
     blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])
     return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)

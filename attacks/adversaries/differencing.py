@@ -1,7 +1,8 @@
-"""Computes the difference of two messages, in which a mask that was used for both cancels.
+"""Computes the difference of two messages. A mask that was used for both cancels in the difference.
 
-It claims z − z' for a few pairs of messages of one group and direction. If both messages had the same mask, this is
-x − x'. In the ring the difference is taken mod 2^32 and centred. Source: the two-time pad.
+The adversary claims the difference z − z' for a few pairs of messages of one group (layers that read the same input)
+and direction. If both messages had the same mask, this is the difference x − x' of their contents. In ring arithmetic
+the difference is taken mod 2^32 and centred. Source: the two-time pad.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
     claims: list[Claim] = []
     for messages in islice(_alike(view), _FEW_GROUPS):
         for one, other in islice(combinations(messages, 2), _FEW_PAIRS):
-            difference = one.request() - other.request()  # int32 wraps mod 2^32, centred by its sign
+            difference = one.request() - other.request()  # int32 wraps mod 2^32, and its sign centres the result
             claims.append(StolenDifference(one.seq, other.seq, difference.to(torch.float64)))
     return claims
 
 
 def _alike(view: View) -> list[list[Message]]:
-    """Returns sets of two or more messages with one group, direction, arithmetic and number of rows, the largest sets
-    first."""
+    """Returns sets of at least two messages that have the same group, direction, arithmetic and number of rows, the
+    largest sets first."""
     found: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:

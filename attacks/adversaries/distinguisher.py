@@ -1,9 +1,10 @@
-"""Holds the scores of the real-or-other game, which asks which of two known texts is behind a message.
+"""Defines the scores of the real-or-other game, in which the adversary must say which of two known texts a masked
+message hides.
 
-Each score is given both candidates exactly, as the integers x̃ that a tenant would encode, and everything public. A
-positive score favours the second candidate. attacks/programs/game.py plays the game and has a control for each score:
-traffic on which that score must win. If a score names the true candidate in half of the runs, that shows only that this
-score finds nothing.
+A score is a function of the message, of both candidates as the integers x̃ that a tenant would encode, and of
+everything public. A positive score favours the second candidate. attacks/programs/game.py plays the game. It also has a
+control for each score, which is traffic on which that score must win. If a score names the true candidate in half of
+the runs, this shows only that this score finds nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 _LOW_BITS = 4
 _COLUMNS = 8
-"""The number of features that `public_matrix` reads. With 512 rows this gives 4,096 numbers, which suffice for the
-control of `public_matrix`; more would cost time."""
+"""The number of features that `public_matrix` reads. In 512 rows these are 4,096 numbers, enough to win the control of
+`public_matrix`. More features would cost time."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Seen:
-    """Holds the adversary's view of one run.
+    """Holds what the adversary sees in one run of the game.
 
     Attributes:
         sent: the message, int32, shape (num_rows, features), a whole block of the mask.
@@ -55,7 +56,7 @@ Score = Callable[[Known, Seen], float]
 
 
 def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -> Known:
-    """Computes the facts that the adversary knows and that all runs share.
+    """Computes what the adversary knows before any message, which is the same in all runs.
 
     Args:
         candidates: int32, shape (num_rows, features) each.
@@ -78,38 +79,41 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Returns the size of the message minus the first candidate, less that of the message minus the second. A size is a
-    sum of centred squares; a one-time mask makes both sizes alike."""
+    """Subtracts each candidate from the message, and compares how large the two remainders are: returns the first size
+    minus the second. A size is a sum of squares of centred numbers. If the mask is used once only, both sizes are
+    alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
-    """Returns the difference of two sums of cosines: over the message minus the second candidate, and over the message
-    minus the first. A mask that is not uniform mod q leaves a mean cosine that is not zero."""
+    """Returns the sum of cosines of the message minus the second candidate, less the sum of cosines of the message
+    minus the first candidate. If a mask is not uniform mod q, the mean cosine for the true candidate is not zero."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
 
 
 def low_bits(known: Known, seen: Seen) -> float:
-    """Returns how much less uniform the lowest bits are in the message minus the second candidate than in the message
-    minus the first. A mask on a coarse grid leaves one value for the true candidate."""
+    """Subtracts each candidate from the message, and returns how much less uniform the lowest bits are for the second
+    candidate than for the first. If the mask lies on a coarse grid, the lowest bits have only one value for the true
+    candidate."""
     first, second = (_unevenness(seen.sent - candidate) for candidate in known.candidates)
     return second - first
 
 
 def public_matrix(known: Known, seen: Seen) -> float:
-    """Returns the largest correlation of the message minus the second candidate, in phase, with a row of A times a
-    power of X, less the same for the first candidate. A secret with very few non-zero trits would leave such a
-    correlation."""
+    """Subtracts each candidate from the message, and compares how strongly the phases of the remainders correlate with
+    a row of the public matrix A times a power of X. Returns the largest correlation for the second candidate, less that
+    for the first. A secret with very few non-zero trits would leave such a correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 
 
 def difference(known: Known, seen: Seen) -> float:
-    """Returns the size of the message minus the first candidate and an earlier message's mask, less that for the second
-    candidate. If masks repeat, the size (a sum of squares, mod q) is small for the true candidate."""
+    """Subtracts each candidate and the mask of an earlier message from the message, and returns the size of the first
+    remainder less that of the second. A size is a sum of squares of centred numbers. If masks repeat, the size is small
+    for the true candidate."""
     masks = seen.sent - seen.before + seen.before_plain  # int32 wraps, as the ring does
     first, second = (_squares(masks - candidate) for candidate in known.candidates)
     return first - second
@@ -140,4 +144,5 @@ SCORES: Mapping[str, Score] = MappingProxyType(
         "difference": difference,
     }
 )
-"""The scores are fixed before any game is played; the report shows all of them, not only the best."""
+"""The scores, by name. They are fixed before any game is played, and the report shows all of them, not only the
+best."""

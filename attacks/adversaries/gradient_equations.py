@@ -1,19 +1,20 @@
-"""Implements `gradient-equations`: recovers what an adapter adds to down_proj from the gradients of a training step.
+"""Implements `gradient-equations`, which recovers what an adapter adds to down_proj from the gradients of a training
+step.
 
-The provider receives the gradient g of down_proj's output and computes g·Wᵀ. It does not receive g·ΔWᵀ, which the
-tenant adds by itself. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
-the results come to the provider as the gradients of gate and up:
+The provider receives the gradient g of down_proj's output and computes g·Wᵀ. The tenant itself adds g·ΔWᵀ, which the
+provider does not receive. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
+sends the results to the provider as the gradients of gate and up:
 
     g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
 
 These equations are linear in ΔW, column by column. gate and up with their own adapters follow from the same step's
-forward rows (mlp.py). The attack needs as many tokens with a gradient as the layer has outputs. It also reaches the
-last down_proj, about which forward rows say nothing if the output head stays with the tenant. It claims the adapter of
-the latest step that shows one. A fresh adapter changes nothing, so nothing is claimed about it.
+forward rows (mlp.py). The attack needs as many tokens with a gradient as the layer has outputs. It also works for the
+last down_proj, about which forward rows say nothing if the output head stays with the tenant. The claim is about the
+adapter of the latest step that shows one. A fresh adapter changes nothing, so nothing is claimed about a fresh adapter.
 
-It does not recover o_proj, whose gradient comes back through a softmax. It does not recover q, k, v, gate and up, whose
-gradients come back through a norm that divides each token by a size which is not in the step. It recovers nothing in
-ring arithmetic, where each row has a secret factor.
+The attack does not recover o_proj, whose gradient comes back through a softmax. Nor does it recover q, k, v, gate and
+up. Their gradients come back through a norm that divides each token by its size, and the step does not show this size.
+In ring arithmetic the attack recovers nothing, because each row has a secret factor.
 Source: our derivation, from the chain rule.
 """
 
@@ -38,8 +39,8 @@ _EXPLAINED = 1e-3
 """The relative error up to which weights that the attack found explain the gradients; unmasked rows leave 1e-5 or
 less, masked rows 0.1 or more."""
 _RANK = 1e-5
-"""Directions of the gradients count only above this share of the largest singular value; float32 rounding is at
-1e-7."""
+"""A direction of the gradients counts only if its singular value is above this share of the largest one. Float32
+rounding is at 1e-7."""
 _NOTHING = 1e-3
 """A token counts as having no gradient if its gradient's norm is below this share of the largest one. Removing a mask
 leaves 1e-7 for a token without a gradient."""
@@ -52,7 +53,8 @@ real model."""
 
 @dataclass(frozen=True)
 class _Rows:
-    """Holds one MLP's rows in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
+    """Holds the rows of one MLP in one training step, float64: the inputs of its layers and the gradients of their
+    outputs.
 
     Attributes:
         given: the input of gate and up, shape (num_tokens, hidden).
@@ -132,8 +134,8 @@ def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _steps(view: View) -> Iterator[ForwardPass]:
-    """Yields training steps in float arithmetic, the latest first, but no step of an adapter that changes a layer's
-    input."""
+    """Yields the training steps in float arithmetic, the latest first. Steps of adapters that change a layer's input
+    are left out."""
     for step in reversed(forward_passes(view.with_tensors())):
         messages = [*step.forward.values(), *step.backward.values()]
         if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
@@ -141,7 +143,8 @@ def _steps(view: View) -> Iterator[ForwardPass]:
 
 
 def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
-    """Returns the block's rows; None if a part is missing, as in layers below the lowest adapted one."""
+    """Returns the block's rows; None if some were not recorded, as in layers below the lowest adapted one, which have
+    no gradients."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
     parts = [rows_of(messages.get(group), opened) for messages, group in groups]
@@ -153,7 +156,7 @@ def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | Non
 
 
 def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> tuple[Layer, ...] | None:
-    """Returns gate and up (or c_fc) with their adapters; None if the forward rows do not determine them."""
+    """Returns the adapted weights of gate and up (or of c_fc); None if the forward rows do not determine them."""
     if mlp.error_of(block.up, model.activation, rows.given, rows.inner) < _UNCHANGED:
         return block.up
     if not mlp.has_enough_rows(block.up, rows.given.shape[0]):
@@ -167,8 +170,8 @@ def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> t
 def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Rows) -> torch.Tensor | None:
     """Returns ΔW of down_proj, shape (intermediate, hidden), without the part that a LayerNorm hides.
 
-    It is zero if the public weights explain the gradients. It is None if nothing explains the gradients, or if there
-    are too few gradients.
+    The result is zero if the public weights explain the gradients. It is None if no weights explain the gradients, or
+    if there are too few gradients.
     """
     equations = _Equations(up, block.down, model.activation, rows)
     if equations.missed < _UNCHANGED:
@@ -201,7 +204,8 @@ class _Equations:
 
     @property
     def missed(self) -> float:
-        """Returns ‖predicted − seen‖ / ‖seen‖ with the weight of down_proj as given; NaN if there is no gradient."""
+        """Returns the relative error ‖predicted − seen‖ / ‖seen‖ if `weight` is the weight of down_proj; NaN if there
+        is no gradient."""
         return float(self._off.norm() / self._seen.norm())
 
     @property

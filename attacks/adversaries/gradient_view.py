@@ -1,11 +1,13 @@
-"""Implements `gradient-view`: recovers the batch of a training step from its activations x and gradients g.
+"""Implements `gradient-view`, which recovers the batch of a training step from the step's activations x and gradients
+g.
 
 Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, which is
-softmax minus one-hot. The one negative number of a row shows the label; a row without one was not trained on. If a
-layer has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step. In ring arithmetic
-each row has a secret factor, which does not affect tokens and labels but hides the sum.
+softmax minus one-hot. The only negative number of a row is at the label. A row without a negative number was not
+trained on. If the recording has x and g of a layer in float arithmetic, xᵀg is the full gradient of the layer's weight
+in that step. In ring arithmetic each row has a secret factor. It does not affect tokens and labels, but it hides the
+sum xᵀg.
 
-Limits: a model whose head stays with the tenant shows no labels here; the lowest adapted layer has no backward call.
+Limits: labels are not visible if the output head stays with the tenant. The lowest adapted layer has no backward call.
 Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here the view holds both factors of the gradient.
 """
 
@@ -24,16 +26,16 @@ LABELS = "training labels"
 NO_LABEL = -100
 """The label that transformers gives to a position that is not trained on."""
 _NOTHING = 1e-3
-"""A row below this share of the largest one counts as zero; normed rows have one size, up to a factor of a few units in
-ring arithmetic."""
+"""A row whose size is below this share of the largest row's counts as zero. Normed rows all have about the same size;
+in ring arithmetic the sizes differ by a small factor."""
 _SINGLE = 0.25
 """The share of a row's magnitudes that its one negative number must have. Softmax minus one-hot sums to zero, so this
 number has half of them. Noise has many negative numbers."""
 
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
-    """Returns the weight gradient xᵀg of one group (layers with one input) in one training pass, float64, shape
-    (in_features, out_features); None if a part is missing.
+    """Returns the weight gradient xᵀg of one group (layers that read the same input) in one training pass, float64,
+    shape (in_features, out_features); None if a part is missing.
 
     Args:
         step: a training pass of float messages.
@@ -47,14 +49,15 @@ def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None)
 
 
 def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Returns token ids of a whole batch, shape (num_rows,); its sequences follow each other, padded to one length.
+    """Returns the token ids of a whole batch, shape (num_rows,). The sequences, padded to one length, follow each
+    other.
 
     Args:
         rows: the first layer's input, shape (num_rows, hidden), each row up to a positive factor.
     """
     if model.positions is None:
         sizes = rows.norm(dim=1)
-        # many models have a zero embedding for padding: its row is zero, or what removing a mask left of zero
+        # many models have a zero embedding for padding: its row is zero, or nearly zero after a mask was removed
         nothing = model.embedding.norm(dim=1).argmin()
         return torch.where(sizes > _NOTHING * sizes.max(), lookup(rows, model), nothing)
     lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
@@ -82,15 +85,15 @@ def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
-    """Returns a message's request, float64, or its rows in `opened` if an adversary unmasked the view; None if they are
-    missing."""
+    """Returns the rows of a message's request, float64; if an adversary unmasked the view, those in `opened`. Returns
+    None if the rows are missing."""
     if message is None:
         return None
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims the tokens and labels of the first training pass, comma-separated, row by row."""
+    """Claims the tokens and the labels of the first training pass, each as comma-separated text, row by row."""
     step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []

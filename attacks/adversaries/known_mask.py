@@ -1,12 +1,12 @@
-"""Recovers rows under pooled noise: the provider has seen every noise vector, so it can subtract the vector that the
+"""Recovers rows under pooled noise. The provider has seen every noise vector, so it can subtract the vector that the
 tenant added.
 
 The provider has seen the vectors because it computed their effects (their products with the weight) for the tenant. A
 masked message is z_t = x_t + c·n_k, with one k and one c = σ·rms(x) for all its rows. If σ is known, each vector gives
-its c by ‖Z − c·n‖² = T·d·(c/σ)² (T rows of d features). If a norm layer made x, the added vector is the one whose
-removal leaves rows with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise it is the vector that correlates most, which
-is the likeliest for Gaussian rows: among many single short rows under weak noise, a few are attributed to a wrong
-vector.
+its c by ‖Z − c·n‖² = T·d·(c/σ)² (T rows of d features). If a norm layer (weight γ, bias β) made x, the added vector is
+the one whose removal leaves rows with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise the attack chooses the vector
+with the largest correlation, which is the likeliest one for Gaussian rows. If many messages are single short rows under
+weak noise, the choice is wrong for a few of them.
 Source: our derivation; the scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 
@@ -22,8 +22,8 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims unmasked rows of every message for whose group and direction the provider has computed noise effects
-    (products of noise vectors with the weight); see `Adversary.attack`."""
+    """Claims unmasked rows of each message, if the provider has computed noise effects (products of noise vectors with
+    the weight) for the message's group and direction; see `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, _unmask(one, sigma)) for one in masked]

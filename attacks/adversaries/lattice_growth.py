@@ -1,14 +1,14 @@
 """Measures at toy size how the time of the primal attack grows with the dimension.
 
-An extrapolation from here is an illustration and not an estimate. At toy size LLL or small blocks suffice, and their
-time grows slowly. At dimension 1536 the block size β that is needed is in the hundreds, where sieving and its 2^0.292β
-dominate. A line through toy points contains nothing of that, nor of better algorithms. The published bits of
-noise/params.py come from the lattice-estimator and are shown beside the line.
+An extrapolation from these times is an illustration and not an estimate. At toy size LLL, or BKZ with small blocks,
+suffices, and its time grows slowly. Dimension 1536 needs a block size β in the hundreds, at which sieving dominates
+with a cost of 2^0.292β. A line through toy points shows nothing of that, nor of better algorithms. The published bits
+of noise/params.py come from the lattice-estimator and are shown beside the line.
 
 With the true σ = 3.2 and q = 2^32, LLL alone succeeds at every dimension that is quick to measure. A measurement of
 growth therefore uses a larger error, `HARD_SIGMA`. This is another and harder problem, in which small dimensions need
-BKZ. The line moves by dozens of bits with σ and with the dimensions that it goes through. Its default result is in
-docs/security-evaluation.md, "What failing to break does not prove".
+BKZ. The line's value at dimension 1536 changes by dozens of bits with σ and with the dimensions that were measured. The
+default result is in docs/security-evaluation.md, "What failing to break does not prove".
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HARD_SIGMA = float(1 << 24)
 """σ of the harder problem. Over three seeds, LLL finds the secret up to dimension 48. Dimensions 64 and 68 need block
 sizes of 16 to 20, and dimension 76 needs 28 to 32."""
 BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
-"""Block sizes of BKZ, which are tried in ascending order; 2 stands for LLL. Larger ones take minutes without pruning
-strategies, which fpylll's wheel lacks."""
+"""The block sizes of BKZ, which are tried in ascending order; 2 stands for LLL. Larger blocks take minutes, because
+fpylll's wheel has no pruning strategies."""
 OPS_A_SECOND_LOG2 = 31.0
 """log2 of the operations that one core does in a second; it converts seconds into bits of work."""
 
@@ -52,7 +52,7 @@ class Growth:
         dimension: n, the number of unknowns.
         sigma: σ of the error.
         num_samples: the number of equations used.
-        seconds: time until the secret was found or given up, including the time of smaller block sizes.
+        seconds: time until the secret was found or the search was given up, including the time of smaller block sizes.
         block_size: the block size that found the secret, 2 for LLL; None if none did.
     """
 
@@ -108,8 +108,8 @@ def _reduce(matrix: Any, block_size: int) -> None:
 
 
 def best_num_samples(dimension: int, sigma: float) -> int:
-    """Returns the fewest samples at which LLL should succeed; if no number suffices, the number with the largest gap
-    after LLL."""
+    """Returns the fewest samples with which LLL should succeed. If no number suffices, returns the number with the
+    largest gap (`lattice_reduction.log2_gap`) after LLL."""
     fewest = samples_for_lll(dimension, sigma)
     if fewest is not None:
         return fewest
@@ -119,8 +119,8 @@ def best_num_samples(dimension: int, sigma: float) -> int:
 def fit(measured: Sequence[Growth]) -> tuple[float, float]:
     """Returns slope and intercept of log2(seconds) against the dimension, over measurements that found the secret.
 
-    Both are NaN if the points give no rising line: there are too few, or times too small to stand out of the machine's
-    noise.
+    Both are NaN if the points give no rising line, because there are too few points, or because the times are so short
+    that other work on the machine hides their growth.
     """
     points = [(one.dimension, math.log2(one.seconds)) for one in measured if one.block_size is not None]
     if len({dimension for dimension, _ in points}) < 2:

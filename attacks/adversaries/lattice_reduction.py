@@ -1,13 +1,14 @@
-"""Implements `lattice-reduction`: runs the primal attack on a lattice mask of toy dimension.
+"""Implements `lattice-reduction`, which runs the primal attack on a lattice mask of toy dimension.
 
-Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A. Row
-t has the secret X^-t·s in the same lattice (ring_lwe.py), so one reduction serves every row of every block. A guess
-then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again. If z was a sample, the result
-contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last coordinate to one size.
+If a row is guessed to be zero, its masked numbers are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is
+reduced once for a matrix A. Row t has the secret X^-t·s in the same lattice (ring_lwe.py), so one reduction serves
+every row of every block. A guess then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces
+again. If z was a sample, the result contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last coordinate to
+one size.
 
-Above `MOST_DIMENSION` the adversary does not try. It states the published estimate of the parameters with that
-dimension instead. It needs fpylll, which is optional. fpylll's wheel has no pruning strategies, so BKZ here is slower
-than the best implementations.
+Above `MOST_DIMENSION` the adversary does not try. Instead it states the published estimate for the parameters with that
+dimension. This module needs the optional library fpylll. The wheel of fpylll has no pruning strategies, so BKZ is
+slower here than in the best implementations.
 
 Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
 attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
@@ -41,7 +42,8 @@ LLL_ROOT_FACTOR = 1.0219
 """The usual root Hermite factor of LLL: Nguyen, Stehlé, "LLL on the average", ANTS 2006."""
 TERNARY_SIGMA = math.sqrt(2 / 3)
 ERROR_BOUND = 12
-"""The multiple of σ up to which a number counts as an error; the centred binomial with σ = 3.24 is bounded by 21."""
+"""A number counts as an error if it is at most this multiple of σ. The centred binomial with σ = 3.24 is bounded by
+21."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
@@ -58,7 +60,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     targets: dict[tuple[bytes, int, int], _Target | None] = {}
     left = BUDGET
     for stream in streams(view, opened):
-        share = left // 2  # half of what is left, so that no stream uses it all
+        share = left // 2  # a stream gets half of what is left, so none uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
                 num_features = min(stream.num_features, samples_for_lll(seed.num_rows, NOMINAL_SIGMA) or 0)
@@ -123,7 +125,7 @@ class _Target:
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
-            return None  # rows that are zero as sent were not masked at all
+            return None  # rows that were sent as zeros were not masked at all
         embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
         return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
@@ -161,8 +163,8 @@ def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float)
 
 
 def samples_for_lll(dimension: int, sigma: float) -> int | None:
-    """Returns the fewest samples at which LLL should find the secret with four bits to spare; None if no number
-    suffices."""
+    """Returns the fewest samples for which `log2_gap` is at least 4 after LLL, so that LLL should find the secret; None
+    if no number suffices."""
     for num_samples in range(4, 4 * dimension + 8):
         if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
             return num_samples
@@ -201,8 +203,8 @@ def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
 def read_secret(
     embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
 ) -> torch.Tensor | None:
-    """Returns the ternary s that a row of a reduced embedding gives, int64, shape (n,); None if no row gives one that
-    satisfies every equation."""
+    """Reads the ternary secret s from the rows of a reduced embedding, int64, shape (n,). Returns None if no row gives
+    an s that satisfies every equation."""
     n, tau = equations.shape[1], max(1, round(sigma))
     for row in range(min(4, embedded.nrows)):
         numbers = list(embedded[row])

@@ -1,7 +1,8 @@
-"""Recovers every prompt token from the first layer's input, which is a function of one token (and of its position).
+"""Recovers every prompt token from the first layer's input, whose rows each depend on one token only (and on its
+position).
 
-It compares each row with the normed embedding of every token, up to a factor. So it also works on ring rows, whose
-scale is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
+Each row is compared with the normed embedding of every token, up to a factor. So the attack also works on rows in ring
+arithmetic, whose scale is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _ROWS = 256
 
 
 def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Returns token ids by largest cosine, shape (num_tokens,).
+    """Returns, for each row, the id of the token whose embedding has the largest cosine with the row; shape
+    (num_tokens,).
 
     Args:
         rows: the first layer's input, shape (num_tokens, hidden), each row up to a positive factor.
@@ -26,7 +28,7 @@ def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
     if model.positions is None:
         table = _unit(norm(model.embedding)).T
         return torch.cat([(_unit(some) @ table).argmax(dim=1) for some in rows.split(_ROWS)])
-    ids = torch.zeros(rows.shape[0], dtype=torch.int64)  # beyond the last position nothing is known
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64)  # the model has no embedding for later positions
     for position, row in enumerate(_unit(rows[: model.positions.shape[0]])):
         ids[position] = (_unit(norm(model.embedding + model.positions[position])) @ row).argmax()
     return ids

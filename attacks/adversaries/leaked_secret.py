@@ -1,8 +1,8 @@
-"""Implements `leaked-secret`: recovers all rows of a block, up to the error, from the block's secret.
+"""Implements `leaked-secret`, which recovers all rows of a block, up to the error, from the block's secret.
 
-No view holds a secret, so this adversary claims nothing on a recording, and that says nothing about the mask. It is in
-the catalogue for its control. The control tests the mathematics by which the other adversaries of the lattice mask
-unmask a block, on the true secret and on a wrong one.
+No view holds a secret, so this adversary claims nothing on a recording, and that says nothing about the mask. This
+adversary is in the catalogue because of its control. The control tests the mathematics with which the other adversaries
+of the lattice mask unmask a block, with the true secret and with a wrong one.
 """
 
 from __future__ import annotations

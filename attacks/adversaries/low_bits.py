@@ -1,10 +1,10 @@
 """Recovers the low bits of rows under a float mask that has a coarser grid than the data.
 
-A bfloat16 mask has 8 significant bits. A float32 row x plus such a mask n, z = x + n, keeps the row modulo the mask's
-grid. The grid of an element is 2^-7 times the power of two below |n|. If the mask is strong, that is the power of two
-below |z|, except for a few elements next to a power of two. The adversary claims the centred residue, which is x itself
-wherever |x| is below half the grid. In the ring there is no finer grid: rows are integers, and so are masks. Source:
-the definition of bfloat16.
+A bfloat16 mask has 8 significant bits. If such a mask n is added to a float32 row x, the sum z = x + n still shows x
+modulo the mask's grid. The grid spacing of an element is 2^-7 times the power of two below |n|. If the mask is strong,
+this power of two is also the one below |z|, except for a few elements next to a power of two. The adversary claims the
+centred residue, which is x itself if |x| is below half the grid. The attack does not apply to ring arithmetic, in which
+rows and masks are integers on one grid. Source: the definition of bfloat16.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def grid(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the spacing of a bfloat16 mask that dominates these masked rows, element by element."""
+    """Returns, for each element of the masked rows, the grid spacing of a bfloat16 mask that is much larger than the
+    row."""
     exponent = torch.floor(torch.log2(rows.abs().clamp_min(1e-30)))
     return torch.exp2(exponent) * _BFLOAT16_STEPS
 
 
 def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
-    """Returns rows modulo the spacing, between minus and plus half of the spacing."""
+    """Returns the rows modulo the spacing, as numbers between minus and plus half of the spacing."""
     return rows - torch.round(rows / spacing) * spacing
 
 

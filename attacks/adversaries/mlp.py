@@ -17,8 +17,8 @@ from attacks.seen.public_model import Layer
 
 _FIRST_STEPS, _MAX_STEPS = 8, 80
 _HOPELESS = 0.5
-"""The fit is given up if nearly all columns have a larger relative error than this after the first steps: no MLP made
-these rows."""
+"""The fit is given up if nearly all columns have a larger relative error than this after the first steps, which shows
+that no MLP made these rows."""
 _COLUMNS = 64
 """The number of columns that are solved together; 64 systems of 1,152 unknowns take 0.7 GB."""
 _FIRST_DAMPING, _LAST_DAMPING = 1e-3, 1e10
@@ -51,8 +51,8 @@ def fit_mlp(
     outputs: torch.Tensor,
     deadline: float = float("inf"),
 ) -> tuple[tuple[torch.Tensor, ...], float] | None:
-    """Returns W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None if the activation is unknown, if no MLP made
-    the rows, or if the deadline passed.
+    """Returns the adapted weight W + ΔW of every layer, and the relative error ‖predicted − seen‖ / ‖seen‖. Returns
+    None if the activation is unknown, if no MLP made the rows, or if the deadline passed.
 
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
@@ -95,7 +95,8 @@ def predict(activation: str, terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def error_of(layers: tuple[Layer, ...], activation: str, given: torch.Tensor, outputs: torch.Tensor) -> float:
-    """Returns ‖predicted − seen‖ / ‖seen‖ with the public weights; infinite for an unknown activation."""
+    """Returns the relative error ‖predicted − seen‖ / ‖seen‖ of the public weights; infinite for an unknown
+    activation."""
     if activation not in _ACTIVATIONS:
         return torch.inf
     predicted = predict(activation, [layer(given) for layer in layers])
@@ -113,8 +114,8 @@ def _retry(
 ) -> None:
     """Restarts columns that stopped in a wrong minimum, from some dozen other starts.
 
-    It changes `weights` and `errors` in place. An adapter has low rank, so the starts are drawn from the span of the
-    changes that were found in other columns.
+    The function changes `weights` and `errors` in place. An adapter has low rank, so the starts are drawn from the span
+    of the changes that were found in other columns.
     """
     stuck = (errors > outputs.norm(dim=0) * _STUCK).nonzero()[:, 0]
     if not 0 < len(stuck) <= outputs.shape[1] // 4:
@@ -187,7 +188,7 @@ class _Columns:
             moved = [weight.index_add(1, at, step) for weight, step in zip(weights, steps, strict=True)]
             after = self._errors(moved)
             better = after < errors
-            settled = better & (after > errors * (1 - _SETTLED)) & (after < sizes * _STUCK)  # data are rounded
+            settled = better & (after > errors * (1 - _SETTLED)) & (after < sizes * _STUCK)  # the data are rounded
             weights = [torch.where(better, new, old) for new, old in zip(moved, weights, strict=True)]
             errors = torch.where(better, after, errors)
             damping = torch.where(better, damping / _RELAX, damping * _TIGHTEN).clamp_min(1e-14)

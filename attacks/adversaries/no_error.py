@@ -1,9 +1,9 @@
-"""Implements `no-error`: recovers the secret of a lattice mask that has no error (σ = 0), by linear algebra.
+"""Implements `no-error`, which recovers the secret of a lattice mask that has no error (σ = 0), by linear algebra.
 
-Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give s₀ = s mod 2,
-which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from
-1 = …01. The secret that results is checked mod 2^32. Every row of a view is tried as zero at once, because the
-elimination depends on the public matrix alone.
+If the plaintext x̃ of some rows is known or guessed to be zero, these rows give exact equations z = M·s mod 2^32. Mod 2
+they give s₀ = s mod 2, which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which
+tells −1 = …11 from 1 = …01. The secret that results is checked mod 2^32. The elimination depends on the public matrix
+alone, so one elimination suffices to try every row of a view as zero.
 
 With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
 with probability 2^-32 and never passes the last one.
@@ -24,7 +24,8 @@ from attacks.seen.view import View
 from wire.ring.seeded_rows import SeededRows
 
 SURPLUS = 32
-"""Equations beyond the number of unknowns; a wrong guess would have to satisfy all of them by chance."""
+"""The number of equations beyond the number of unknowns. A wrong guess is accepted only if it satisfies all of these by
+chance."""
 MOST_DIMENSION = 2048
 """The largest dimension that is tried; elimination takes 1 s at this dimension."""
 BUDGET = 1 << 32
@@ -42,7 +43,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     for stream in streams(view, opened) if seeds else ():
         for seed in seeds:
-            num_features = min(stream.num_features, seed.num_rows + SURPLUS)  # wider layers share a system
+            num_features = min(stream.num_features, seed.num_rows + SURPLUS)  # all wider layers use the same system
             num_rows = -(-(seed.num_rows + SURPLUS) // num_features)
             for degree in ring_degrees(seed.num_rows):
                 if num_rows > min(MOST_WINDOW_ROWS, degree):
@@ -58,8 +59,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 class Equations:
-    """Holds the linear equations of a mask in its secret, for the number of rows that determines one secret or the
-    difference of two secrets."""
+    """Holds the linear equations that a mask gives for its secret, or for the difference of two secrets, from as many
+    rows as determine it."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -86,7 +87,7 @@ class _System(Equations):
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
             if bool(stream.is_done[start]) or not bool(masks.any()):
-                continue  # a row that is zero as sent was not masked at all
+                continue  # a row that was sent as zeros was not masked at all
             secret = self._secret(masks)
             if secret is not None:
                 public = PublicMatrix.of(self._seed, self._degree, stream.num_features)

@@ -1,6 +1,8 @@
-"""Finds, for the two adversaries of pooled noise, which vectors may hide a message, and the strength of each vector.
+"""Finds which noise vectors may mask a message, and how strong each one would be, for the two adversaries of pooled
+noise.
 
-A message is Z = X + c·n, with one vector n that the provider has seen and one unknown strength c = σ·rms(X).
+A message is Z = X + c·n, where n is one of the vectors that the provider has seen, and c = σ·rms(X) is an unknown
+strength.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2
-"""The number of latest pools that are tried. A message that was on its way when the pool was renewed may still use the
-previous pool."""
+"""The number of pools that are tried: the latest one and the one before. A message that was on its way when the pool
+was renewed may still use the previous pool."""
 _FEW_MESSAGES = 32
 """The number of messages from which σ is estimated."""
 _NONE = 1e30
-"""Stands for a strength that is not possible."""
+"""This value stands for a strength that is not possible."""
 _ROUND = 5e-3
 """The relative tolerance of σ; the eps of a norm layer, which is ignored, moves an estimate by some thousandths."""
 
@@ -34,7 +36,7 @@ class Masked:
     Attributes:
         rows: float64, shape (num_rows, d).
         pool: the vectors, float64, shape (K, d).
-        norm: the norm layer that made the unmasked rows; None if none did.
+        norm: the norm layer whose output the unmasked rows are; None if they come from no norm layer.
     """
 
     seq: int
@@ -44,8 +46,8 @@ class Masked:
 
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
-    """Returns every float message for whose group and direction the provider had already computed noise effects
-    (products of noise vectors with the weight)."""
+    """Returns every float message that came after noise effects (products of noise vectors with the weight) had been
+    computed for its group and direction."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []
@@ -79,8 +81,8 @@ def usual_sigma(masked: Sequence[Masked]) -> float:
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Returns rows that a norm made, minus a scaled noise vector: the vector and scale after which the rows are most
-    nearly normed."""
+    """Subtracts a scaled noise vector from the output of a norm layer. The vector and its scale are those that leave
+    rows most like the output of that norm."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -92,7 +94,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
     that is not positive.
 
     T is the number of rows, d the number of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c,
-    which means that the rows X point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
+    which means that the rows X point against the noise. (The slope is −2(‖X‖²/c + ⟨X, n⟩).)
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
@@ -103,7 +105,8 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
 
 
 def _sigma(one: Masked) -> float | None:
-    """Returns σ of a message of several normed rows: one c must give each of them the norm of a normed row."""
+    """Returns σ of a message of several normed rows, from the condition that a single strength c gives each row the
+    norm of a normed row."""
     if one.norm is None:
         return None
     scaled = one.norm.direction(one.rows)
@@ -130,6 +133,7 @@ def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, found: torch.Ten
 
 
 def _settled(sigma: float) -> float:
-    """Rounds σ to two digits if that is within the error of the norm's eps: settings are round numbers."""
+    """Rounds σ to two digits if the rounded value is within the error that the norm's eps causes, since users set round
+    numbers."""
     near = float(f"{sigma:.2g}")
     return near if near > 0 and abs(sigma - near) <= _ROUND * near else max(sigma, 1e-6)

@@ -1,11 +1,12 @@
 """Recovers differences between messages under one mask that is used again, with fresh noise on top.
 
-What varies between such messages is their content. Messages of one group, direction, arithmetic and number of rows are
-taken as points. A mask that they all share is part of their mean, and is removed with the mean. Changes between a few
-prompts that are repeated, in any order, lie along a few directions; fresh noise lies along all directions. So the
-principal components that exceed the noise give the differences between messages. The adversary claims nothing if no
-component stands out, as under uniform noise mod 2^32, which varies alike in all directions. Source: Gavish and Donoho,
-"The optimal hard threshold for singular values is 4/√3", 2014, for the threshold if the noise's strength is not known.
+Such messages differ only in their contents and in the fresh noise. Messages of one group (layers that read the same
+input), direction, arithmetic and number of rows are taken as points. A mask that they all share is part of their mean,
+and is removed with the mean. Changes between a few prompts that are repeated, in any order, lie along a few directions;
+fresh noise lies along all directions. So the principal components that exceed the noise give the differences between
+messages. The adversary claims nothing if no component stands out. This is so under noise that is uniform mod 2^32,
+which varies equally in all directions. Source: Gavish and Donoho, "The optimal hard threshold for singular values is
+4/√3", 2014, for the threshold if the noise's strength is not known.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ def _differences(messages: list[Message]) -> list[StolenDifference]:
 
 
 def components(points: torch.Tensor) -> torch.Tensor | None:
-    """Returns the variation of the points that stands out of the noise; None if nothing does.
+    """Returns the part of the points' variation that is larger than noise alone would cause; None if there is none.
 
     Args:
         points: float64, shape (num_points, d).
 
     Returns:
-        The same shape: the points without their mean and without the noise that lies off the components.
+        The points without their mean and without the noise outside of the components; the same shape.
     """
     centred = points - points.mean(0)
     u, values, vt = torch.linalg.svd(centred, full_matrices=False)
     flatness = min(points.shape) / max(points.shape)
-    median = float(values[: min(points.shape[0] - 1, len(values))].median())  # centring takes one dimension
+    median = float(values[: min(points.shape[0] - 1, len(values))].median())  # centring removes one dimension
     kept = values > (0.56 * flatness**3 - 0.95 * flatness**2 + 1.82 * flatness + 1.43) * median
     if not bool(kept.any()):
         return None

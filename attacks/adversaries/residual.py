@@ -1,16 +1,16 @@
-"""Recovers what o_proj and down_proj add to the residual stream, and so ΔW of both, by linear algebra.
+"""Recovers what o_proj and down_proj add to the residual stream, and from this ΔW of both layers, by linear algebra.
 
-A row u of the next normed input gives the residual after the layer up to one factor c per token: r' = c·v with
-v = u/γ (γ: the norm's weight). Before the layer the residual was r, and the layer's input a is on the wire, so
+A row u of the next norm's output gives the residual after the layer up to one factor c for each token: r' = c·v with
+v = u/γ (γ: the norm's weight). The residual before the layer is r, and the provider sees the layer's input a, so
 
     c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW.
 
-Let A, V and R hold the rows a_t, v_t and r_t, and let P be the projector orthogonal to the columns of A. Multiplied by
-P, the term of ΔW vanishes: P · diag(c) · V = P · (R + b), with the normal equations (P ∘ VVᵀ) c = diag(P (R + b) Vᵀ).
-Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for the next layer. This needs more tokens than the
-layer has inputs. LayerNorm removes each row's mean, so with LayerNorm all quantities are taken without the mean: what
-an adapter adds to a mean changes nothing that the model computes. If another adversary unmasked a few rows wrongly
-among many right ones, these rows are found by their misfit and left out (trimmed least squares).
+Let A, V and R hold the rows a_t, v_t and r_t, and let P be the projector orthogonal to the columns of A. Multiplication
+by P removes the term with ΔW: P · diag(c) · V = P · (R + b), with the normal equations (P ∘ VVᵀ) c = diag(P (R + b)
+Vᵀ). Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for the next layer. This needs more tokens than
+the layer has inputs. LayerNorm removes each row's mean, so with LayerNorm all quantities are taken without the mean. If
+an adapter changes a row's mean, that has no effect on what the model computes. If another adversary unmasked a few rows
+wrongly among many right ones, these rows are found by their misfit and left out (trimmed least squares).
 Source: our derivation, from the residual recursion of the architecture.
 """
 
@@ -27,9 +27,9 @@ from attacks.seen.public_model import Layer, Norm
 _EXACT = 1e-4
 """The relative error up to which no row of a fit is wrong; float32 rounding leaves less."""
 _FAR = 4.0
-"""A row counts as wrong if its misfit is beyond this multiple of the median misfit of a token."""
+"""A row counts as wrong if its misfit is more than this many times the median misfit over all tokens."""
 FEWEST = 0.75
-"""The smallest share of the tokens that must remain after wrong rows were left out; wrong rows are the exception."""
+"""The share of the tokens that must remain after wrong rows are left out, because wrong rows must be the exception."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Fit:
 
     Attributes:
         weight: W + ΔW, shape (in_features, out_features), without the part that the next norm removes.
-        after: the residual after the layer, shape (num_tokens, hidden); of no use for tokens that are not sound.
-        error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small if the rows are
-            unmasked.
+        after: the residual after the layer, shape (num_tokens, hidden); it is meaningful only for tokens that are
+            sound.
+        error: the relative difference, over sound tokens, between what the layer with `weight` adds to the residual and
+            what was observed; small if the rows are unmasked.
         sound: bool, shape (num_tokens,): the tokens whose rows fit.
         scales: float64, shape (num_tokens,): the factors by which the layer's input must be multiplied; 1 in float
             arithmetic.
@@ -65,8 +66,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns the relative distance of each token's residual from the public layer's result, and a fit with the public
-    weights."""
+    """Compares each token's residual with the result of the public layer. Returns the relative distances, and a fit
+    that has the public weights."""
     predicted = before + layer(given)
     missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
     ones = torch.ones(given.shape[0], dtype=given.dtype)
@@ -74,7 +75,7 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer's weight and the residual after the layer.
+    """Solves the equations of this module for the layer's weight and the residual after the layer.
 
     Args:
         layer: o_proj or down_proj.

@@ -1,10 +1,11 @@
-"""Holds what the adversaries of the lattice mask share: the public matrix, rows as equations, and unmasking.
+"""This module holds what the adversaries of the lattice mask share: the public matrix, rows as equations, and
+unmasking.
 
 All arithmetic is on exact integers mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
 Z[X]/(X^N + 1), with a public A_i, a secret s_i and an error e_t. Its equations are those of row 0 with the secret
-X^-t·s. So an attack may take any row as row 0: it need not know where blocks begin, and one preparation of A serves
-every row of every block. Unmasking goes from that row in both directions while the resulting rows are small. A wrong
-secret, or a row of another block, leaves numbers that are uniform mod 2^32.
+X^-t·s. So an attack may take any row as row 0. It need not know where blocks begin, and A needs to be prepared only
+once for every row of every block. Unmasking goes from that row in both directions as long as the resulting rows are
+small. A wrong secret, or a row of another block, gives numbers that are uniform mod 2^32.
 
 Source: docs/architecture.md, "Masks"; Lyubashevsky, Peikert, Regev, "On ideal lattices and learning with errors over
 rings", EUROCRYPT 2010, section 1 (a ring sample is N samples).
@@ -31,14 +32,15 @@ SMALL = 1 << 24
 uniform mod 2^32 is this small once in 128."""
 MAX_DIMENSION = MAX_RANK * MAX_RING_DEGREE
 MOST_SEEDS = 4
-"""The most seeds that are attacked. A seed is replaced after 2^33 secrets, so a recording with more seeds was made by
-several tenants or keys."""
+"""The most seeds of public matrices that are attacked. A tenant replaces its seed after 2^33 secrets, so a recording
+with more seeds comes from several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this total are left out."""
+"""The most bytes of recorded rows, held as int64, that are attacked. When this total is reached, further streams are
+left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
-    """Maps int64 numbers to those in [−2^31, 2^31) that are the same mod 2^32."""
+    """Maps each int64 number to the number in [−2^31, 2^31) that equals it mod 2^32."""
     return (numbers + MODULUS // 2).remainder(MODULUS) - MODULUS // 2
 
 
@@ -48,8 +50,8 @@ def centred(numbers: torch.Tensor) -> torch.Tensor:
 def public_seeds(view: View) -> list[SeededRows]:
     """Returns the public matrices of a view, the latest first, at most `MOST_SEEDS`: one for each seed of a hint.
 
-    A hint is the product of a public matrix and a weight. Rows of one seed are requested in ranges, so the end of the
-    last range is the dimension k·N.
+    A hint is the product of a public matrix and a weight. The rows of one public matrix are requested in ranges, so the
+    end of the last range is the dimension k·N.
     """
     dimensions: dict[bytes, int] = {}
     for message in reversed(view.with_tensors().select("hint")):
@@ -57,7 +59,7 @@ def public_seeds(view: View) -> list[SeededRows]:
         try:
             rows = SeededRows.unpack(payload)
         except VeilbaseError:
-            continue  # this is not a hint's payload
+            continue  # this payload is not that of a hint
         if len(dimensions) < MOST_SEEDS or rows.seed in dimensions:
             dimensions[rows.seed] = max(dimensions.get(rows.seed, 0), rows.first_row + rows.num_rows)
     return [SeededRows(seed, 0, rows) for seed, rows in dimensions.items() if 2 <= rows <= MAX_DIMENSION]
@@ -97,7 +99,7 @@ class PublicMatrix:
         """Returns the M with which the row at this offset is M·s + e mod 2^32.
 
         Args:
-            offset: the row's distance from the row that is taken as row 0, −N < offset < N.
+            offset: how far the row is from the row that is taken as row 0, −N < offset < N.
 
         Returns:
             int64, shape (features, k·N): coefficient `offset` of A_i·X^j, which is ±(coefficient offset − j of A_i).
@@ -130,8 +132,8 @@ class PublicMatrix:
 
 
 def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns X^-places times each polynomial, −N < places < N; coefficients shifted out on one side come back negated
-    on the other."""
+    """Multiplies each polynomial by X^-places, −N < places < N. Coefficients that are shifted out on one side come back
+    negated on the other side."""
     if places < 0:
         return -turned(polynomials, places + polynomials.shape[1])  # X^N = −1
     return torch.cat((polynomials[:, places:], -polynomials[:, :places]), dim=1)
@@ -142,13 +144,13 @@ def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
 
 @dataclass
 class Stream:
-    """Holds the ring rows of one group and direction in order of arrival. Blocks (the rows under one secret) stand one
-    after another in `rows`.
+    """Holds the int32 rows of one group (layers that read the same input) and direction in order of arrival. In `rows`,
+    blocks (the rows under one secret) follow one another.
 
     Attributes:
         rows: int64, shape (num_rows, features).
         spans: for each message, its seq, the index of its first row, and the index after its last row.
-        known: maps a row to its plaintext x̃; if it is empty, any row may be tried as zero.
+        known: maps the index of a row to the row's plaintext x̃; if the mapping is empty, any row may be tried as zero.
         opened: the unmasked rows, int64, the shape of `rows`; meaningful for rows in `is_open`.
         is_open: bool, shape (num_rows,): the rows that were unmasked.
         is_done: bool, shape (num_rows,): the rows that were unmasked since `restart` and need no further attempt.
@@ -168,14 +170,16 @@ class Stream:
 
     def restart(self) -> None:
         """Marks all rows as not done, so that they are tried again with another ring degree N or seed. A wrong N may
-        have unmasked only a part of a block, although that part is correct."""
+        unmask only a part of a block. That part is correct, but the rest must be tried again."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
-        """Returns the index of the first row of each run of `num_rows` rows to try. A run with a row that is done is
-        left out. If any rows are known, only runs of known rows are returned, otherwise all runs within a message.
+        """Returns the index of the first row of each run of `num_rows` rows to try. A run that contains a row that is
+        done is left out. If any rows are known, only runs of known rows are returned, otherwise all runs within a
+        message.
 
-        Runs that begin a message come first: positions before the answer have no label, so their gradient is zero.
+        Runs at the beginning of a message come first. They are likely to be zero, because positions before the answer
+        have no label and so a gradient of zero.
         """
         starts, is_done = [], self.is_done.tolist()
         for _, first, stop in self.spans:
@@ -195,9 +199,10 @@ class Stream:
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
         """Unmasks row `at` and the rows after and before it, until a result is not small or N rows are unmasked.
 
-        A small result (below `SMALL`) shows that the secret is correct. The result is kept only if more rows are small
-        than the secret was computed from. This detects a wrong ring degree N: the equations of a single row are the
-        same for every N, up to the order and the signs of the secret, so that a wrong N shows only in the next row.
+        A small result (below `SMALL`) shows that the secret is correct. The result is kept only if there are more small
+        rows than the `num_tried` rows from which the secret was computed. This detects a wrong ring degree N. The
+        equations of a single row are the same for every N, up to the order and the signs of the secret, so a wrong N
+        shows only in the next row.
 
         Args:
             public: the matrix A.
@@ -233,13 +238,14 @@ class Stream:
 
 
 def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
-    """Yields the streams of rows to attack: backward first, high groups first, because the gradients of high groups are
-    zero at positions without a label.
+    """Yields the streams of rows to attack. Backward streams and groups with high ids come first, because the gradients
+    of these groups are zero at positions without a label.
 
     Args:
         view: the view of one tenant.
         opened: rows that are known already; if given, only these serve as known plaintext.
-        forward_first: reverses the order: low groups receive the same rows again whenever a prompt is repeated.
+        forward_first: whether the order is reversed; low groups receive the same rows again whenever a prompt is
+            repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():

@@ -1,15 +1,15 @@
 """Solves `residual.py`'s equations in ring arithmetic, which shows a layer's input rows only up to secret factors.
 
 The notation is that of residual.py. With a_t = s_t·ã_t and an unknown s_t > 0, the equation of a token becomes
-c_t v_t = r_t + b + s_t ã_t (W + ΔW). Divided by s_t it is linear in p_t = 1/s_t, q_t = c_t/s_t and the layer. P, the
-projector orthogonal to the columns of Ã, eliminates the layer:
+c_t v_t = r_t + b + s_t ã_t (W + ΔW). After division by s_t the equation is linear in p_t = 1/s_t, in q_t = c_t/s_t and
+in the layer's weight. Multiplication by P, the projector orthogonal to the columns of Ã, eliminates the weight:
 
     P (diag(q) V − diag(p) (R + b)) = 0.
 
-For T tokens these are 2·T unknowns, whose direction is determined if T is more than in·d/(d − 2), for a layer with `in`
-inputs and d outputs. The direction is the eigenvector of the smallest eigenvalue. The vector's length is unknown, which
-leaves a factor λ of the whole layer. An adapter whose rank is below half of the layer's leaves most eigenvalues of
-W⁺(W + ΔW) at one, which determines λ.
+For T tokens this has 2·T unknowns. They are determined up to one common factor if T is more than in·d/(d − 2), for a
+layer with `in` inputs and d outputs: the vector of unknowns is the eigenvector of the smallest eigenvalue. The common
+factor makes the whole layer unknown up to a factor λ. If the adapter's rank is below half of the layer's, most
+eigenvalues of W⁺(W + ΔW) are one, which determines λ.
 Source: our derivation.
 """
 
@@ -25,16 +25,17 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""λ is first looked for in `_SEEN` directions. It is found if most eigenvalues there differ by less than `_ALIKE`,
-relative to λ."""
+"""The factor λ is first computed from `_SEEN` directions. This suffices if most eigenvalues there differ by less than
+`_ALIKE`, relative to λ."""
 _ITERATIONS, _SETTLED = 12, 1e-13
 """The inverse iteration ends after `_ITERATIONS` steps, or when its vector changes by less than `_SETTLED`."""
 _SHIFT = 1e-13
-"""What is added to the diagonal, as a share of its largest element, to keep the factorisation positive definite."""
+"""This share of the largest diagonal element is added to the diagonal, to keep the factorisation positive definite."""
 
 
 def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    """Returns a norm layer's output, shape (num_rows, hidden), from rows that are known up to a positive factor each.
+    """Scales rows of a norm layer's output, shape (num_rows, hidden), to their true size. Each row is known up to a
+    positive factor.
 
     The factor is the larger root s of ‖(s·x̃ − β)/γ‖² = d. The norm's eps is ignored.
     """
@@ -60,8 +61,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns the distance of each token's residual from the public layer's result, relative to the residual, and a fit
-    with the public weights."""
+    """Compares each token's residual with the result of the public layer. Returns the distances, relative to the
+    residual, and a fit that has the public weights."""
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
     predicted = known + given * fit.scales[:, None] @ fit.weight
@@ -84,7 +85,7 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
     added = q[:, None] * seen - p[:, None] * known
     weight = spanned.solve(spanned.left.T @ added)
     factor = _factor(public, weight)
-    if not factor > 0:  # inputs of too low a rank, or a change that is not of low rank
+    if not factor > 0:  # the inputs have too low a rank, or the change is not of low rank
         return replace(_with_weight(public, given, known, seen), error=math.inf)
     return _with_weight(weight / factor, given, known, seen)
 
@@ -115,8 +116,8 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of the two matrices' ratio have. It
-    is looked for in a few directions first."""
+    """Returns the factor λ in weight ≈ λ·(public + low rank), which is the value of most eigenvalues of the ratio of
+    `weight` to `public`. A few directions are tried first."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
     if ratio.shape[0] > _SEEN:
@@ -131,7 +132,8 @@ def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
-    """Returns the fit of a layer with a known weight: least squares of c·v − s·(ã W) = r in c and s of each token."""
+    """Returns the fit of a layer whose weight is known. For each token, c·v − s·(ã W) = r is solved for c and s by
+    least squares."""
     moved = given @ weight
     vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
     vr, mr = (seen * known).sum(1), (moved * known).sum(1)

@@ -1,15 +1,16 @@
-"""Recovers rows under masks from a generator with a guessable seed, by trying likely seeds until rows look like data.
+"""Recovers rows whose masks come from a generator with a guessable seed, by trying likely seeds until rows look like
+data.
 
-It covers two conventions of a careless tenant that seeds a torch.Generator anew for each message: float rows plus
-`torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. A third is a lattice mask whose
-ternary secret comes from `torch.randint`: each candidate is tried on the first row of every stream, where a block
-begins, and the errors may come from any source.
+Three kinds of masks are tried. The first two are those of a careless tenant that seeds a torch.Generator anew for each
+message: float rows plus `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. The
+third is a lattice mask whose ternary secret comes from `torch.randint`. There each candidate is tried on the first row
+of every stream, which begins a block, and the errors may come from any source.
 
 The seeds that are tried are small numbers, and the seconds before the first message arrived. (These come from the
 recorder's file times, which a copy of a recording may have lost.) A float candidate must correlate with the rows and
 leave rows of the norm that a norm layer gives. In the ring a candidate must leave small numbers. If one generator masks
-many messages, only the first of them is found. torch's generator on the CPU keeps the low 32 bits of a seed, so that a
-seed of 64 bits is no harder to find. Source: our derivation.
+many messages, only the first of these messages is found. The generator of torch on the CPU keeps only the low 32 bits
+of a seed, so a seed of 64 bits is no harder to find. Source: our derivation.
 """
 
 from __future__ import annotations
@@ -28,33 +29,32 @@ from attacks.seen.view import Message, View
 SMALL_SEEDS = range(4096)
 _SECONDS_BEFORE = 300
 _NEAR = 8
-"""Seeds within this distance of a found seed are tried first: a tenant that reseeds for each message mostly counts
-up."""
+"""Seeds within this distance of a found seed are tried first, because a tenant that reseeds for each message mostly
+counts up."""
 _FULL_SEARCHES = 4
 """The number of messages for which all candidate seeds are tried; one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
-"""How many numbers a message may have. Fewer numbers give hits by chance, and more take long to draw for each of the
-4,396 candidate seeds."""
+"""The allowed number of numbers in a message. Shorter messages give hits by chance, and longer ones take too long to
+draw for each of the 4,396 candidate seeds."""
 _SIGNIFICANT = 5.0
 """The standard deviations above chance that count as a hit. By chance, one of 4,396 candidate seeds reaches this in one
 of a thousand searches."""
 _NORM_TOLERANCE = 1e-2
 """Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8
-"""For each secret, `_TRIED_COLUMNS` numbers of a row are tried; by chance all of them are small once in 2^56. At most
-`_MOST_MATRICES` matrices are tried."""
+"""Each secret is tried on `_TRIED_COLUMNS` numbers of a row, which are all small by chance once in 2^56. At most
+`_MOST_MATRICES` public matrices are tried."""
 _SMALL = 2.0**28
-"""Ring rows count as data if their mean magnitude is below this: data are far below 2^31, and uniform numbers have a
-mean of 2^30."""
+"""Int32 rows count as data if their mean magnitude is below this. Data are far below 2^31, while uniform numbers have a
+mean magnitude of 2^30."""
 
 Guess = Callable[[torch.Generator], torch.Tensor | None]
 """A guess maps a seeded generator to unmasked rows, or to None if they do not look like data."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of messages whose mask comes from a small seed, or from a seed taken from the clock; see
-    `Adversary.attack`."""
+    """Claims rows of messages whose mask comes from a seed that is a small number or a time; see `Adversary.attack`."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
@@ -109,8 +109,8 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Yields the messages whose unmasked rows can be told from noise, each with the function that tries a seeded
-    generator on the message."""
+    """Yields the messages whose unmasked rows can be told from noise, each with the `Guess` that tries a seeded
+    generator on it."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
         norm = norms.get(message.group) if message.direction == "forward" else None
@@ -152,7 +152,7 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
     """Returns a guess for float32 rows that a norm made, under a Gaussian mask of strength 1 or of one strength per
     message."""
     length = float(request.norm())
-    needed = _SIGNIFICANT * length  # bounds ⟨Z, N⟩, which is Gaussian with deviation ‖Z‖ if N is of another seed
+    needed = _SIGNIFICANT * length  # with a wrong seed, ⟨Z, N⟩ is Gaussian with deviation ‖Z‖
 
     def guess(generator: torch.Generator) -> torch.Tensor | None:
         mask = torch.randn(request.shape, generator=generator)

@@ -1,19 +1,21 @@
-"""Implements `shared-error`: recovers rows of lattice masks that use one error for several blocks, or pieces of one.
+"""Implements `shared-error`, which recovers rows under lattice masks that use one error for several blocks or several
+pieces.
 
-Two rows at the same position of two blocks may hide the same x̃, such as that of a prompt that is sent again or of a
-gradient of zero. (Known rows are subtracted first.) If they also have the same error, both cancel: z₁ − z₂ = A·(s₁ −
-s₂) mod 2^32, exactly. Enough such pairs together give u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod
-2 as in `no-error`. At the shipped dimension enough is 1,568 equations for 1,536 unknowns: 49 rows of 32 features, or
-one row of 1,568. The result is confirmed mod 2^32 on 32 more equations than there are unknowns, which chance passes
-with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference of its activations.
-If one of the two rows is known, this gives the other.
+A block is the rows that are masked under one secret, and a piece is a part of a block that is computed at once. Two
+rows at the same position of two blocks may hide the same plaintext x̃, such as that of a prompt that is sent again, or
+of a gradient of zero. (Known rows are subtracted first.) If the two rows also have the same error, plaintext and error
+cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs give u = s₁ − s₂, whose numbers are −2 … 2, by three
+eliminations mod 2 as in `no-error`. The shipped dimension needs 1,568 equations for 1,536 unknowns: 49 rows of 32
+features, or one row of 1,568 features. The result is checked mod 2^32 on 32 more equations than there are unknowns. A
+wrong result passes with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference
+of their activations. If one row of a pair is known, the difference gives the other row.
 
-In one block, row t + L has the secret X^-L·s if row t has s. So pieces of a block with the same error give
-v = (1 − X^-L)·s by the same system. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s. This
-gives the secret itself, and with it all rows of the block.
+In one block, row t + L has the secret X^-L·s if row t has the secret s. So two pieces of a block with the same error, L
+rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is
+(1 − X^-mL)·s = 2·s. This gives the secret s itself, and so all rows of the block.
 
-If every row of a block is used in order, rows at the same position of their blocks are N or a multiple of N apart in a
-stream. Blocks of different layers are not compared, because nothing that they hide repeats.
+If all rows of a block are used in order, rows at the same position of different blocks are a multiple of N apart in a
+stream. Blocks of different layers are not compared, because the inputs of different layers are not equal.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
 """The most layer widths that are attacked; an elimination takes a second at dimension 1536."""
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
-"""The most windows of a view and of one stream. A window is a position in a stream with a distance; one takes 10 µs."""
+"""The most windows (pairs of a position in a stream and a distance) that are tried in a view, and in one stream. One
+window takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
 """Two compared blocks may be up to `MOST_BLOCKS` blocks apart, and a block may be cut into up to `MOST_PIECES`
 pieces."""
@@ -53,7 +56,7 @@ _CHUNK = 1024
 MOST_DISTANCES = 36
 """The most distances that `distances` returns, for blocks of 512 rows and windows of up to 64."""
 _BITS = 3
-"""The number of bits that tell numbers from −2 to 2 apart."""
+"""The number of bits that are needed to tell the numbers from −2 to 2 apart."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
@@ -92,8 +95,8 @@ class _System(Equations):
     """Finds the difference of the secrets of two blocks, or of two pieces of one block, that share an error."""
 
     def open(self, stream: Stream) -> list[Claim]:
-        """Tries pairs of windows of a stream. It returns claims about pairs of blocks, and unmasks rows of a single
-        block in the stream."""
+        """Tries pairs of windows of a stream. Returns the claims about pairs of blocks. If two pieces of a block share
+        an error, the block's rows are unmasked in the stream."""
         if not self._binary.has_full_rank:
             return []
         stream.restart()
@@ -113,8 +116,8 @@ class _System(Equations):
         return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
-        """Returns the index of the first row of each window (a run of rows) with another window at this distance after
-        it. If any rows are known, only windows of known rows are returned."""
+        """Returns the index of the first row of each window (a run of rows) that has another window at this distance
+        after it. If any rows are known, only windows of known rows are returned."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // MOST_DISTANCES])
@@ -149,7 +152,7 @@ class _System(Equations):
                 if start in known or bool(stream.is_done[start]):
                     continue
                 side = centred(flat[start * width : start * width + self._num_equations])
-                found = self._solve(side) if bool(side.any()) else None  # the same rows again are not two masks
+                found = self._solve(side) if bool(side.any()) else None  # a retry repeats the same masked rows
                 if found is not None:
                     yield start, found
 
@@ -170,7 +173,8 @@ class _System(Equations):
 
 
 def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
-    """Returns the ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None if there is none."""
+    """Solves (1 − X^-distance)·s = found for a ternary s, polynomial by polynomial; returns None if there is no
+    solution."""
     term = total = found.view(-1, degree)
     for _ in range(degree // math.gcd(degree, distance) - 1):
         term = turned(term, distance)
@@ -182,8 +186,8 @@ def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | No
 
 
 class _Differences:
-    """Collects the known differences between rows of a stream that are `distance` rows apart. `rows` maps the index of
-    the first of two rows to their difference."""
+    """Collects the known differences between pairs of rows of a stream that are `distance` rows apart. `rows` maps the
+    index of a pair's first row to the difference of the pair."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
@@ -215,8 +219,8 @@ class _Differences:
                 stream.is_open[place] = True
 
     def claims(self) -> list[Claim]:
-        """Returns a fact for each pair of blocks that share an error, and the differences of messages at the same
-        position in both."""
+        """Returns a claim for each pair of blocks that share an error, and the differences between messages at the same
+        position in the two blocks."""
         spans = self._stream.spans
         begins = {first: (seq, stop) for seq, first, stop in spans}
         owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}

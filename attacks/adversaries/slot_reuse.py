@@ -1,19 +1,22 @@
-"""Implements `slot-reuse`: finds two requests that used the same mask rows, and takes the difference of their inputs.
+"""Implements `slot-reuse`, which finds two requests that used the same mask rows, and computes the difference of their
+inputs.
 
-A masked row is x̃ + m mod 2^32, with x̃ the encoded activations and m a row of the mask. The adversary subtracts rows of
-one group and direction from each other. If the mask rows differ, the difference is uniform mod 2^32. If one mask row
-was used twice, it cancels and leaves x̃ − x̃′. Since encoded activations are below 2^20 or so, this difference is below
-2^21.
+A masked row is x̃ + m mod 2^32, with x̃ the encoded activations and m a row of the mask. The adversary subtracts rows
+of one group (layers that read the same input) and direction from each other. If the mask rows differ, the difference is
+uniform mod 2^32. If one mask row was used twice, it cancels and leaves x̃ − x̃′. Since encoded activations are below
+2^20 or so, this difference is below 2^21.
 
-The test leaves some room: a difference counts as small if its magnitude is below 2^24 (`SMALL`), which is a range of
-2^25 numbers. So two rows with different mask rows look reused with probability (2^25/2^32)^d = 2^-7d at d features. The
-adversary claims nothing unless this probability, times the number of pairs, is below 2^-40; at d = 64 and 10,000 rows
-the product is 2^-423. Requests that were sent again byte by byte have a difference of zero, and are skipped.
+The test is generous: a difference counts as small if its magnitude is below 2^24 (`SMALL`), which is a range of 2^25
+numbers. So a pair of rows with different mask rows looks like a reuse with probability (2^25/2^32)^d = 2^-7d for d
+features. The adversary claims nothing unless this probability, times the number of pairs, is below 2^-40; at d = 64 and
+10,000 rows the product is 2^-423. Requests that were sent again byte by byte have a difference of zero, and are
+skipped.
 
 All layers share the public matrix A and use its first columns. So a secret s that is used in two layers, or in both
-directions of one, shows in the same way: the masks A·s of two messages agree in all columns that both messages have, up
-to the masks' errors. There are too many rows to compare all pairs. Rows are therefore sorted by the high bits of some
-columns, which puts most pairs that share a secret next to each other. The adversary reports such a pair as a fact.
+directions of one layer, shows in the same way. The masks A·s of two messages then agree in all columns that both
+messages have, up to the masks' errors. There are too many rows to compare all pairs. Rows are therefore sorted by the
+high bits of some columns, which puts most pairs that share a secret next to each other. The adversary reports such a
+pair as a fact.
 
 Source: the two-time pad; docs/threat-model.md, "What would break it, and what stops that", first row.
 """
@@ -33,7 +36,7 @@ from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
-"""The most rows with which each row is compared, in the order of their distance in the first feature. By chance, a
+"""The most rows with which each row is compared; those nearest in the first feature are compared first. By chance, a
 share of 2^-7 of all rows is within `SMALL` in that feature."""
 MOST_PAIRS = 1 << 14
 """The most near pairs that are used; in traffic without a mask all pairs are near."""
@@ -44,12 +47,12 @@ _HIGH_BITS, _KEY_COLUMNS = 7, 8
 """Rows are sorted by the highest `_HIGH_BITS` bits of each of the first `_KEY_COLUMNS` columns. Two numbers that differ
 by 2^20 have the same high bits in 31 of 32 cases."""
 _MOST_COLUMNS, _NOTHING = 64, 1 << 40
-"""Up to `_MOST_COLUMNS` columns are compared between layers; `_NOTHING` stands for a column that a narrower layer
-lacks."""
+"""Up to `_MOST_COLUMNS` columns are compared between layers. The value `_NOTHING` stands for a column that a narrower
+layer does not have."""
 
 
 def false_positive_log2(num_rows: int, num_features: int) -> float:
-    """Returns log2 of the probability that fresh masks give any pair of rows that looks reused."""
+    """Returns log2 of the probability that any pair of rows under fresh masks looks like a reuse."""
     pairs = max(num_rows * (num_rows - 1) // 2, 1)
     return math.log2(pairs) + num_features * math.log2(2 * SMALL / 2**32)
 
@@ -117,8 +120,8 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
 def is_plain(rows: torch.Tensor) -> bool:
     """Returns whether the rows look unmasked: more than half of their numbers are below 2^28 in magnitude.
 
-    Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. Comparing them took minutes on a
-    real model, and tells nothing about reused mask rows.
+    Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. To compare them took minutes on a
+    real model, and says nothing about reused mask rows.
     """
     return bool((centred(rows).abs() < 1 << 28).double().mean() > 0.5)
 
@@ -145,7 +148,7 @@ def _claim(stream: Stream, one: int, other: int) -> Claim | None:
 
 
 def near_pairs(rows: torch.Tensor) -> torch.Tensor:
-    """Returns pairs of rows that differ by less than `SMALL` in every feature, mod 2^32, but are not equal.
+    """Returns the pairs of rows that are not equal but differ by less than `SMALL` in every feature, mod 2^32.
 
     Args:
         rows: int64, shape (num_rows, features).
@@ -157,7 +160,7 @@ def near_pairs(rows: torch.Tensor) -> torch.Tensor:
     first_column = rows[order, 0]
     found, num_pairs = [torch.empty(0, 2, dtype=torch.int64)], 0
     for step in range(1, min(MOST_NEIGHBOURS, len(rows) - 1) + 1):
-        # the sorted rows are compared with those `step` positions on; the last ones wrap, as numbers mod 2^32 do
+        # each sorted row is compared with the row `step` positions later; the order is cyclic, as numbers mod 2^32 are
         near = torch.nonzero(_is_small(first_column - first_column.roll(-step))).flatten()
         if near.numel() == 0:
             break

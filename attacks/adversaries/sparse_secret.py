@@ -1,16 +1,16 @@
-"""Implements `sparse-secret`: recovers lattice secrets that have few non-zero trits (numbers −1, 0 or 1), by a meet in
+"""Implements `sparse-secret`, which recovers lattice secrets with few non-zero trits (numbers −1, 0 or 1), by a meet in
 the middle.
 
 At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w (w non-zero
 trits) is a signed sum of w columns of its row's equations: z = x̃ + e + Σ ±a_i, and x̃ + e is small. For each public
-matrix, all sums of up to two columns (4.7 million at dimension 1536) are sorted once by the high bits of eight numbers
-of the row. The row minus each single column is looked up among them (w ≤ 3). On a few rows, the row minus each sum of
-two columns is looked up, too (w ≤ 4). No plaintext is needed. A row is missed if its x̃ crosses a boundary of those
-bits, which about one row in eight does; a block has many rows.
+matrix, all sums of up to two columns (4.7 million at dimension 1536) are sorted once by the high bits of eight of their
+numbers. The row minus each single column is looked up among these sums, which finds weights w ≤ 3. On a few rows, the
+row minus each sum of two columns is looked up, too, which finds w ≤ 4. No plaintext is needed. A secret is missed on a
+row if adding x̃ changes those high bits. This happens on about one row in eight, but a block has many rows.
 
-A secret is accepted if all features are small on the row on which it was found and on a neighbouring row. At 16
-features a wrong secret passes on one row with probability 2^-112. 2^44 secrets are tried on a row, so that over 1,024
-rows a wrong one is accepted with probability 2^-58.
+A secret is accepted if the unmasked row on which it was found and a neighbouring row are small in all features. With 16
+features, a wrong secret passes on one row with probability 2^-112. For each row 2^44 secrets are tried, so over 1,024
+rows a wrong secret is accepted with probability 2^-58.
 
 Source: Odlyzko's meet in the middle on NTRU, described in Howgrave-Graham, Silverman, Whyte, "A meet-in-the-middle
 attack on an NTRU private key", NTRU report 004, 2003.
@@ -33,13 +33,14 @@ from wire.ring.seeded_rows import SeededRows
 
 LEAST_FEATURES = 16
 MOST_DIMENSION = 2048
-"""The largest dimension that is tried. It has 8.4 million sums of two columns, which take 70 MB sorted."""
+"""The largest dimension that is tried. At this dimension there are 8.4 million sums of two columns, whose sorted table
+takes 70 MB."""
 MOST_TABLES = 2
 """The most public matrices that are searched; each takes two seconds at dimension 1536."""
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
 """The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
-"""The distance in a stream between rows that are tried; it gives 16 rows of a block of 512 rows."""
+"""Every 32nd row of a stream is tried, which is 16 rows of a block of 512 rows."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 
@@ -51,7 +52,7 @@ Terms = npt.NDArray[np.int32]
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Unmasks each block (the rows under one secret) whose secret has at most four non-zero trits (numbers −1 or 1)."""
     if opened is not None:
-        return []  # it needs no known rows, and ran without them before
+        return []  # the attack needs no known rows, and has already run without them
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     found = [stream for stream in streams(view) if stream.num_features >= LEAST_FEATURES] if seeds else []
     left, left_of_four = MOST_ROWS, MOST_ROWS_OF_FOUR
@@ -82,7 +83,8 @@ class Table:
     """Holds the sums of at most two signed columns of a row's equations, sorted."""
 
     def __init__(self, seed: SeededRows, degree: int) -> None:
-        """Computes the table. This takes two seconds and 150 MB at dimension 1536, half of which is kept."""
+        """Computes the table. At dimension 1536 this takes two seconds and 150 MB of memory, half of which is freed
+        afterwards."""
         self._seed, self._degree = seed, degree
         equations = PublicMatrix.of(seed, degree, _COLUMNS).equations(0)
         plus = np.ascontiguousarray(equations.t().numpy().astype(np.uint32))  # (k·N, _COLUMNS), mod 2^32
@@ -137,8 +139,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Returns pairs of signed columns, single columns first. The number 0 stands for no column, i + 1 for column i, and
-    i + 1 + dimension for minus column i."""
+    """Returns pairs of signed columns; pairs that hold only one column come first. In a pair, the number 0 stands for
+    no column, i + 1 for column i, and i + 1 + dimension for minus column i."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]

@@ -1,9 +1,10 @@
-"""Recovers one fixed mask that is never seen: normed rows lie on a sphere, and the mask is the sphere's centre.
+"""Recovers one fixed mask that the provider never sees. Normed rows lie on a sphere, and the mask is the sphere's
+centre.
 
 Each row is z_t = x_t + n with ‖(x_t − β)/γ‖² = d. So u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and
 2(u_t − u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows determine v. LayerNorm rows also have mean 0, which is one
-more equation. The attack does not win if rows span too few directions, or if the mask changes. Source: Coope, "Circle
-fitting by linear and nonlinear least squares", 1993, for the linear form of a sphere fit.
+more equation. The attack fails if rows span too few directions, or if the mask changes. Source: Coope, "Circle fitting
+by linear and nonlinear least squares", 1993, for the linear form of a sphere fit.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _ROWS_PER_FEATURE = 3
-"""The number of rows used for each feature. More than d + 1 rows average out the rounding of float32; beyond this
-number they cost more than they gain."""
+"""The number of rows that are used for each feature. More than d + 1 rows average out the rounding of float32, but more
+than this number would cost more than they gain."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims unmasked rows of the first messages of every group whose input a norm layer made, if a best guess of the
-    mask can be computed."""
+    """Claims unmasked rows of the first messages of every group whose input a norm layer computes. Groups with too few
+    rows to fit a mask are left out."""
     norms = public.normed_inputs()
     claims: list[Claim] = []
     for group, norm in norms.items():
@@ -55,10 +56,10 @@ def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
     centred = points - middle
     squares = centred.pow(2).sum(1)
     equations, values = 2 * (centred - centred.mean(0)), squares - squares.mean()
-    if norm.bias is not None:  # mean 0: the centre has the mean that all points have
+    if norm.bias is not None:  # rows have mean 0, so the centre has the same mean as all points
         equations = torch.cat([equations, equations.norm() / d * torch.ones(1, d, dtype=equations.dtype)])
         values = torch.cat([values, values.new_zeros(1)])
-    # gelsd gives the smallest solution if rows do not span all directions
+    # if rows do not span all directions, gelsd gives the smallest solution
     centre: torch.Tensor = torch.linalg.lstsq(equations, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
     mask: torch.Tensor = (centre + middle) * norm.weight
     return mask

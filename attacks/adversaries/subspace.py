@@ -1,8 +1,9 @@
-"""Removes noise that lies within a small span: principal components show the span, and rows are projected off it.
+"""Removes noise that lies in a small subspace: principal components find the subspace, and its part of the rows is
+removed.
 
-Strong noise of rank r makes the first r eigenvalues of the rows' second moment stand out. The rows projected off their
-eigenvectors are x without its part in the span. Noise in all directions cannot be projected off; then the claim is as
-wrong as the message. Source: our derivation; principal component analysis.
+Strong noise of rank r makes the first r eigenvalues of the rows' second moment large. The rows without their part along
+the eigenvectors are the unmasked rows without their part in the subspace. Noise in all directions cannot be removed in
+this way; then the claim is as wrong as the message. Source: our derivation; principal component analysis.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _MOST_STREAMS = 24
-"""The most groups and directions that are attacked. A tiny model has fewer. A real model has 240, and eigenvectors of
-1,536 features take seconds."""
+"""The most groups and directions that are attacked. A tiny model has fewer. A real model has 240, and for 1,536
+features the eigenvectors take seconds each."""
 _LARGEST_SHARE = 4
-"""The divisor of d in the bound on a span: a span of more than d/4 dimensions is not small."""
+"""A subspace counts as small if it has at most d/4 dimensions, where d is the number of features and 4 is this
+number."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows projected off the noise's span, in the first messages of the first groups; see `Adversary.attack`."""
+    """Removes the noise's subspace from the first messages of the first groups, and claims the rows that remain; see
+    `Adversary.attack`."""
     claims: list[Claim] = []
     products = view.with_tensors().select("product")
     streams = list(dict.fromkeys((message.group, message.direction) for message in products))
@@ -38,8 +41,8 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns an orthonormal basis of the directions that stand out most, shape (d, r) with 1 <= r <= d/4; None if
-    there are too few rows to tell.
+    """Returns an orthonormal basis of the directions with the largest eigenvalues, shape (d, r) with 1 <= r <= d/4;
+    None if there are too few rows to tell.
 
     Args:
         rows: float64, shape (num_rows, d).

@@ -1,17 +1,18 @@
-"""Trains a functional copy of the adapter: fits the public model with low-rank factors to the recorded rows.
+"""Trains a functional copy of the adapter, by fitting the public model plus low-rank factors to the recorded rows.
 
-Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
-base layer, until the inputs of the block's layers and of the next block have the directions of the recorded inputs.
-Only directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
-direction of a layer's output is known, the layer's scale follows from the low rank of ΔW. Rows that do not fit are left
-out, such as those that another adversary unmasked wrongly.
+Tokens come from the first layer's input. Then each block is trained in turn, with a low-rank ΔW in every base layer,
+until the inputs of the block's layers and of the next block have the directions of the recorded inputs. Only directions
+of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the direction of a
+layer's output is known, the layer's scale follows from the low rank of ΔW. Rows that do not fit are left out, such as
+those that another adversary unmasked wrongly.
 
-It claims nothing if the first layer's rows are no tokens, if nothing fits (a mask), or if there are fewer tokens than
-the factors need. It does not guarantee a minimum: training ends after 300 steps a block, or after `_MAX_S` in all. On
-SmolLM2, 90 s were enough for two of 30 blocks, and gave no copy: cosines with ΔW were 0.5 for v_proj, 0.25 for o_proj
-and 0.03 for down_proj (192 tokens, one core). So a low value there shows how short the training was. A ΔW of higher
-rank than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group that
-is requested several times in a pass ends the attack.
+The adversary claims nothing if the first layer's rows are not those of tokens, if nothing fits because there is a mask,
+or if there are fewer tokens than the factors need. The training need not reach a minimum: it ends after 300 steps for
+each block, or after `_MAX_S` seconds in all. On SmolLM2, 90 s were enough for two of 30 blocks and gave no useful copy.
+The cosines with ΔW were 0.5 for v_proj, 0.25 for o_proj and 0.03 for down_proj (192 tokens, one core). So a low value
+on a real model shows only that the training was short. A ΔW of higher rank than `_RANK` is approximated. Methods that
+change a layer's input (OFT, BOFT) do not have this form. They request a group several times in a pass, which ends the
+attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
 states; the rest is ours.
 """
@@ -33,30 +34,33 @@ from attacks.seen.public_model import Layer, PublicModel
 from attacks.seen.view import View
 
 _RANK = 8
-"""The rank of the factors: that of the full profile's adapter, and twice that of the quick profile's adapter."""
+"""The rank of the factors. It is the rank of the full profile's adapter, and twice the rank of the quick profile's
+adapter."""
 _STEPS, _CHUNK = (40, 60, 200), 10
 """The numbers of steps in the three parts of a block's training. The clock is checked after every `_CHUNK` steps."""
 _HISTORY = 50
 """The number of past steps that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
-"""Seconds of training in all; they are a chosen budget, not a measured need."""
+"""The most seconds of training in all, which is a chosen budget and not a measured need."""
 _MAX_NUMBERS = 1 << 17
-"""The most numbers of the first layer's rows that are used: 227 tokens of SmolLM2, or 4,096 of a model with d = 32."""
+"""The most numbers of the first layer's rows that are used. These are 227 tokens of SmolLM2, or 4,096 tokens of a model
+with hidden size 32."""
 _WIDE = 256
-"""The hidden size from which on training uses float32 in place of float64."""
+"""If the hidden size is at least this, training uses float32 instead of float64."""
 _HOPELESS = 0.5
-"""The distance of unit rows from which on a fit is given up: an unrelated row is at 1.4, the nearest of 1,000 tokens at
-0.9 (d = 32)."""
+"""A fit is given up if the distance between unit rows is at least this. An unrelated row has a distance of 1.4, and the
+nearest of 1,000 tokens one of 0.9 (at hidden size 32)."""
 _UNCHANGED = 1e-5
 """The distance up to which public weights explain the rows; float32 and ring rounding leave 1e-6."""
 _FAR, _MOST_LEFT_OUT = 6.0, 0.25
-"""After the first steps, a row counts as wrong if its distance is beyond `_FAR` times the median distance of its
-group's rows. If this would be a share of `_MOST_LEFT_OUT` or more, no row counts as wrong."""
+"""After the first steps, a row counts as wrong if its distance is more than `_FAR` times the median distance of its
+group's rows. If a share of `_MOST_LEFT_OUT` or more would count as wrong, no row does."""
 _DAMPING = 1e-2
-"""Damping, as a share of the mean variance of a layer's inputs. Directions with less variance than this are not
-amplified further."""
+"""The damping, as a share of the mean variance of a layer's inputs. It limits how much directions with less variance
+than this are amplified."""
 _START = 0.05
-"""The first guess of ΔW's singular values, as a share of W's; factors of very different sizes train slowly."""
+"""The first guess of the singular values of ΔW, as a share of those of W. It keeps both factors of ΔW at similar sizes,
+since factors of very different sizes train slowly."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,8 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
-    """Returns whether the layer's outputs for these tokens have at least twice as many numbers as the factors of its
-    ΔW."""
+    """Returns whether there are enough tokens: the layer's outputs must have at least twice as many numbers as the
+    factors of its ΔW."""
     return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
 
 
@@ -180,7 +184,7 @@ class _Substitute:
         """
         changes = [torch.zeros_like(layer.weight, requires_grad=True) for layer in self._layers]
         loss = self._loss([layer.weight + change for layer, change in zip(self._layers, changes, strict=True)])
-        if not loss.requires_grad:  # nothing of this block was recorded
+        if not loss.requires_grad:  # no row of this block was recorded
             return False
         slopes = torch.autograd.grad(loss, changes, allow_unused=True)
         self._start([torch.zeros_like(c) if s is None else s for c, s in zip(changes, slopes, strict=True)])
@@ -199,15 +203,15 @@ class _Substitute:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the block's output was recorded, so that the next block can be trained."""
+        """Returns whether the norm after the block was recorded, so that the next block can be trained."""
         return self._is_seen(self._next)
 
     def _is_seen(self, group: int) -> bool:
         return any(group in batch.seen for batch in self._batches)
 
     def advance(self) -> list[_Batch]:
-        """Returns the residual stream after the block. If the next norm's output was recorded, the stream takes that
-        output's direction, which is exact."""
+        """Returns the residual stream after the block. If the next norm's output was recorded, the stream gets the
+        direction of that output, which is exact."""
         batches = []
         for batch in self._batches:
             with torch.no_grad():
@@ -228,7 +232,7 @@ class _Substitute:
         the start. The seed of the random numbers is fixed, since nothing secret depends on them.
 
         Args:
-            slopes: for each layer, the derivative of the loss by the layer's weight, of the weight's shape.
+            slopes: for each layer, the gradient of the loss by the layer's weight, in the shape of the weight.
 
         Source: the initialisation of LoRA-GA (NeurIPS 2024).
         """
@@ -247,7 +251,8 @@ class _Substitute:
             self._factors.append(torch.zeros(rank, slope.shape[1], dtype=slope.dtype, requires_grad=True))
 
     def _squares(self) -> list[torch.Tensor]:
-        """Returns, for each layer, XᵀX of its inputs X in the public model, as a mean over tokens with damping."""
+        """Returns, for each layer, XᵀX of the layer's inputs X in the public model, as a mean over tokens, plus
+        damping."""
         block = self._block
         groups = (block.q.group, block.o.group, block.up[0].group, block.down.group)
         sums = {group: torch.zeros(()) for group in groups}
@@ -265,8 +270,8 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
-        """Trains in three parts, and after each of the first two leaves out rows that do not fit: wrong rows distort
-        the first fit and so hide others."""
+        """Trains in three parts. After each of the first two parts, rows that do not fit are left out. Two such rounds
+        are needed, because wrong rows distort the first fit and so hide other wrong rows."""
         for num_steps in _STEPS:
             if not self._improve(num_steps, until) < _HOPELESS**2:
                 return
@@ -274,8 +279,8 @@ class _Substitute:
                 self._leave_out()
 
     def _improve(self, num_steps: int, until: float) -> float:
-        """Runs the optimizer until a number of steps or a deadline. Returns the loss before the last `_CHUNK` steps;
-        infinite if there was no time."""
+        """Runs the optimizer for a number of steps or until a deadline. Returns the loss before the last `_CHUNK`
+        steps; infinite if there was no time."""
         optimizer = torch.optim.LBFGS(
             self._factors, max_iter=_CHUNK, max_eval=2 * _CHUNK, history_size=_HISTORY,
             tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
@@ -294,8 +299,8 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Leaves out rows whose distance is far above their group's median, unless many rows are: wrong rows are the
-        exception."""
+        """Leaves out rows whose distance is far above the median of their group. If this would leave out many rows,
+        none is left out, because wrong rows should be the exception."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:
@@ -316,7 +321,8 @@ class _Substitute:
         ]
 
     def _loss(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean squared distance of unit rows, over each group's rows and then over groups."""
+        """Returns the mean squared distance between predicted and recorded unit rows. The mean is over the rows of each
+        group, and then over groups."""
         sums: dict[int, torch.Tensor] = {}
         counts: dict[int, int] = {}
         for batch in self._batches:
@@ -336,8 +342,8 @@ class _Substitute:
         }
 
     def _run(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Returns the predicted inputs of all groups after q, k and v, by group id, up to the next block's, and the
-        residual after the block."""
+        """Runs the block. Returns the predicted inputs, by group id, of all groups after that of q, k and v up to the
+        first group of the next block, and the residual after the block."""
         block, (q, k, v, *others) = self._block, weights
         o, *up, down = (replace(one, weight=w) for one, w in zip(self._layers[3:], others, strict=True))
         mixed = attention.attention(block, self._model, (q, k, v), block.attention_norm(batch.stream))

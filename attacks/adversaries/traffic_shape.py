@@ -1,18 +1,20 @@
-"""Implements `traffic-shape`: reads facts from the order and row counts of messages; it reads no tensor and no time.
+"""Implements `traffic-shape`, which reads facts from the order and row counts of messages, but not from tensors or
+times.
 
-It works under every mask: token counts, layers and directions are not protected (docs/threat-model.md, "What every
-provider sees").
+The attack works under every mask, because token counts, layers and directions are not protected (docs/threat-model.md,
+"What every provider sees").
 
-Token counts need a KV cache, or prompts of more than one token (attacks/seen/forward_passes.py). A soft prompt's rows
-count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing, and belongs to
-the training pass before it.
+Token counts can be read if the tenant uses a KV cache, or if prompts have more than one token
+(attacks/seen/forward_passes.py). The rows of a soft prompt count as tokens. A pass that does not reach every group
+(layers that read the same input) is a recomputation under gradient checkpointing, and belongs to the training pass
+before it.
 
-A tenant sends a gradient to a group if the group's input depends on a trained parameter. A method that adds to outputs
-(LoRA) causes this for the next group up. A method that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
-causes it for its own group. Layers of a group share a call only while they read the same input. So changed inputs show
-as further calls, and the number of calls tells which layers may be changed. If several kinds of adapter make the same
-traffic, the claim is that it is one of these kinds, never the likelier one. OFT and BOFT always look the same; so do
-LoRA and the IA3 that scales outputs. All training of a view is assumed to be of one kind.
+A tenant sends the gradients of a group if the group's input depends on a trained parameter. A method that adds to
+outputs (LoRA) causes this for the next higher group. A method that changes inputs (OFT, BOFT, IA3 before feed-forward
+layers) causes it for its own group. Layers of a group share a call only if they read the same input. So changed inputs
+cause further calls, and the number of calls shows which layers may be changed. If several kinds of adapter cause the
+same traffic, the claim lists all these kinds and does not choose the likeliest. OFT and BOFT always look the same. LoRA
+and an IA3 that scales outputs also look the same. All training of a view is assumed to be of one kind.
 
 `client.finetune` computes logits of all positions for soft prompts and prefixes only. The output head's row count shows
 this if the provider has the head. Other trainers always compute all logits. A conclusion that assumes `client.finetune`
@@ -36,7 +38,7 @@ LORA, IA3, OFT, BOFT = "LoRA", "IA3", "OFT", "BOFT"
 PROMPT, P_TUNING, PREFIX = "prompt tuning", "P-tuning", "prefix tuning"
 NORMS, EMBEDDINGS = "norm tuning", "trained embeddings"
 KINDS = (LORA, IA3, OFT, BOFT, PROMPT, P_TUNING, PREFIX, NORMS, EMBEDDINGS)
-"""The kinds of adapter; LoRA stands for every method that adds to a layer's output."""
+"""The kinds of adapter that claims name. LoRA stands for every method that adds to a layer's output."""
 KIND, KIND_IF_FINETUNE = "PEFT kind", "PEFT kind, if client.finetune trained it"
 LOWEST, MEMBERS = "lowest adapted layer", "layers with changed inputs"
 _CHANGES_INPUTS = (IA3, OFT, BOFT)
@@ -65,9 +67,10 @@ class Training:
     """Holds what the training passes of a view show together.
 
     Attributes:
-        groups: all groups that were seen, ascending.
-        lowest: the lowest group that a gradient reached; None without gradients.
-        repeated: groups that were requested several times in one pass: their layers do not all read the same input.
+        groups: the ids of all groups that were seen, ascending.
+        lowest: the lowest group of which a gradient was sent; None if no gradients were sent.
+        repeated: the groups that were requested several times in one pass, because their layers do not all read the
+            same input.
         has_few_logits: whether the head was given fewer rows than there were tokens in a training pass; None if no
             head was seen.
     """
@@ -79,7 +82,8 @@ class Training:
 
     @property
     def below(self) -> int | None:
-        """Returns the id of the group just below the lowest group that a gradient reached; None if there is none."""
+        """Returns the id of the group just below the lowest group of which a gradient was sent; None if there is
+        none."""
         lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
         return lower[-1] if lower else None
 
@@ -99,7 +103,7 @@ def _shape(one: ForwardPass, head_group: int | None) -> Shape:
     backward = _rows(one.backward, one.backward_repeats)
     head_rows = forward.get(head_group) if head_group is not None else None
     counted = Counter(rows for group, rows in (forward or backward).items() if group != head_group)
-    # most groups are requested once; if two counts are equally frequent, the larger one is a multiple
+    # most groups are requested once per pass; if two row counts are equally frequent, the larger one is a multiple
     tokens = min((rows for rows, count in counted.items() if count == max(counted.values())), default=one.num_rows)
     calls, gradients = (
         {group: 1 if group == head_group else max(1, round(rows / max(1, tokens))) for group, rows in each.items()}
@@ -125,8 +129,8 @@ def _joined(one: Shape, more: Shape) -> Shape:
 
 
 def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
-    """Returns the numbers (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an
-    answer."""
+    """Returns, for each prompt, the number of prompt tokens and of answer tokens. Every forward pass gives one token of
+    an answer."""
     counted: list[tuple[int, int]] = []
     for one in found:
         if one.backward:
@@ -140,7 +144,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
 
 
 def summarise(view: View, found: Sequence[Shape]) -> Training:
-    """Returns what a view's traffic shows about training: the facts on which all claims about the adapter are based."""
+    """Returns what a view's traffic shows about training. All claims about the adapter are based on these facts."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
     reached = {group for one in steps for group in one.backward}
@@ -158,7 +162,7 @@ def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, 
     could: set[str] = set()
     if seen.below is not None:
         could |= {LORA, IA3}
-    if len(manifest.groups[seen.lowest].layers) == 1:  # with several layers a changed input would show as further calls
+    if len(manifest.groups[seen.lowest].layers) == 1:  # with several layers, changed inputs cause further calls
         could |= set(_CHANGES_INPUTS)
     if seen.below is None:
         could |= {PROMPT, P_TUNING, NORMS, EMBEDDINGS}
@@ -169,7 +173,7 @@ def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, 
     if seen.has_few_logits:
         could -= set(_LEARNS_PROMPTS)
     if model.style == "gpt2":
-        could -= {OFT, BOFT}  # PEFT refuses them on a Conv1D
+        could -= {OFT, BOFT}  # PEFT does not support them on a Conv1D
     return tuple(kind for kind in KINDS if kind in could)
 
 
@@ -179,8 +183,8 @@ def _normed(model: PublicModel) -> set[int | None]:
 
 
 def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
-    """Returns those kinds of adapter in `could` for which `client.finetune` computes logits of some or of all
-    positions, as was seen. All of `could` is returned if no head was seen."""
+    """Returns the kinds of adapter in `could` for which `client.finetune` would send as many rows to the output head as
+    were seen: some positions or all. Returns all of `could` if the provider does not have the head."""
     if seen.has_few_logits is None:
         return tuple(could)
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
@@ -188,13 +192,13 @@ def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
     """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that the
-    adapted part may be something before layer L that is not a base layer."""
+    adapter may change something before layer L that is not a base layer, such as a norm."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
     names = [] if seen.below is None else [manifest.groups[seen.below].layers[0].name]
     if seen.lowest in seen.repeated:
-        # a call that sent no gradient back read an input that depends on no trained parameter, so none lies below
+        # if a call has no gradient, its input depends on no trained parameter, so no trained parameter is below
         unchanged = any(one.backward[seen.lowest] < one.calls[seen.lowest] for one in _reaching(found, seen.lowest))
         return (own[0].name,) if unchanged else (*names, own[0].name)
     if not {LORA, IA3} & set(could):
@@ -211,7 +215,8 @@ def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
 
 
 def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns sets of layers, joined by `+`, whose changed inputs would cause the lowest repeated group's calls."""
+    """Returns sets of layers, joined by `+`, for the lowest group that was requested several times. Changed inputs of
+    any one of these sets would cause the number of calls that was seen."""
     if not seen.repeated:
         return ()
     group = min(seen.repeated)
@@ -230,7 +235,7 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
 
 
 def num_calls(num_members: int, changed: Iterable[int]) -> int:
-    """Returns the number of calls of a group of `num_members` layers, if the layers at the positions `changed` read
+    """Returns how many calls a group of `num_members` layers causes, if the layers at the positions `changed` read
     changed inputs. A layer shares the previous layer's call if both read the unchanged input."""
     reads = [place if place in set(changed) else None for place in range(num_members)]
     return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))

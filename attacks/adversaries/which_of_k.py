@@ -1,9 +1,9 @@
-"""Names the pooled noise vector of each message by a test of norms alone, one layer at a time.
+"""Finds which of K pooled noise vectors masks each message, by a test of norms alone, one layer at a time.
 
-The paper on the scheme counts K^layers combinations, but none of them need be tried. For each message by itself, the
-norms show which of its K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and for LayerNorm also a mean of 0.
-Only the norms of rows are used, no correlation. Source: our derivation, against the argument in Symbiosis
-(Multi-Adapter Inference and Fine-Tuning), section on privacy.
+The paper on the scheme argues that an attacker must try K^layers combinations, but this is not so. In each message by
+itself, the norms of the rows show which of the K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and for
+LayerNorm also a mean of 0. Only the norms of rows are used, no correlation. Source: our derivation, against the
+argument in Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims unmasked rows of every forward message whose plain rows a norm layer made; see `Adversary.attack`."""
+    """Claims unmasked rows of every forward message whose plain rows are the output of a norm layer; see
+    `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]

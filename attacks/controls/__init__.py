@@ -1,6 +1,6 @@
-"""This package holds positive controls: each adversary must win on traffic with a known weakness.
+"""This package holds positive controls, which are traffic with a known weakness on which an adversary must win.
 
-The code of an adversary is the same in its control as in an attack on a mask. A control makes its own traffic, so the
-control knows the secrets; the adversary sees only the view (what a provider sees). Every report and the tests run the
-controls. A control that stops winning fails the build.
+A control runs the same code of the adversary as an attack on a mask does. The control makes its own traffic and so
+knows the secrets, but the adversary sees only the view (what a provider sees). Every report and the tests run the
+controls. If an adversary no longer wins on its control, the build fails.
 """

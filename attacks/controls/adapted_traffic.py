@@ -20,7 +20,8 @@ NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
 """The Euclidean norm of a column of 8-bit weights, about as in a layer with 48 inputs."""
 _LARGEST = 1 << 20
-"""The largest number in a row of `scaled`, as large as `wire.ring.coding.encode` makes it for layers of real width."""
+"""The largest number in a row of `scaled`. For layers of real width, `wire.ring.coding.encode` gives numbers of this
+size."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Traffic:
 
     Attributes:
         token_ids: the token ids of each prompt.
-        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one entry.
+        deltas: the adapter's change ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one
+            entry.
     """
 
     view: View
@@ -47,7 +49,7 @@ def make(
     manifest = tiny_manifest(kind, "native", folder / "model")
     generator = torch.Generator().manual_seed(7)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
-    torch.manual_seed(7)  # lora_a is random
+    torch.manual_seed(7)  # PEFT draws lora_a from the global generator
     adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
     deltas: dict[str, torch.Tensor] = {}
     for name, module in adapted.base_model.model.named_modules():
@@ -75,8 +77,8 @@ def make(
 
 
 def scaled(view: View) -> Opened:
-    """Returns the view's rows by seq as ring arithmetic shows them: each row times its own positive factor, rounded to
-    integers."""
+    """Returns the view's rows, by message number (seq), as they look in ring arithmetic: each row is multiplied by its
+    own positive factor and rounded to integers."""
     generator = torch.Generator().manual_seed(11)
     rows = {}
     for message in view.messages:

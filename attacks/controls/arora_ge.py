@@ -1,4 +1,5 @@
-"""Runs `tiny-error` on errors 0 and 1 at dimension 8: two zero rows give the secret, and the secret gives the block."""
+"""Runs `tiny-error` on lattice errors that are 0 or 1, at dimension 8. Two zero rows reveal the secret, and so the
+block."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def binary(shape: Sequence[int]) -> torch.Tensor:
 
 def control() -> ControlResult:
     """Computes the relative error of the unmasked rows of three blocks. The lattice errors, which are 0 or 1,
-    contribute less than 1/ACTIVATION."""
+    contribute less than 1/ACTIVATION (ACTIVATION: the largest number of a row)."""
     traffic = Traffic(toy(8, 1, 0.0), 64, binary)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)

@@ -1,6 +1,7 @@
-"""Checks that `byte-statistics` names the fault of each faulty mask: missing, too narrow, badly scaled, or reused.
+"""Checks that `byte-statistics` names the fault of masks that are missing, too narrow, badly scaled, or reused.
 
-The adversary must not name a fault in honest masks: a full mask, and a lattice mask with the shipped parameters.
+The adversary must not name a fault in honest masks. Those tested are a mask that is uniform mod 2^32, and a lattice
+mask with the shipped parameters.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Case:
 
 
 def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws encoded rows that resemble a model's, int64: features have different sizes, and neighbouring rows are
-    similar."""
+    """Draws encoded rows that resemble those of a model, int64. Features have different sizes, and neighbouring rows
+    are similar."""
     sizes = torch.rand(NUM_FEATURES, generator=generator) + 0.5
     steps = torch.randn(num_rows + 3, NUM_FEATURES, generator=generator)
-    smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features), averaged over four tokens
+    smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features), the mean of four tokens
     return (smooth * sizes * _ACTIVATION).to(torch.int64)
 
 
@@ -54,7 +55,7 @@ def uniform(num_rows: int, num_features: int, generator: torch.Generator) -> tor
 
 
 def cases(seed: int = 0) -> Mapping[str, Case]:
-    """Returns messages under faulty and honest masks by the mask's name; case i becomes layer group i of `record`."""
+    """Returns messages under faulty and honest masks by the mask's name. In `record`, case i becomes layer group i."""
     generator = torch.Generator().manual_seed(seed)
     rows, mask = activations(NUM_ROWS, generator), uniform(NUM_ROWS, NUM_FEATURES, generator)
     line = uniform(1, NUM_ROWS + NUM_FEATURES, generator)[0].unfold(0, NUM_FEATURES, 1)[:NUM_ROWS]
@@ -80,13 +81,14 @@ def cases(seed: int = 0) -> Mapping[str, Case]:
 
 
 def _under_lattice(generator: torch.Generator) -> torch.Tensor:
-    """Draws a block of activations under a lattice mask with the shipped parameters; int64."""
+    """Draws a block of activations and masks it with a lattice mask of the shipped parameters; int64."""
     mask = Traffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
     return activations(len(mask), generator) + mask
 
 
 def record(folder: Path, sent: Mapping[str, Case]) -> View:
-    """Makes a recording in which each case is a layer group with two messages; every second group holds gradients."""
+    """Makes a recording in which each case is a layer group with two messages. The messages of every second group are
+    gradients."""
     exchanges = [
         Exchange(group, part, torch.zeros_like(part), "forward" if group % 2 else "backward")
         for group, case in enumerate(sent.values())
@@ -96,14 +98,16 @@ def record(folder: Path, sent: Mapping[str, Case]) -> View:
 
 
 def is_right(found: Uniformity, group: int, case: Case) -> bool:
-    """Returns True if the adversary named the group's faults, or named none if the group's mask is honest."""
+    """Returns whether the adversary named the group's faults. If the group's mask is honest, the adversary must name
+    none."""
     (figures,) = (one for one in found.looked_at if one.group == group)
     words = set(figures.faults(found.bound))
     return words >= case.shows_in if case.shows_in else not words
 
 
 def control() -> ControlResult:
-    """Computes the share of cases that the adversary judges correctly; 0 if it claims other than `look` found."""
+    """Computes the share of cases that the adversary judges correctly; 0 if its claims differ from what `look`
+    found."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

@@ -1,4 +1,4 @@
-"""Runs `closed-form` without a mask: it recovers the adapter's change of most layers to three digits."""
+"""Runs `closed-form` without a mask. The adversary recovers the adapter's change of most layers to three digits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 def control() -> ControlResult:
     """Computes the largest relative error over the layers that unmasked traffic determines.
 
-    These are all adapted layers but the last down_proj, whose output goes to a head that the tenant keeps. In ring
-    arithmetic no message shows how large the inputs of the last down_proj are. Therefore gate_proj and up_proj of the
-    last block are left out in ring arithmetic.
+    The traffic does not determine the last down_proj, whose output goes to a head that the tenant keeps. In ring
+    arithmetic it does not determine gate_proj and up_proj of the last block either, because no message shows how large
+    the inputs of the last down_proj are.
     """
     worst = max(_error("float"), _error("ring"))
     return ControlResult(

@@ -1,4 +1,4 @@
-"""Runs `collusion` on traffic that noise.shares masks: the adversary has the views of both providers."""
+"""Runs `collusion` on traffic under the mask `shares`. The adversary has the views of both providers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Traffic:
 
 
 def make(folder: Path, num_prompts: int = NUM_PROMPTS) -> Traffic:
-    """Makes traffic under the mask `shares`: activations of the tiny model, and random gradients."""
+    """Makes traffic under the mask `shares`, with activations of the tiny model and random gradients."""
     shares = Shares(lambda: os.urandom(SEED_BYTES))
     sent: tuple[list[Exchange], list[Exchange]] = [], []
     truth: dict[int, torch.Tensor] = {}
@@ -57,7 +57,7 @@ def _spec(group: int) -> GroupSpec:
 
 
 def _exchange(message: Message, reply_cols: int) -> Exchange:
-    """Makes an exchange of the message and a reply of zeros; the adversary does not read replies."""
+    """Pairs the message with a reply of zeros, because the adversary does not read replies."""
     rows, call = message.rows, message.call
     num_rows = count_rows(rows)
     request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows
@@ -67,8 +67,8 @@ def _exchange(message: Message, reply_cols: int) -> Exchange:
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a message's unmasked rows; a message that was not unmasked counts as a
-    guess of zero."""
+    """Computes the relative error of each message's unmasked rows and returns the largest. A message that was not
+    unmasked counts as a guess of zero."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         stolen = {claim.seq: claim.rows for claim in collude(traffic.view_1, traffic.view_2)}

@@ -12,7 +12,7 @@ class ControlResult:
 
     Attributes:
         adversary: the adversary's name in the catalogue.
-        setting: what makes winning easy, in a few words.
+        setting: the weakness of the traffic, in a few words.
         metric: the meaning of `value`.
         value, needed: the control wins if value <= needed (with `smaller_wins`) or if value >= needed (without).
     """
@@ -26,7 +26,7 @@ class ControlResult:
 
     @property
     def wins(self) -> bool:
-        """Returns True if the adversary won on the control's traffic. A value that is NaN counts as a loss."""
+        """Returns whether the adversary won on the control's traffic. If `value` is NaN, the adversary lost."""
         return self.value <= self.needed if self.smaller_wins else self.value >= self.needed
 
 

@@ -1,4 +1,4 @@
-"""Runs `deep-state inversion` without a mask: the adversary reads prompts from the second block's input alone."""
+"""Runs `deep-state inversion` without a mask. The adversary reads prompts from the second block's input alone."""
 
 from __future__ import annotations
 

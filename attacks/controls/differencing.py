@@ -1,4 +1,4 @@
-"""Runs `differencing` on prompts that share one mask: a Gaussian mask on float rows, a uniform mask on ring rows."""
+"""Runs `differencing` on prompts that share one mask, which is Gaussian on float rows and uniform on int32 rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NUM_PROMPTS = 3
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a difference of two prompts' rows, in float and ring arithmetic."""
+    """Returns the largest relative error of the claimed differences between two prompts' rows, in float and ring
+    arithmetic."""
     generator = torch.Generator().manual_seed(0x5EED0003)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     inputs = inputs_of("llama", NUM_PROMPTS, 12)

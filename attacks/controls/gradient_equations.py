@@ -1,4 +1,5 @@
-"""Runs `gradient-equations` on an unmasked training step: the adversary must recover the change of both down_proj."""
+"""Runs `gradient-equations` on an unmasked training step. The adversary must recover the change of both down_proj
+layers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a claimed change of a down_proj, over tiny-llama and tiny-gpt2."""
+    """Returns the largest relative error of the claimed changes of down_proj layers, over tiny-llama and tiny-gpt2."""
     worst = 0.0
     for name in ("tiny-llama", "tiny-gpt2"):
         with tempfile.TemporaryDirectory() as folder:

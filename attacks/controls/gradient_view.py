@@ -43,7 +43,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Keeps each layer's input and the gradient of its output, as (num_rows, features), by the layer's name."""
+    """Keeps the input of each layer and the gradient of the layer's output, as (num_rows, features), by the layer's
+    name."""
 
     inputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -64,8 +65,8 @@ class _Kept:
 
 
 def make(folder: Path, name: str = "tiny-llama") -> Traffic:
-    """Makes the traffic of one prompt of inference and of one training batch, forward and backward. The first tokens of
-    each row have no label."""
+    """Makes the traffic of one prompt and of one training batch, forward and backward. The first tokens of each
+    sequence in the batch have no label."""
     from transformers import AutoModelForCausalLM
 
     from provider.model.load import load, resolve
@@ -154,7 +155,8 @@ def share_right(traffic: Traffic, fact: str) -> float:
 
 
 def control() -> ControlResult:
-    """Computes the share of a batch's tokens, and of its labels, that are recovered; returns the smaller share."""
+    """Computes which share of a batch's tokens, and which share of its labels, are recovered. Returns the smaller
+    share."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))

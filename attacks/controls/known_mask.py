@@ -56,7 +56,7 @@ def public_of(kind: str) -> PublicModel:
 
 
 def normed_groups(public: PublicModel) -> set[int]:
-    """Returns the ids of the groups of layers whose input is the output of a norm layer."""
+    """Returns the ids of the groups (layers that read the same input) whose input is the output of a norm layer."""
     return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
 
 
@@ -88,13 +88,14 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Makes an exchange of a request and a reply of zeros, because these adversaries read requests only."""
+    """Pairs a request with a reply of zeros, because these adversaries read requests only."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
 
 def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> Traffic:
-    """Records exchanges, each paired with its unmasked rows; None for an effect (a mask's product with the weight)."""
+    """Records exchanges, each given with its unmasked rows, or with None if the exchange asks for an effect (a mask's
+    product with the weight)."""
     both = list(sent)
     view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
     truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
@@ -102,7 +103,8 @@ def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor |
 
 
 def to_ring(rows: torch.Tensor) -> torch.Tensor:
-    """Converts rows to fixed point with 16 bits after the point, int32; like encoded rows, they stay far below 2^31."""
+    """Converts rows to fixed point, int32, with 16 bits after the point. Like encoded rows, the results are far below
+    2^31."""
     return (rows * 2**16).round().to(torch.int32)
 
 
@@ -112,7 +114,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
 
 
 def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Makes traffic in ring arithmetic in which each row has a fresh mask that is uniform mod 2^32."""
+    """Makes traffic in ring arithmetic. Each row has a fresh mask that is uniform mod 2^32."""
     generator = torch.Generator().manual_seed(0x5EED0001)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs:
@@ -169,7 +171,8 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
 
 
 def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -> list[dict[int, torch.Tensor]]:
-    """Splits each prompt's inputs as a tenant with a KV cache sends them: a prefill, then `num_steps` single rows."""
+    """Splits each prompt's inputs into a prefill and `num_steps` single rows, as a tenant with a KV cache sends
+    them."""
     split = []
     for one in inputs:
         num_tokens = next(iter(one.values())).shape[0] - num_steps
@@ -180,8 +183,8 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Computes the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens, and the
-    adversary is not told σ of the gaussian-pool."""
+    """Returns the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens. The
+    adversary is not told σ, the strength of the noise."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)
         traffic = pool_traffic("llama", folder, 0.7, inputs)

@@ -1,4 +1,4 @@
-"""Runs `lattice-reduction` at dimension 32 with the true σ: LLL unmasks blocks that have one zero row each."""
+"""Runs `lattice-reduction` at dimension 32 with the shipped σ. LLL unmasks blocks that have one zero row each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from noise.params import NOMINAL_SIGMA
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the unmasked rows of two blocks; the lattice error causes about σ·√3/ACTIVATION.
+    """Computes the relative error of the unmasked rows of two blocks. The lattice error alone causes about
+    σ·√3/ACTIVATION.
 
     Raises:
         ConfigurationError: fpylll is not installed.

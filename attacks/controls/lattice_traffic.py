@@ -1,4 +1,4 @@
-"""Makes traffic under lattice masks of toy or shipped size for controls and tests, with the arithmetic of noise/."""
+"""Makes traffic for controls and tests, under lattice masks of toy or shipped size that the code of noise/ computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTIVATION = 1 << 17
 
 
 def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
-    """Returns lattice parameters that are marked as a toy, which no tenant accepts by default."""
+    """Returns lattice parameters with the toy mark. A tenant does not accept parameters with this mark by default."""
     return LatticeParameters(f"toy {rank}x{ring_degree}", ring_degree, rank, sigma, 0, "a control", toy=True)
 
 
@@ -51,7 +51,7 @@ def manifest(*num_features: int) -> Manifest:
 
 
 def no_model() -> PublicModel:
-    """Returns an empty model, because the adversaries of the lattice mask do not read it."""
+    """Returns an empty model, because the adversaries of the lattice mask do not read the model."""
     nothing = torch.zeros(0, 0, dtype=torch.float64)
     norm = Norm(nothing, None, 0.0)
     return PublicModel("llama", nothing, None, (), norm, None, 1, 1, 1, 1e4, "silu")
@@ -67,7 +67,8 @@ class Traffic:
     Attributes:
         parameters: toy or shipped parameters.
         num_features: the number of features of requests and replies.
-        error: draws lattice errors of a shape; None draws from the distribution that `parameters` define.
+        error: a function that draws lattice errors of a shape; None draws from the distribution that `parameters`
+            define.
         truth: the unmasked encoded rows x̃ of each exchange, int64; None for the exchange of the hint.
         secrets: the secret of each block, int8, shape (k, N).
     """
@@ -81,7 +82,8 @@ class Traffic:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        """Draws the public matrix's seed, and adds the hint's exchange (hint: the matrix's product with the weight)."""
+        """Draws the public matrix's seed, and adds the exchange of the hint (the product of the public matrix and the
+        weight)."""
         self._rng = sampling.Csprng()
         self._generator = torch.Generator().manual_seed(0)
         seed = bytes(self._rng.random_bytes(SEED_BYTES).tolist())
@@ -113,13 +115,14 @@ class Traffic:
         return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
-        """Adds one exchange of encoded rows x̃, int64, under mask rows of the same shape."""
+        """Masks encoded rows x̃, int64, with mask rows of the same shape, and adds the exchange."""
         masked = coding.to_int32(rows + mask.to(torch.int64))
         self.exchanges.append(Exchange(group, masked, coding.product(masked, self._weight), direction))
         self.truth.append(rows)
 
     def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:
-        """Adds exchanges of equal size that use a fresh block of mask rows; the encoded rows `zero_rows` are zero."""
+        """Adds exchanges of equal size that together use a fresh block of mask rows. The encoded rows at `zero_rows`
+        are zero."""
         rows = self.activations(self.parameters.ring_degree)
         rows[list(zero_rows)] = 0
         mask = self.block()
@@ -136,7 +139,8 @@ class Traffic:
             return attack(self.view(Path(folder) / "recording"), no_model(), None)
 
     def relative_error(self, claims: Sequence[Claim]) -> float:
-        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges but the hint's; x̂ is the claimed rows, or zero without a claim."""
+        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges but the hint's, with the claimed rows x̂. Rows without a claim
+        count as zero."""
         claimed = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
         wrong = total = 0.0
         for seq, rows in enumerate(self.truth):

@@ -1,4 +1,4 @@
-"""Runs `layer-0 lookup` without a mask: the adversary must read every token of the prompts."""
+"""Runs `layer-0 lookup` without a mask. The adversary must read every token of the prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs `leaked-secret` at the default lattice parameters: a known secret reveals the rows up to the error."""
+"""Runs `leaked-secret` with the default lattice parameters. A known secret reveals the rows up to the error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NUM_ROWS = 64
 
 
 def control() -> ControlResult:
-    """Computes the relative error of a block's first rows; the control wins if the lattice error can explain it."""
+    """Computes the relative error of a block's first rows. The adversary wins if the lattice error alone can cause this
+    error."""
     parameters = PARAMETERS["default"]
     traffic = Traffic(parameters, 32)
     rows, mask = traffic.activations(NUM_ROWS), traffic.block()[:NUM_ROWS]

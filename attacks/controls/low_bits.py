@@ -20,7 +20,8 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
     """Returns True for each element of a guess that equals the row's element modulo the spacing of bfloat16 numbers at
     the mask's element, up to the rounding of the sum; bool, the shape of `rows`.
 
-    A random guess is right for one element in 2^14, because the rounding is 2^-14 of half that spacing.
+    A random guess is right for one element in 2^14, because the tolerance, the rounding of the sum, is 2^-14 of half
+    that spacing.
     """
     spacing = torch.exp2(torch.floor(torch.log2(mask.abs()))) * 2.0**-7
     off = guess - rows
@@ -29,8 +30,8 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def control() -> ControlResult:
-    """Computes the share of elements that are right by `right_residues`, over the inputs of all groups. A few in a
-    thousand are wrong, because a power of two lies between the sum and its mask."""
+    """Computes the share of elements that `right_residues` accepts, over the inputs of all groups. A few in a thousand
+    are wrong, because a power of two lies between the sum and its mask."""
     generator = torch.Generator().manual_seed(0x5EED0006)
     sent, masks = [], []
     for group, rows in inputs_of("llama", 1, 12)[0].items():

@@ -1,4 +1,4 @@
-"""Runs `no-error` on lattice masks without an error at dimension 32: one zero row reveals the whole block exactly."""
+"""Runs `no-error` on lattice masks without an error at dimension 32. One zero row reveals the whole block exactly."""
 
 from __future__ import annotations
 

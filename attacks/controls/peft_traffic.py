@@ -1,7 +1,7 @@
-"""Records the metadata that a provider sees of tiny adapters of every kind, which the real tenant code trains.
+"""Trains tiny adapters of every kind with the real tenant code, and records the metadata that the provider sees.
 
-Tenant and provider run in this process, so that one kind takes half a second. The provider's recorder records their
-messages. No mask is used, because the metadata are the same under every mask.
+Tenant and provider run in this process, so that one kind takes only half a second. The provider's own recorder writes
+the recording. No mask is used, because the metadata are the same under every mask.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Example:
 
     Attributes:
         kind: one of traffic_shape.KINDS.
-        config: makes PEFT's config.
-        lowest: the name of the first layer in the lowest group of layers that has an adapted layer. If the adapter
-            changes no layer but the inputs of later ones, `before` and the first layer whose input changes.
-        members: the layers of the lowest group whose inputs the adapter changes: the last parts of their names, joined
-            by `+`; empty if there are none.
+        config: a function that makes the adapter's PEFT config.
+        lowest: the name of the first layer in the lowest group (layers that read the same input) with an adapted layer.
+            If the adapter changes no layer, but changes the inputs of later layers, this is `before ` and the first
+            layer whose input changes.
+        members: the last parts of the names of those layers of the lowest group whose inputs the adapter changes,
+            joined by `+`; empty if there are none.
     """
 
     kind: str
@@ -130,7 +131,7 @@ LLAMA: Mapping[str, Example] = {
         shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
     ),
 }  # fmt: skip
-"""Adapters of tiny-llama, by a name for tests, with the facts that an adversary should claim."""
+"""The adapters of tiny-llama and the facts that an adversary should claim about each, by a name for tests."""
 _BLOCK = "transformer.h.0."
 GPT2: Mapping[str, Example] = {
     "LoRA of c_attn": Example(
@@ -144,7 +145,7 @@ GPT2: Mapping[str, Example] = {
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
-"""Adapters of tiny-gpt2 with their facts. This model's q, k and v are one layer, so no group has several layers."""
+"""The adapters of tiny-gpt2 and their facts. In this model q, k and v are one layer, so no group has several layers."""
 
 
 class _Recorded(ServedModel):
@@ -158,7 +159,7 @@ class _Recorded(ServedModel):
 
 
 class Site:
-    """Makes a tiny model, and records what its provider sees while a tenant trains and uses an adapter."""
+    """Makes a tiny model, and records what the model's provider sees while a tenant trains and uses an adapter."""
 
     def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
         """Makes a tiny base model and prepares it for serving.
@@ -206,12 +207,12 @@ class Site:
 CHOSEN = (
     "LoRA of q", "IA3 before up", "OFT of k", "BOFT of q and v", "prompt tuning", "prefix tuning", "tuning of all norms"
 )  # fmt: skip
-"""The adapters of LLAMA that the positive control of `traffic-shape` trains; the others take too long."""
+"""The adapters of LLAMA that the positive control of `traffic-shape` trains. All of them would take too long."""
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
     """Returns how many facts about an adapter were claimed correctly, and how many facts there are. A claim that lists
-    several kinds or layers counts as correct if it holds the true one and does not list all."""
+    several kinds or layers counts as correct if the true one is listed and the list is short."""
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))

@@ -1,7 +1,8 @@
 """Runs `principal-components` on a few prompts that are sent many times under one strong mask and fresh noise.
 
 The mean of such messages is the mask plus the mean prompt, and the difference of two messages is mostly noise.
-`averaging` and `differencing` must therefore fail on them, which tests/attacks/test_float_masks.py checks.
+Therefore the adversaries `averaging` and `differencing` must fail on this traffic, which
+tests/attacks/test_float_masks.py checks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ GROUP = 4
 
 
 def traffic_under_one_mask(folder: str) -> Traffic:
-    """Makes the traffic of NUM_PROMPTS prompts, each sent many times in random order under one mask. The fresh noise of
-    each message is twice as strong as the differences between prompts."""
+    """Makes the traffic of NUM_PROMPTS prompts. Each prompt is sent many times, in random order, and all messages have
+    one mask. The fresh noise of each message is twice as strong as the differences between prompts."""
     generator = torch.Generator().manual_seed(0x5EED0007)
     prompts = torch.stack([one[GROUP] for one in inputs_of("llama", NUM_PROMPTS, NUM_TOKENS)])
     strength = float((prompts - prompts.mean(0)).pow(2).mean().sqrt())

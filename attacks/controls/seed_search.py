@@ -1,4 +1,4 @@
-"""Runs `seed-search` on masks and a lattice secret from a generator seeded with a small number, or with the clock."""
+"""Runs `seed-search` on masks and a lattice secret from a generator whose seed is a small number or the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_SEED = 977
 
 
 def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
-    """Makes the traffic of two prompts; the mask of message i comes from a generator with seed `first_seed` + i."""
+    """Makes the traffic of two prompts. The mask of message i comes from a generator with seed `first_seed` + i."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs_of("llama", 2, 12):
         for group in (0, 2, 4, 6):
@@ -30,7 +30,8 @@ def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
 
 
 def seeded_secret_error() -> float:
-    """Returns the relative error of rows under a lattice mask of shipped size with a secret drawn from a small seed."""
+    """Returns the relative error of the claimed rows under a lattice mask of shipped size whose secret comes from a
+    small seed."""
     traffic = lattice_traffic.Traffic(PARAMETERS["default"], 32)
     generator = torch.Generator().manual_seed(SMALL_SEED)
     shape = 1, traffic.parameters.rank, traffic.parameters.ring_degree
@@ -41,8 +42,8 @@ def seeded_secret_error() -> float:
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a message's unmasked rows, over float masks from a small seed, ring masks
-    seeded with the clock, and a lattice mask from a seeded secret."""
+    """Returns the largest relative error of a message's unmasked rows, over three kinds of masks: float masks from a
+    small seed, int32 masks from the time as a seed, and a lattice mask whose secret comes from a seed."""
     worst = 0.0
     for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):
         with tempfile.TemporaryDirectory() as folder:

@@ -14,13 +14,13 @@ from noise import sampling
 from noise.params import PARAMETERS
 
 NUM_FEATURES, PROMPT, PIECE = 32, 64, 64
-"""The number of features, the number of rows of a prompt, and the number of rows of a piece of a block. The prompt is
-sent repeatedly, and 49 repeated rows of 32 features give the adversary enough equations."""
+"""These are the number of features, of rows of a prompt, and of rows of a piece of a block. One prompt is sent
+repeatedly, and 49 repeated rows of 32 features give the adversary enough equations."""
 
 
 def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:
-    """Makes traffic in which the first and fifth message of each block hold the same prompt, and with `share_pieces`
-    also the second. All other prompts differ. Each of a block's eight pieces masks one message.
+    """Makes traffic in which the first and the fifth message of each block hold the same prompt; with `share_pieces`
+    the second does, too. All other prompts differ. A block has eight pieces, and each piece masks one message.
 
     Args:
         share_blocks: whether all blocks have the same lattice error.
@@ -58,8 +58,8 @@ def differences_error(made: Traffic, claims: list[Claim]) -> float:
 
 
 def control() -> ControlResult:
-    """Computes the larger of two relative errors: that of claimed differences if two blocks share a lattice error, and
-    that of unmasked rows if the pieces of a block share a lattice error."""
+    """Returns the larger of two relative errors. One is that of the claimed differences if two blocks share a lattice
+    error. The other is that of the unmasked rows if the pieces of a block share a lattice error."""
     blocks = traffic(share_blocks=True, share_pieces=False)
     claims = blocks.attacked(ADVERSARY.attack)
     worst = differences_error(blocks, claims) if StolenFact(SHARED, "1, 9") in claims else 1.0

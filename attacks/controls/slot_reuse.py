@@ -1,4 +1,5 @@
-"""Runs `slot-reuse` on two messages under the same mask rows: it recovers the difference of both messages' activations.
+"""Runs `slot-reuse` on two messages under the same mask rows. The adversary must recover the difference of their
+activations.
 
 In a second run the masks of two messages have the same secret and different errors; the adversary must name both
 messages.
@@ -28,7 +29,7 @@ def attack_on_a_shared_secret() -> list[Claim]:
 
 
 def control() -> ControlResult:
-    """Computes the correlation of the claimed difference of two messages with the true difference; 0 if the adversary
+    """Returns the correlation of the claimed difference of two messages with the true difference; 0 if the adversary
     makes any other claim, or does not name the messages with a shared secret."""
     traffic = Traffic(PARAMETERS["default"], 32)
     mask, other = traffic.block(), traffic.block()

@@ -28,7 +28,8 @@ def sparse(weight: int) -> torch.Tensor:
 
 
 def traffic(weights: tuple[int, ...]) -> Traffic:
-    """Makes one message for each weight (the count of non-zero trits of the mask's secret); 0 draws an honest one."""
+    """Makes one message for each weight, which is the number of non-zero trits of the mask's secret. Weight 0 stands
+    for an honest secret."""
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     for weight in weights:
         mask = made.block(sparse(weight) if weight else None)
@@ -37,7 +38,7 @@ def traffic(weights: tuple[int, ...]) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of all unmasked rows; the lattice error contributes less than 21/ACTIVATION."""
+    """Computes the relative error of all unmasked rows. The lattice error alone causes less than 21/ACTIVATION."""
     sent = traffic((1, 2, 3, 3))
     error = sent.relative_error(sent.attacked(ADVERSARY.attack))
     setting = "lattice mask 3x512 (default), secrets of one, two and three trits"

@@ -1,4 +1,4 @@
-"""Runs `sphere-fit` on one fixed Gaussian mask in each group, thirty times stronger than the rows."""
+"""Runs `sphere-fit` on traffic in which each group has one fixed Gaussian mask, thirty times stronger than the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRENGTH = 30.0
 
 
 def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts: int) -> Traffic:
-    """Makes the traffic of prompts of 12 tokens; every row of a group's messages is masked by the same Gaussian row."""
+    """Makes the traffic of prompts of 12 tokens. All rows of a group have the same Gaussian mask row."""
     generator = torch.Generator().manual_seed(0x5EED0002)
     inputs = inputs_of(kind, num_prompts, 12)
     masks = {group: STRENGTH * torch.randn(inputs[0][group].shape[1], generator=generator) for group in inputs[0]}
@@ -25,7 +25,7 @@ def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts:
 
 
 def control(kind: str = "llama") -> ControlResult:
-    """Computes the largest relative error of the rows of four groups whose inputs come from a norm layer."""
+    """Returns the largest relative error of the claimed rows, over four groups whose inputs come from a norm layer."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = fixed_mask_traffic(kind, folder, public_of(kind), 10)
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

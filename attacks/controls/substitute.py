@@ -1,4 +1,5 @@
-"""Runs `substitute` on unmasked rows of unknown scale, as in ring arithmetic: it recovers ΔW to two digits."""
+"""Runs `substitute` on unmasked rows of unknown scale, as in ring arithmetic. The adversary recovers ΔW to two
+digits."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from attacks.controls.control import ControlResult
 from attacks.seen.adversary import StolenDelta
 
 _TRAINED_TOGETHER = ("q_proj", "k_proj")
-"""Layers that traffic determines only by the product of both, and that are therefore not judged one by one."""
+"""The traffic determines only the product of these two layers, so they are not judged one by one."""
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of ΔW over v, o, gate, up and down of both blocks except the last down_proj.
+    """Returns the largest relative error of ΔW over v, o, gate, up and down of both blocks, except the last down_proj.
 
-    In ten runs with different adapters and prompts the error was 0.0012 to 0.0038, and 0.0019 to 0.0052 if the rows'
-    scales were not hidden.
+    In ten runs with different adapters and prompts the error was 0.0012 to 0.0038. If the rows' scales were not hidden,
+    it was 0.0019 to 0.0052.
     """
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))

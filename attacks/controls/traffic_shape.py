@@ -38,7 +38,7 @@ STEPS = (96, 64)
 
 
 def control() -> ControlResult:
-    """Computes the share of facts that the adversary claims correctly, over messages of zeros and over adapters that a
+    """Returns the share of facts that the adversary claims correctly, over messages of zeros and over adapters that a
     real tenant trains at a real provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,8 +63,8 @@ def claimed(view: View, model: PublicModel) -> Mapping[str, object]:
 
 
 def facts(changes_inputs: bool) -> Mapping[str, object]:
-    """Returns the true facts about the traffic of `record`, by name. They are few, because each group has one layer and
-    the adversary gets no model with norms."""
+    """Returns the true facts about the traffic of `record`, by name. There are few facts, because each group has one
+    layer and the adversary gets a model without norms."""
     return {
         "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
         "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
@@ -80,7 +80,7 @@ def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> V
 
     Args:
         folder: the folder to make.
-        changes_inputs: whether group 1 is requested twice, as for two members with different inputs.
+        changes_inputs: whether group 1 is requested twice, as if two of its layers had different inputs.
         checkpointing: whether the upper two groups, then the lower two, are computed again before their gradients.
     """
     calls = [0, 1, 1, 2, 3] if changes_inputs else [0, 1, 2, 3]

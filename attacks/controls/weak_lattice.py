@@ -1,4 +1,4 @@
-"""Weakens the lattice masks of this process on purpose, in ways that the tests of attacks/ must notice.
+"""Weakens the lattice masks of this process on purpose. The programs and tests of attacks/ must notice each weakness.
 
 Each weakness wraps functions that noise/lattice.py calls when it makes masks. All other code of the tenant, compiled
 arithmetic included, is unchanged.
@@ -30,7 +30,7 @@ class Weakness:
     """Describes one way in which the mask `lattice` is weakened on purpose.
 
     Attributes:
-        inject: returns a context manager; masks made within its block are weakened.
+        inject: returns a context manager, within whose block the masks are made with the weakness.
         in_pieces: whether the tenant must make blocks of mask rows in pieces for the weakness to show.
         adversary: the adversary that notices the weakness in a provider's view of traffic that repeats a prompt; None
             if no adversary does.
@@ -62,7 +62,7 @@ def _sparse(draw: _Draw) -> _Draw:
         secrets = draw(rng, shape)
         for secret in secrets:
             flat = secret.view(-1)
-            flat[flat.nonzero()[FEW_TRITS:, 0]] = 0  # the first ones stay
+            flat[flat.nonzero()[FEW_TRITS:, 0]] = 0  # only the first few trits stay
         return secrets
 
     return sparse
@@ -89,7 +89,8 @@ def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
 
 @contextlib.contextmanager
 def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
-    """Gives one lattice secret to all blocks with the same key: `shared_by(group id, direction, block number)`."""
+    """Gives one lattice secret to all blocks with the same key, where the key is `shared_by(group id, direction, block
+    number)`."""
     lock, here = threading.Lock(), threading.local()
     counts: Counter[Any] = Counter()
     kept: dict[Hashable, torch.Tensor] = {}
@@ -135,4 +136,4 @@ WEAKNESSES = (
     ),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
-"""The weaknesses, which apply to masks with the shipped parameters."""
+"""The weaknesses that are tested. They apply to masks with the shipped parameters."""

@@ -1,4 +1,4 @@
-"""Runs `which-of-K` on every message of a norm layer's output under the mask `gaussian-pool`."""
+"""Runs `which-of-K` on messages whose rows are a norm layer's output, under the mask `gaussian-pool`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from attacks.controls.known_mask import decode_steps, inputs_of, normed_groups, 
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error over 32 messages, each masked by one of 8 vectors (16 if renewed)."""
+    """Returns the largest relative error over 32 messages. Each message is masked with one of 8 noise vectors, or of 16
+    if the pool was renewed."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = pool_traffic("llama", folder, 1.0, decode_steps(inputs_of("llama", 2, 12), 3))
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

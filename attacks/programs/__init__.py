@@ -1,1 +1,2 @@
-"""This package holds programs beside the catalogue: providers that lie, weakened masks, the distinguisher game."""
+"""This package holds attacks that are not in the catalogue: providers that lie, weakened masks, and the distinguisher
+game."""

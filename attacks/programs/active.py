@@ -1,12 +1,12 @@
-"""Runs `python -m attacks.active`: shows what a provider that replies wrongly on purpose learns of the tenant.
+"""Runs `python -m attacks.active`, which shows what a provider learns of the tenant by replying wrongly on purpose.
 
 The provider is honest except for one fault: a wrong hint, a wrong product or a reply sent again. It can see metadata:
 which calls come, with how many rows, and when they end. If two secrets of the same shape give the same metadata under a
-fault, that fault told the provider nothing. If they give different metadata, the provider has an oracle.
+fault, the fault told the provider nothing. If the two give different metadata, the provider has an oracle.
 
-Only the provider's own process makes faults; the tenant is the public SDK with the shipped mask parameters. The program
-measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is. It does not look
-at timing. Source of the question: docs/threat-model.md, "A provider that lies".
+The faults are made in the provider only. The tenant is the public SDK with the shipped mask parameters. The program
+measures a few faults on a tiny model. If none of them is an oracle, another fault may still be one. The program does
+not look at timing. Source of the question: docs/threat-model.md, "A provider that lies".
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PROMPTS = (
     "who founded it?", "where is depot?", "in which year? ", "what is a seal?", "who signs this?", "what is plan B?",
     "which river is?", "what code is 7?",
 )  # fmt: skip
-"""The prompts are the secrets. They have one length, so that honest runs look alike."""
+"""The prompts are the secrets. All have the same length, so that honest runs look alike."""
 DATA = (
     (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
     (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
 )
-"""Two data sets of one shape, whose contents are the secrets."""
+"""These are two data sets of the same shape. Their contents are the secrets."""
 _RANK = 4
 _TRAIN_STEPS = 2
 
@@ -61,9 +61,9 @@ class Fault:
     """Changes one number of each reply of a kind, always in the output head's column of the end-of-answer token.
 
     Attributes:
-        purpose, direction: the kind of replies. In a reply to a product the last row is changed, and in a reply to a
-            request for a hint the first row.
-        delta: the number that is added mod 2^32; None sends the previous reply again.
+        purpose, direction: the kind of requests whose replies are changed. In the reply to a request for a product the
+            last row is changed, and for a hint the first row.
+        delta: the number that is added mod 2^32; None means that the previous reply is sent again.
         first: how many replies of the kind stay honest.
     """
 
@@ -92,8 +92,8 @@ BACKWARD_FAULTS = (
 )
 TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
 SECRET_FAULT = FORWARD_FAULTS[6]
-"""The fault of the hint that reads secrets. It changes the column's effect on row t of a block by 2^30 times
-coefficient t of the block's first secret."""
+"""The fault of the hint with which the provider reads secrets. In row t of a block, it changes the output column by
+2^30 times coefficient t of the block's first secret."""
 
 Job = Literal["answers", "repeated", "training"]
 
@@ -121,9 +121,9 @@ class Outcome:
         requests_after: the most requests that followed the first wrong reply, including those of an attempt to go on.
         metadata: how runs compare with their honest runs: all are the `same`, all are the same but some are `cut
             short`, or some are `different`.
-        decode_steps: the number of steps of each answer; empty for training.
+        decode_steps: the number of decode steps of each answer; empty for training.
         answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
-        tells_secrets_apart: whether metadata differed between the runs, which differ in nothing but a secret.
+        tells_secrets_apart: whether the metadata differed between runs that differ only in the secret.
     """
 
     job: Job
@@ -140,13 +140,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SecretReading:
-    """Holds the result of reading the mask's own secret from answer lengths, under SECRET_FAULT without `verify`.
+    """Holds how well the provider reads the mask's own secret from answer lengths, with SECRET_FAULT and without
+    `verify`.
 
     Attributes:
         num_answers: the number of sessions, each with one answer.
-        num_claims: the number of answers that ended early, in some row t. For each the provider claims that coefficient
-            t is -1.
-        num_right: how many of those claims were right; a guess is right in a third of the cases.
+        num_claims: the number of answers that ended early. If an answer ends in row t, the provider claims that
+            coefficient t is -1.
+        num_right: the number of right claims; a guess is right in a third of the cases.
     """
 
     num_answers: int
@@ -210,11 +211,11 @@ class Site:
     def session(self, fault: Fault | None, verify: bool) -> Iterator[tuple[TenantClient, Liar]]:
         """Opens a session of a tenant with the default mask, connected to a provider with a fault."""
         liar = Liar(self.served_model, fault, self.group, self.column)
-        # hints are streamed, because a stored hint, forged or not, would serve later sessions, too
+        # hints are streamed, because later sessions would use a stored hint, even a forged one
         options = {"hints": "stream", "background": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public way to an embedded provider takes a model, not a handler that sends wrong replies
+            # the public function for an embedded provider takes a model, not a handler that sends wrong replies
             with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(liar)):
                 client = TenantClient(
                     "inproc:liar", mask="lattice", verify=self.model if verify else None, mask_options=options,
@@ -262,7 +263,8 @@ class _Run:
 
 
 def _run(where: Site, fault: Fault | None, verify: bool, work: Callable[[TenantClient], None]) -> _Run:
-    """Runs one session. After an error the tenant tries another prompt, whose requests count as `requests_after`."""
+    """Runs one session. After an error the tenant tries another prompt. The requests for this prompt count as
+    `requests_after`."""
     error: str | None = None
     with where.session(fault, verify) as (client, liar):
         try:
@@ -298,11 +300,12 @@ def _compared(pairs: Sequence[tuple[_Run, _Run]]) -> Literal["same", "cut short"
 
 
 def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
-    """Runs every fault against every job, with and without `verify`, after honest runs; `repeated` runs only without.
+    """Runs the honest jobs, then every fault against every job, with and without `verify`. The job `repeated` runs only
+    without `verify`.
 
     Args:
         folder: an empty folder for the model and the tenants' caches.
-        num_prompts: how many of PROMPTS are used; one prompt is repeated as often.
+        num_prompts: how many of PROMPTS are used, and how often the job `repeated` sends one prompt.
     """
     where = site(folder)
     answers = [functools.partial(where.answer, prompt=prompt) for prompt in PROMPTS[:num_prompts]]
@@ -327,11 +330,11 @@ def _faults(
 
 
 def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
-    """Claims coefficients of the mask's secret from answer lengths alone, and compares them with the secret.
+    """Derives coefficients of the mask's secret from answer lengths alone, and compares them with the true secret.
 
-    Row 0 of the public matrix is coefficient 0 of A's first polynomials. If an entry of the hint in this row is wrong
-    by δ, the effect on row t of a block is wrong by δ·s[t]. If s[t] is -1, the logit of the end-of-answer token rises
-    by 2^30 units of the ring, and the answer ends in row t.
+    Row 0 of the public matrix A is coefficient 0 of A's first polynomials. If an entry of the hint in this row is wrong
+    by δ, row t of a block is unmasked with an error of δ·s[t], where s is the secret. If s[t] is -1, the logit of the
+    end-of-answer token rises by 2^30 units of the ring, and the answer ends in row t.
 
     Args:
         folder: an empty folder.
@@ -358,7 +361,7 @@ def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
 
 
 def lines(outcomes: Sequence[Outcome], reading: SecretReading | None = None) -> list[str]:
-    """Returns a Markdown table, and a line about the mask's secret if there is a reading."""
+    """Returns a Markdown table and, if there is a `SecretReading`, a line about the mask's secret."""
     table = [
         "| verify | job | fault | caught | requests after it | metadata | decode steps | secrets told apart |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,16 +1,18 @@
-"""Runs `python -m attacks.game`: tests whether two known texts, or adapters, can be told apart behind a mask.
+"""Runs `python -m attacks.game`, which tests whether two known texts, or two known adapters, can be told apart behind a
+mask.
 
-Each run tosses a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
+Each run tosses a coin, masks one of two known inputs of a layer with the code of noise/, and lets every score of
 attacks/adversaries/distinguisher.py rate what a provider would see. The result is the area under the ROC curve (AUC) of
-each score: 1.0 always tells the inputs apart, 0.5 is guessing. A message fills a whole block of the default parameters
-(512 rows). So every run of the lattice game has its own secret and its own error, and runs are independent. An interval
-around 0.5 shows that these scores, on so many runs, find nothing. It is not a proof.
+each score. An AUC of 1.0 means that the score always tells the inputs apart, and 0.5 means guessing. A message fills a
+whole block of the default parameters (512 rows). So every run of the lattice game has its own secret and its own error,
+and runs are independent. An interval around 0.5 shows that these scores find nothing in this number of runs. It is not
+a proof.
 
-Intervals hold at 99.9% for all scores together (Bonferroni). Their half-width is the normal quantile times the
-bootstrap's standard error, resampled by run. Even on perfect masks one game in a thousand misses 0.5: play again before
-you conclude anything.
+The intervals of all scores hold together with 99.9% confidence (Bonferroni). The half-width of an interval is the
+normal quantile times the standard error from a bootstrap over the runs. Even with a perfect mask, an interval misses
+0.5 in one game of a thousand. So play again before you conclude anything.
 
-The exit status is 0 if every interval holds 0.5 and every control wins, 1 if not, and 2 for a request that cannot be
+The exit status is 0 if every interval contains 0.5 and every control wins, 1 if not, and 2 for a request that cannot be
 carried out.
 """
 
@@ -52,14 +54,14 @@ FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
 NEEDED_CONTROL = 0.95
 MASKS = ("lattice", "pad", "shares", "off")
 _RESAMPLES = 1000
-"""The number of bootstrap samples; with so many, a standard deviation is known to 2.2%."""
+"""The number of bootstrap samples, which determines a standard deviation to 2.2%."""
 _NARROW_BITS, _COARSE_BITS = 26, 4
 
 
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 Sender = Callable[[int], Seen]
-"""A sender maps the coin to one run's view."""
+"""A sender plays one run: it maps the coin to what the adversary sees."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class _Sent:
 
 
 class Tenant:
-    """Holds a mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
+    """Holds a mask, bound to a provider of one group (layers that read the same input), and what the adversary knows of
+    the two inputs."""
 
     def __init__(self, mask: str, secret: str, folder: Path) -> None:
         """Makes the tenant's mask, and connects the mask to a provider in the same process.
@@ -108,7 +111,7 @@ class Tenant:
         return _Sent(coding.product(rows.expand(self.choice.weight.shape[0]), self.choice.weight))
 
     def _encoded(self, mask: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x̃ of both inputs, as this mask scales them."""
+        """Returns both inputs encoded as integers x̃, with the scale that this mask uses."""
         group, room = self.choice.group, (0.0, 0.0)
         if mask == "lattice":
             error_norm = sampling.error_bound(PARAMETERS) * math.sqrt(group.in_features)
@@ -123,25 +126,26 @@ class Tenant:
 
     @functools.cached_property
     def public_matrix(self) -> torch.Tensor:
-        """Returns A, int32, shape (rank·512, in_features)."""
+        """Returns the public matrix A, int32, shape (rank·512, in_features)."""
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
-        """Returns the rows that the first provider receives, int32, from fresh slots (slot: one row of a mask)."""
+        """Returns the masked rows that the first provider receives, int32. Fresh slots are used (slot: one row of a
+        mask)."""
         rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
         if not isinstance(rows, torch.Tensor):
             raise ConfigurationError("the first message of this mask has no rows")
         return rows
 
     def send(self, coin: int) -> Seen:
-        """Makes one run. Its `before` is the message of the previous run, whose text the adversary was told."""
+        """Plays one run. `Seen.before` is the message of the previous run, whose text the adversary was told."""
         before, plain = self._before
         sent = self.message(coin)
         self._before = sent, self.candidates[coin]
         return Seen(sent, before, plain)
 
     def close(self) -> None:
-        """Closes the scheme, which drops its masks."""
+        """Closes the mask scheme, which drops the remaining masks."""
         self._scheme.close()
 
 
@@ -168,7 +172,7 @@ class Outcome:
 
 
 def play(mask: str = "lattice", num_runs: int = FULL_RUNS, secret: str = "prompt") -> list[Outcome]:  # noqa: S107
-    """Plays one game on noise's scheme with its default parameters.
+    """Plays one game against a mask with the default parameters of noise/.
 
     Args:
         mask: one of MASKS.
@@ -209,10 +213,11 @@ def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.
 
 
 def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
-    """Computes AUC and interval of every score from what `run` returns.
+    """Computes the AUC and the interval of every score from the results of `run`.
 
     Raises:
-        ConfigurationError: all coins are equal, or a score is the same in all runs, so that no game was played.
+        ConfigurationError: all coins are equal, or a score is the same in all runs, so that there is nothing to
+            compare.
     """
     if bool(coins.all()) or not bool(coins.any()):
         raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
@@ -234,13 +239,14 @@ def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Returns ranks in ascending order, int64; equal scores share a rank."""
+    """Returns the rank of each score in ascending order, int64. Equal scores have the same rank."""
     ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks
 
 
 def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
-    """Returns the probability that a run with the second input outscores one with the first; a tie counts half.
+    """Returns the probability that a run with the second input has a higher score than a run with the first. A tie
+    counts half.
 
     Args:
         ranks: int64, not negative, shape (num_runs,).
@@ -259,8 +265,8 @@ def quantile(num_scores: int) -> float:
 
 
 def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
-    """Returns the half-width at chance: the quantile times √((n+1)/(12·n₀·n₁)), the standard deviation of the rank-sum
-    statistic."""
+    """Returns the half-width of an interval if the score is pure chance. It is the quantile times √((n+1)/(12·n₀·n₁)),
+    the standard deviation of the rank-sum statistic."""
     half = num_runs / 2
     return quantile(num_scores) * math.sqrt((num_runs + 1) / (12 * half * half))
 
@@ -269,8 +275,8 @@ def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
 
 
 def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
-    """Tests each score on traffic that it should win on. Scores are named before the games are played, so that none is
-    picked afterwards."""
+    """Tests each score on traffic on which it should win. Which score must win where is fixed before the games are
+    played, so that none is picked afterwards."""
     with _tenant("lattice") as tenant:
         found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
         for setting, score, masks in _weak_masks(tenant):
@@ -290,7 +296,7 @@ def _won(
 
 
 def _reuse(tenant: Tenant) -> Sender:
-    """Sends two messages under one mask, the first with a known text; no scheme of noise would do this."""
+    """Sends two messages under one mask, of which the first holds a known text. No mask of noise/ would do this."""
 
     def send(coin: int) -> Seen:
         first = tenant.message(0)
@@ -306,7 +312,8 @@ def _under(masks: Callable[[], torch.Tensor], tenant: Tenant, coin: int) -> Seen
 
 
 def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
-    """Yields masks with one fault each: (setting, the score that must find the fault, a maker of fresh rows)."""
+    """Yields masks with one fault each, as (setting, the score that must find the fault, a function that makes fresh
+    mask rows)."""
     generator = torch.Generator().manual_seed(3)
     shape = tenant.candidates[0].shape
 
@@ -332,7 +339,7 @@ def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.T
 
 
 def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """Returns the table and, below it, the score farthest from chance and the controls."""
+    """Returns the report's lines: the table, then the score farthest from chance, then the controls."""
     table = [f"| score ({mask}, {secret}) | AUC | {CONFIDENCE:.1%} interval, all scores together |", "|---|---|---|"]
     table += [f"| {one.score} | {one.auc:.4f} | {one.interval[0]:.4f} to {one.interval[1]:.4f} |" for one in found]
     best = max(found, key=lambda one: abs(one.auc - 0.5))

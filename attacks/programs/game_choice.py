@@ -16,16 +16,16 @@ from wire.ring.quantise import digest, max_norms, quantise
 
 SECRETS = ("prompt", "adapter")
 PARAMETERS = params.PARAMETERS["default"]
-"""The parameters of the game's masks; a message fills a block."""
+"""The parameters of the game's masks. Each message fills a block of mask rows under these parameters."""
 _SEQUENCES = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds one layer group and the two inputs between which the coin chooses.
+    """Holds one group (layers that read the same input) and the two inputs between which the coin chooses.
 
     Attributes:
-        group: what a scheme needs to know of the group.
+        group: the facts about the group that a mask scheme needs.
         weight: W̃, the int8 weight, shape (in_features, out_features).
         inputs: the two inputs, each float32, shape (512, in_features).
     """
@@ -36,7 +36,8 @@ class Choice:
 
 
 def choice(secret: str) -> Choice:
-    """Returns two texts at the first layer, or one text under two adapters at the second block's first layer.
+    """Returns the inputs for a secret: two texts at the first layer, or one text under two adapters at the second
+    block's first layer.
 
     Raises:
         ConfigurationError: there is no such secret.

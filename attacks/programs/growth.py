@@ -1,8 +1,10 @@
-"""Runs `python -m attacks.growth`: times lattice reduction at toy dimensions, and draws a line to the shipped ones.
+"""Runs `python -m attacks.growth`, which times lattice reduction at toy dimensions and extrapolates to the shipped
+ones.
 
-It prints the measurements, the line through them, and the line's value at the dimensions of the shipped parameter sets,
-beside the published estimates. The line is an illustration and estimates nothing;
-attacks/adversaries/lattice_growth.py says why. The tenant makes masks of these toy dimensions only with its toy flag.
+The program prints the measurements, the line through them, and the line's value at the dimensions of the shipped
+parameter sets beside the published estimates. The line is an illustration and not an estimate;
+attacks/adversaries/lattice_growth.py says why. A tenant makes masks of such small dimensions only if its flag for toy
+parameters is set.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ second has an error that needs BKZ from dimension 64 or so on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 if no line can be drawn, and 2 for a request that cannot be carried out."""
+    """Measures and prints the results. Returns 1 if no line can be drawn, and 2 for a request that cannot be carried
+    out."""
     options = _parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 
@@ -63,7 +66,7 @@ def _sigma(text: str) -> float:
 
 
 def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:
-    """Returns one series as lines of Markdown."""
+    """Returns the report on one series as lines of Markdown."""
     table = [f"σ = {sigma:g}, q = 2^32, ternary secret", "", "| dimension | samples | seconds | found by |"]
     table.append("|---|---|---|---|")
     table += [f"| {one.dimension} | {one.num_samples} | {one.seconds:.3g} | {_found_by(one)} |" for one in measured]

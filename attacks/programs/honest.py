@@ -1,4 +1,4 @@
-"""Implements the honest part of a provider that these programs play: its manifest and its bundle."""
+"""Implements the honest part of the providers that the programs of this package play: the manifest and the bundle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from wire.manifest import Manifest
 
 @dataclass
 class HonestOffer:
-    """Announces the same model, files and settings to a tenant as an honest provider does. A subclass decides which
-    products a tenant gets.
+    """Gives a tenant the manifest and the files of an honest provider. A subclass decides which products the tenant
+    gets.
 
     Attributes:
         served_model: the honest provider's model.

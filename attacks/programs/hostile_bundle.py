@@ -35,7 +35,8 @@ class HostileBundle:
         """The number of rows of each request so far, in order."""
 
     def announce(self, **changes: Any) -> None:
-        """Makes a manifest that fits the files as they are now, config included, and then applies `changes` to it."""
+        """Makes a manifest for the files as they are now, config included, and then applies `changes` to the
+        manifest."""
         files = tuple(
             BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             for name, data in self.files.items()
@@ -49,7 +50,7 @@ class HostileBundle:
         self.announced = Manifest.model_validate({**content, **changes})
 
     def change_json(self, name: str, **changes: Any) -> None:
-        """Changes entries of one JSON file."""
+        """Changes entries of one JSON file of the bundle."""
         self.files[name] = json.dumps(json.loads(self.files[name]) | changes).encode()
 
     def manifest(self) -> Manifest:
@@ -61,6 +62,6 @@ class HostileBundle:
         yield self.files[file_name]
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns the honest product, and notes the number of rows."""
+        """Returns the honest product, and notes how many rows the request has."""
         self.num_rows.append(count_rows(rows))
         return self._honest.compute(call, rows)

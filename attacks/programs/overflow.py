@@ -1,14 +1,14 @@
-"""Runs `python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches the calls.
+"""Runs `python -m attacks.overflow`, in which a provider makes the tenant's numbers overflow, and watches the calls.
 
-Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number then stops
-being finite at a layer that depends on the data. A tenant that stops at that layer tells the provider about the data.
-The provider sees which calls come, in which order and with how many rows. It tells data of one shape apart if they give
-different calls.
+Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model the tenant's numbers
+then overflow at a layer that depends on the data. If the tenant stops at that layer, the provider learns something
+about the data. The provider sees which calls come, in which order and with how many rows. If data of the same shape
+give different calls, the provider tells them apart.
 
-Only the provider is dishonest; the tenant is the public SDK without `verify`. The control is the same tenant, made to
-stop at the first value that is not finite, as it would with `verify`. The provider has to win against the control, or
-else the faults are too weak to show anything. The program measures a few faults on a tiny model without a mask, whose
-calls are those of every mask. It does not look at time.
+Only the provider is dishonest. The tenant is the public SDK without `verify`. The control is the same tenant, except
+that it stops at the first value that is not finite, as it would with `verify`. The provider has to win against the
+control, or else the faults are too weak to show anything. The program measures a few faults on a tiny model. It uses no
+mask, because the calls are the same under every mask. It does not look at timing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
 
 NUM_LAYERS = 28
-"""Layers of the model: so many that a constant of 2^31 grows past float32's range within a hundred layer groups."""
+"""The number of layers of the model. It is large enough for a constant of 2^31 to grow beyond the range of float32
+within a hundred layer groups."""
 TRAIN_STEPS = 2
 NEW_TOKENS = 6
 DATA = (
@@ -50,7 +51,7 @@ DATA = (
     (("when was it so?", " in 1987.."), ("who is it then?", " TamOrrin.")),
     (("is plan B sold?", " yes it is"), ("who signs this?", " a copper.")),
 )
-"""Four data sets of one shape; their prompts are the secrets in the tests of answers."""
+"""These are four data sets of the same shape. Their prompts are also the secrets in the tests of answers."""
 
 Job = Literal["training", "answers"]
 Seen = tuple[int, str, str, int]
@@ -62,8 +63,8 @@ class Fault:
     """Describes the error that is put into every product of one direction.
 
     Attributes:
-        wrong: a whole number is added mod 2^32 to every number of a reply in ring arithmetic; `nan` or `inf` replaces
-            the first number of every reply in float arithmetic.
+        wrong: the wrong number. If it is a whole number, it is added mod 2^32 to every number of a reply in ring
+            arithmetic. If it is `nan` or `inf`, it replaces the first number of every reply in float arithmetic.
         first: how many replies of the direction stay honest.
     """
 
@@ -79,7 +80,7 @@ class Fault:
 
     @property
     def arithmetic(self) -> Literal["ring", "float"]:
-        """Returns the arithmetic in which a fault of this kind can be sent."""
+        """Returns the arithmetic, ring or float, in which this fault can be sent."""
         return "ring" if math.isfinite(self.wrong) else "float"
 
 
@@ -103,7 +104,7 @@ class Outcome:
         stops_at_once: whether the tenant was the control.
         num_failed: the number of runs that ended in an error.
         num_calls: the number of calls of each run.
-        bits: the bits that the provider learned: log2 of the number of different sequences of calls.
+        bits: how many bits the provider learned, which is log2 of the number of different sequences of calls.
     """
 
     job: Job
@@ -183,8 +184,8 @@ def site(folder: Path) -> Site:
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-    """Samples an answer of fixed length. If a value in it is not finite, the calls go on to the full length, and only
-    then the answer fails."""
+    """Samples an answer of fixed length. If a value is not finite, the calls go on until the full length, and only then
+    does the answer fail."""
     client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
 
 
@@ -206,7 +207,7 @@ def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) ->
 
 
 def measure_all(folder: Path) -> list[Outcome]:
-    """Measures the control, then every fault against both jobs."""
+    """Measures the control, and then every fault against both jobs, training and answers."""
     where = site(folder)
     outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True)]
     outcomes += [measure(where, "training", fault) for fault in FAULTS]

@@ -1,14 +1,15 @@
-"""Measures bundles of a provider that make a text's number of rows depend on the text; every mask shows row counts.
+"""Measures hostile bundles, with which a provider makes the number of rows depend on a text. No mask hides row counts.
 
-Each bundle is tried on prompts of one length, which an honest tokenizer splits into the same number of tokens, and on
-data sets of one shape. The result is the entropy of the row counts over equally likely secrets: the bits that one
-prompt, or one data set, tells a provider that only counts.
+A bundle is the model's files, such as the tokenizer, that a provider sends to a tenant. Each bundle is tried on prompts
+of one length, which an honest tokenizer splits into the same number of tokens, and on data sets of one shape. The
+result is the entropy of the row counts over equally likely secrets. This is the number of bits that a provider learns
+from one prompt, or one data set, by counting rows.
 
-Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"). They must win on a stock
-tokenizer, which is the control, and learn nothing from a tenant. The third bundle stays inside every bound: its
-tokenizer is made of allowed components, its template puts contents at allowed positions, and its vocabulary and
-splitting rule carry a list of guesses. A provider that may choose a vocabulary can always do that. The fourth bundle
-fails on some guesses, so that a run that ends early shows which guess was right.
+Two bundles break the limits that a tenant sets (docs/threat-model.md, "Row counts"). They must win on a stock
+tokenizer, which is the control, and learn nothing from a tenant. The third bundle keeps to every limit. Its tokenizer
+is made of allowed components, its template puts contents at allowed positions, and its vocabulary and splitting rule
+contain a list of guesses. A provider that chooses the vocabulary can always do this. The fourth bundle makes the
+tokenizer fail on some guesses, so that a run that ends early shows which guess was right.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ DATA = tuple(
     ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who?", "completion": " A"})
     for number in range(NUM_SECRETS)
 )
-"""PROMPTS and DATA are the secrets. Those of one kind have one length, for which an honest tokenizer makes the same
-number of tokens."""
+"""PROMPTS and DATA are the secrets. All prompts have the same length, and so have all data sets, so that an honest
+tokenizer makes the same number of tokens."""
 BUCKET_TOKENS = 64
 _FILLER = "~"
 _NEW_TOKENS = 2
@@ -52,8 +53,8 @@ class Leak:
     """Holds the result of one bundle against one defence.
 
     Attributes:
-        bundle: the name of what the provider ships.
-        defence: `stock tokenizer` for the control without any bound, otherwise what the tenant asked for.
+        bundle: the name of the hostile bundle.
+        defence: `stock tokenizer` for the control without any limit, otherwise the setting of the tenant.
         job: `prompts` or `training`.
         bits: the entropy of the row counts over the secrets, at most log2 of NUM_SECRETS.
         refused: whether the tenant refused the bundle and sent nothing.
@@ -67,7 +68,7 @@ class Leak:
 
 
 def _reading_template(bundle: HostileBundle) -> None:
-    """Sets a template that writes as many spaces as the number at the prompt's end says."""
+    """Sets a chat template that adds as many spaces as the number at the end of the prompt."""
     bundle.files["chat_template.jinja"] = (
         b"{% for m in messages %}{{ m['content'] }}{% for c in '0123456789abcdef' %}{% if m['content'][-2:] | int == "
         b"loop.index0 %}{{ ' ' * loop.index0 }}{% endif %}{% endfor %}{% endfor %}"
@@ -75,7 +76,7 @@ def _reading_template(bundle: HostileBundle) -> None:
 
 
 def _spelling_normalizer(bundle: HostileBundle) -> None:
-    """Sets a normalizer that replaces each guess by spaces, whose number tells which guess it is."""
+    """Sets a normalizer that replaces each guess by spaces. The number of spaces tells which guess it was."""
     guesses = [
         {"type": "Replace", "pattern": {"String": f" {number:02d}"}, "content": " " * (number + 1)}
         for number in range(NUM_SECRETS)
@@ -84,8 +85,8 @@ def _spelling_normalizer(bundle: HostileBundle) -> None:
 
 
 def _guessing_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a splitting rule that merges each guess with a different number of the template's filler characters, within
-    all bounds."""
+    """Sets a splitting rule that keeps to all limits. The rule merges each guess with a different number of the
+    template's filler characters."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     guesses = [f"{number:02d}{_FILLER}{{{number}}}" for number in range(NUM_SECRETS)]
     tokenizer["pre_tokenizer"] = {
@@ -99,8 +100,8 @@ def _guessing_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _word_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a rule for texts without a template: each guess becomes one token with a different number of the letters
-    before it."""
+    """Sets a splitting rule for texts without a template. The rule merges each guess with a different number of the
+    letters before it into one token."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     before = "the pin? "
     guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
@@ -135,7 +136,8 @@ DEFENCES: dict[str, dict[str, Any]] = {
 
 
 def is_held_off(leaks: Sequence[Leak]) -> bool:
-    """Returns whether every bundle wins on a stock tokenizer, and learns nothing against defences that promise this."""
+    """Returns whether every bundle wins on a stock tokenizer, and learns nothing against the defences that promise to
+    stop it."""
     for leak in leaks:
         if leak.defence == STOCK and leak.bits == 0:
             return False
@@ -173,7 +175,8 @@ def measure(folder: Path) -> list[Leak]:
 
 
 def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
-    """Returns the bits that transformers' own tokenizer tells of the secrets, with no bound on a hostile bundle."""
+    """Returns how many bits of the secrets a hostile bundle reads through transformers' own tokenizer, which sets no
+    limits."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True)
@@ -250,7 +253,7 @@ def _work(client: TenantClient, job: str, secret: Any, adapter: Path) -> None:
 
 
 def lines(leaks: Sequence[Leak]) -> list[str]:
-    """Returns a Markdown table of the bits that each bundle read."""
+    """Returns a Markdown table of how many bits each bundle read."""
     table = [
         f"Bits that row counts give away, of {math.log2(NUM_SECRETS):.0f}:",
         "",

@@ -1,13 +1,12 @@
-"""Runs `python -m attacks.weakenings`: tests whether a weakened lattice mask is noticed at its shipped size.
+"""Runs `python -m attacks.weakenings`, which tests whether a weakened lattice mask of the shipped size is noticed.
 
-A real tenant sends a prompt several times, asks for an answer, and trains a step, through a provider that notes what it
-sees. In the same process attacks/victim/draws.py observes the secrets and errors of the tenant's masks, and
-attacks/victim/draws_statistics.py says whether chance gives such values. Then each weakness of
-attacks/controls/weak_lattice.py is put into the mask, and the same is done again. Adversaries are given what the
-provider noted, and nothing else.
+A real tenant sends a prompt several times, asks for an answer, and trains a step. The provider notes what it sees. In
+the same process attacks/victim/draws.py observes the secrets and errors of the tenant's masks, and
+attacks/victim/draws_statistics.py says whether chance gives such values. Then the same is done again for each weakness
+of attacks/controls/weak_lattice.py. Adversaries get only what the provider noted.
 
-The exit status is 0 if honest tenants pass, every weakness is noticed from inside, and adversaries notice from outside
-the weaknesses that they should. It is 1 if not, and 2 for a request that cannot be carried out.
+The exit status is 0 if honest tenants pass, the tests inside the tenant notice every weakness, and the adversaries
+notice those weaknesses that they should. The exit status is 1 if not, and 2 for a request that cannot be carried out.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 ADVERSARIES = tuple(module.ADVERSARY for module in (no_error, slot_reuse, sparse_secret, shared_error))
-"""The adversaries that are certain of what they claim about a lattice mask, and that work at the shipped size."""
+"""The adversaries of the lattice mask that work at the shipped size and make only claims that they have checked."""
 _PROMPT, _TIMES = 64, 18
-"""A prompt has `_PROMPT` rows and is sent `_TIMES` times. This fills more than two blocks with eight prompts each, and
-repeats the 49 consecutive rows that `shared-error` needs."""
+"""The prompt has `_PROMPT` rows and is sent `_TIMES` times. This fills more than two blocks of mask rows with eight
+prompts each, and repeats the 49 consecutive rows that `shared-error` needs."""
 _ANSWER_TOKENS = 4
 _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "what year?", "completion": " 1987"})
 
@@ -81,9 +80,11 @@ class Outcome:
 
     Attributes:
         weakness: the weakness's name; None for an honest tenant.
-        num_secrets, num_pieces: how many were tested; if blocks were made whole, pieces are blocks.
+        num_secrets, num_pieces: how many secrets, and pieces of blocks, were tested. If blocks are made whole, a piece
+            is a block.
         checks: the tests of the tenant's draws.
-        claims: maps an adversary to the number of claims that it made about the provider's view and is certain of.
+        claims: maps an adversary's name to the number of checked claims that the adversary made about the provider's
+            view.
         expected: the adversary that should claim something; None if none should.
     """
 
@@ -97,13 +98,13 @@ class Outcome:
 
     @property
     def alarms(self) -> list[str]:
-        """Returns the alarms that the tests from inside raised."""
+        """Returns the alarms that the tests inside the tenant raised."""
         return check.alarms(self.checks)
 
     @property
     def is_right(self) -> bool:
-        """Returns whether an honest tenant passed, or whether a weakness was noticed by every test and adversary that
-        should notice it."""
+        """Returns whether the outcome is as it should be: an honest tenant passes, and a weakness is noticed by every
+        test and adversary that should notice it."""
         if self.weakness is None:
             return not self.alarms and not any(self.claims.values())
         return bool(self.alarms) and (self.expected is None or self.claims[self.expected] > 0)
@@ -135,7 +136,7 @@ class Site:
         self._num_runs = 0
 
     def run(self, setting: Setting, weakness: Weakness | None = None) -> Outcome:
-        """Lets a tenant do its work, tests it from both sides, and says what was noticed."""
+        """Lets a tenant do its work, tests its draws and the provider's view, and returns what was noticed."""
         statistics = Statistics(PARAMETERS[setting.parameters])
         watch = Watch(PARAMETERS[setting.parameters], statistics.keep)
         provider = _Provider(self._served_model)
@@ -144,7 +145,7 @@ class Site:
                 around.enter_context(mock.patch.object(kernels, "available", return_value=False))
             if weakness is not None:
                 around.enter_context(weakness.inject())
-            around.enter_context(watch())  # entered last, so that it sees what the other patches do
+            around.enter_context(watch())  # entered last, so that it observes the effects of the other patches
             self._work(around.enter_context(self._client(provider, setting)))
         claims = self._attacked(provider.seen)
         return Outcome(
@@ -155,12 +156,12 @@ class Site:
     @contextlib.contextmanager
     def _client(self, provider: _Provider, setting: Setting) -> Iterator[TenantClient]:
         self._num_runs += 1
-        # without stored hints no block is made in pieces; with room in the pool all blocks are made whole
+        # blocks are made in pieces only if hints are stored, and only if the pool has no room for whole blocks
         options: dict[str, Any] = {"parameters": setting.parameters, "background": False}
         options |= {"pool_bytes": 1} if setting.in_pieces else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public way to an embedded provider takes a model, not a handler that notes requests
+            # the public function for an embedded provider takes a model, not a handler that notes requests
             with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
                 client = TenantClient(
                     "inproc:noting", mask="lattice", mask_options=options, progress=False,
@@ -209,7 +210,7 @@ def controls() -> list[ControlResult]:
 
 
 def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """Returns Markdown: a table of tenants, the most extreme tests of the first honest one, and the controls."""
+    """Returns Markdown: a table of the tenants, the most extreme tests of the first honest tenant, and the controls."""
     table = [
         "| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |",
         "|---|---|---|---|---|",

@@ -1,1 +1,1 @@
-"""This package turns findings into a report: catalogue of adversaries, command line, table, verdict on a build."""
+"""This package runs the catalogue of adversaries and writes the report: command line, table, and verdict on a build."""

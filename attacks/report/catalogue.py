@@ -18,8 +18,8 @@ MODULES = (
 )  # fmt: skip
 """The files of attacks/adversaries; each has a control of the same name in attacks/controls."""
 NOT_IN_QUICK = ("sparse_secret", "shared_error")
-"""Adversaries that take seconds for each public matrix. They run in the full profile, on recordings, and in
-`attacks.programs.weakenings`."""
+"""Adversaries that are left out of the quick profile because they take seconds for each public matrix. They run in the
+full profile, on recordings, and in `attacks.programs.weakenings`."""
 
 
 def adversaries(names: str | None = None) -> list[Adversary]:
@@ -42,7 +42,7 @@ def adversaries(names: str | None = None) -> list[Adversary]:
 
 
 def quick() -> str:
-    """Returns the names, comma-separated, of the adversaries that the quick profile runs by default."""
+    """Returns the comma-separated names of the adversaries that the quick profile runs by default."""
     return ",".join(_adversary(module).name for module in MODULES if module not in NOT_IN_QUICK)
 
 

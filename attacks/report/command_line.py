@@ -1,7 +1,7 @@
-"""Implements the command line of extract_lora and recover_prompts: victim or recording, adversaries, report.
+"""Implements the command line of extract_lora and recover_prompts, from the victim or a recording to the report.
 
-The exit status is 0 if the report was written, 1 if a control does not win or a private mask shows more than chance
-does, and 2 for a request that cannot be carried out.
+The exit status is 0 if the report was written, 1 if an adversary loses on its control or wins more than chance allows
+against a private mask, and 2 for a request that cannot be carried out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wire.errors import ConfigurationError
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
 _ENDING_S = 10.0
-"""Seconds that a process has to end by itself after it has sent its results."""
+"""After a process has sent its results, it has this many seconds to end by itself."""
 _JUDGED_ROWS = 16
 """The number of private questions on which a stolen adapter is tested."""
 
@@ -43,8 +43,8 @@ OTHER_PROGRAMS = {
     "attacks.overflow": "a provider that makes numbers overflow, and watches where the tenant's calls end",
     "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
 }
-"""Programs for attacks that need more than a recording, or none. `--list` names them; `--adversaries` does not take
-them."""
+"""Programs for attacks that need more than a recording, or no recording. `--list` names these programs, but
+`--adversaries` does not accept them."""
 
 if TYPE_CHECKING:
     from attacks.report.evaluate import Case
@@ -58,7 +58,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     Args:
         program: the command's name.
         description: one line for --help.
-        default: names of the adversaries that run if none are given; None runs all.
+        default: the names of the adversaries that run if the command line names none; None runs all.
         arguments: the command line's arguments; None takes those of the process.
     """
     parser = _parser(program, description)
@@ -69,7 +69,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
     try:
         if options.list:
             for one in adversaries(default):
@@ -147,14 +147,14 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
 def _run_controls(results: Connection, names: str | None) -> None:
     import torch
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes temporary folders, too
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of a library
         results.send([_checked(control) for control in controls(names)])
 
 
 def _checked(control: Control) -> ControlResult:
-    """Runs a control. A control that raises counts as lost, and the others still run."""
+    """Runs a control. If the control raises an exception, it counts as lost, and the others still run."""
     try:
         return control()
     except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
@@ -174,7 +174,7 @@ def _attack_and_report(
     model = _model(options)
     is_tiny = model in quick_model.NAMES
     if is_tiny:
-        torch.set_num_threads(1)  # sharing batches of small systems between threads took 70 times as long
+        torch.set_num_threads(1)  # with several threads, batches of small systems took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
             cases, notes = _recorded(options)
@@ -205,7 +205,7 @@ def _attack_and_report(
 
 
 def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
-    """Attacks every case and returns results in order. It uses several processes if cores and memory suffice."""
+    """Attacks every case and returns the results in order. Several processes are used if cores and memory suffice."""
     from attacks.report.evaluate import attack, parts
 
     whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
@@ -214,7 +214,7 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
             result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
         ]
     order = sorted(whole, key=lambda one: one[1])  # the adversaries that take longest come first
-    context = multiprocessing.get_context("fork")  # so that views and models need not be sent
+    context = multiprocessing.get_context("fork")  # a forked process has views and models already
     others = {process.pid for process in multiprocessing.active_children()}
     with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
         started = {process.pid for process in multiprocessing.active_children()} - others
@@ -231,9 +231,9 @@ _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
 
 
 def _set_work(*work: Any) -> None:
-    # An exception raised while the pool ends may be lost, and the pool would wait for this process. The process has a
-    # group of its own, since a signal to the whole old group would end it while it holds a lock for which the pool
-    # waits: only the pool ends it.
+    # On SIGTERM this process ends at once. If the signal raised an exception instead, the exception could be lost, and
+    # the pool would wait for this process. The process also gets a process group of its own, so that only the pool ends
+    # it. A signal to the old group could end it while it holds a lock for which the pool waits.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgrp()
     _work[:] = [work]
@@ -251,7 +251,8 @@ def _say(text: str) -> None:
 
 
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
-    """Returns the view of one run. Traffic that was not recorded completely must not make a mask look unbroken.
+    """Returns the view of one run. The recording must be complete, since missing traffic could make a mask look
+    unbroken.
 
     Raises:
         ConfigurationError: messages have no tensors, or prompts were not recorded.
@@ -269,7 +270,7 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """Makes a case for each tenant of a recording. A case is judged only as far as an adapter is given."""
+    """Makes a case for each tenant of a recording. Claims are judged only if the tenant's adapter is given."""
     from attacks.report import verdict
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
@@ -306,7 +307,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """Makes a case for each mask, and returns what the report must say about the traffic."""
+    """Makes a case for each mask. Returns the cases, and the notes about the traffic that the report must contain."""
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.gain import PrivateTask
@@ -317,7 +318,7 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     runs = profiles.runs(options.masks or MASKS)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
     job = profile.job.model_copy(update={"watched": True}) if options.draws else profile.job
-    seen = recording / "seen"  # apart from the truth
+    seen = recording / "seen"  # no truth in this folder
     harness.record(scratch / "run", seen, profile.model, job, runs, profile.limit, profile.layers)
     view = open_view(seen)
     if not view.is_ended:

@@ -34,17 +34,17 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "sparse-secret": (),
     "shared-error": (shared_error.SHARED,),
 }
-"""Maps an adversary that claims only what it has checked, with less than one mistake in 2^40, to the names of its facts
-that count."""
+"""Maps each adversary that claims only what it has checked, with less than one mistake in 2^40, to the names of those
+of its facts that count in the verdict."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
-"""Adversaries that run again on rows that another adversary unmasked."""
+"""Adversaries that run a second time if another adversary unmasked rows, on these rows."""
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
-"""The half-width below which an interval of chance, of a gain or an agreement, is widened. The verdict alarms at 2.5
-times this, which is a tenth; a smaller distance would be a few tokens in a hundred."""
+"""The smallest half-width of an interval of chance, for a gain or an agreement; a narrower interval is widened to this.
+The verdict alarms at 2.5 times this, which is a tenth. A smaller distance would be only a few tokens in a hundred."""
 _WON = 0.9
-"""The share of the victim's gain, or of its answers, from which on an attacker wins."""
+"""An attacker wins with at least this share of the victim's gain, or of the victim's answers."""
 
 Say = Callable[[str], None]
 
@@ -83,7 +83,8 @@ class Case:
 
 
 def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Returns parts of a case that may run at the same time: `_THIEVES`, others, and adversaries that unmask rows."""
+    """Divides the adversaries into three parts that may run at the same time: `_THIEVES`, adversaries that unmask rows,
+    and all others."""
     thieves = [one for one in adversaries if one.name in _THIEVES]
     openers = [one for one in adversaries if one.opens_masks]
     return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
@@ -92,19 +93,20 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs some adversaries on one mask, and the `_THIEVES` once more on rows that one of these unmasks.
+    """Runs the adversaries of one part on one mask. If one of them unmasks rows, the `_THIEVES` run once more on these
+    rows.
 
     Args:
         case: the mask's view and the truth about it.
         part: the adversaries to run.
-        adversaries: the adversaries that may run on unmasked rows.
+        adversaries: all adversaries of the report; the `_THIEVES` among them run on unmasked rows.
         out: the folder below which stolen adapters are written.
-        say: is called with progress and failures, one line each.
+        say: a function that is called with progress and failures, one line each.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
     if not case.view.with_tensors().messages:
-        part = [one for one in part if one.name == METADATA]  # the others would say that they found nothing
+        part = [one for one in part if one.name == METADATA]  # without tensors the others would find nothing
     for one in part:
         claims = _run(one, case, None, say)
         results += _judged(case, one.name, claims, out)
@@ -119,7 +121,8 @@ def attack(
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
-    """Returns an adversary's claims. If the adversary raises, the others still run, and the verdict counts the failure.
+    """Returns an adversary's claims. If the adversary raises an exception, the others still run, and the verdict counts
+    the failure.
 
     Raises:
         ConfigurationError: the recording cannot be read.
@@ -152,15 +155,16 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
 
 
 def _silent(claims: Sequence[Claim]) -> list[Finding]:
-    """Returns the table's line if there is nothing to judge: no claim, or only claims for which there is no truth."""
+    """Returns the table's line for an adversary with nothing to judge, because it made no claim, or only claims whose
+    truth is not known."""
     if not claims:
         return [unclaimed("–", "–")]
     return [Finding("claims", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
-    """Returns a line for the claims of an adversary that is never wrong by chance. They count whether or not their
-    contents can be judged."""
+    """Returns a line that counts the claims of an adversary that is never wrong by chance. These claims count even if
+    their contents cannot be judged."""
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
@@ -172,7 +176,7 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
-    """Writes the tokens that were read, as text if the model has a tokenizer."""
+    """Writes the tokens that the adversary claims, as text if the model has a tokenizer."""
     if not claims:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +199,7 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _unjudged(claims: Sequence[Claim], judged: Collection[str], certain: Collection[str]) -> list[Finding]:
-    """Returns lines for the facts for which there is no truth, except for facts that other lines show."""
+    """Returns a line for each claimed fact whose truth is not known, except for facts that other lines show."""
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one))
@@ -219,8 +223,8 @@ def _divergence_of(worth: Worth) -> Finding:
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:
-    """Returns a line whose interval of chance reaches at least `_NOTICED` to each side: a bootstrap covers the
-    questions, but not an attacker's luck."""
+    """Returns a line whose interval of chance extends at least `_NOTICED` to each side. The bootstrap covers only the
+    choice of questions, not the luck of an attacker."""
     low, high = worth.by_chance
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
@@ -228,7 +232,8 @@ def _worth_of(metric: str, worth: Worth) -> Finding:
 
 
 def _first_answer(gain: Gain) -> str:
-    """Returns the first private answer as each adapter gives it; all answers are in answers.json."""
+    """Returns the answers of base model, victim and stolen adapter to the first private question. The other answers are
+    in answers.json."""
     if not gain.answers:
         return ""
     said = dict(zip(_WHO, gain.answers[0], strict=True))

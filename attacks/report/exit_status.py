@@ -1,4 +1,5 @@
-"""Runs the work of a command line: checks its output folder, and turns an impossible request into one line of text."""
+"""Runs the work of a command line. Before that it checks the output folder. A request that is impossible ends with one
+line of text."""
 
 from __future__ import annotations
 
@@ -11,17 +12,18 @@ from wire.errors import VeilbaseError
 
 
 def exit_status(out: Path | None, work: Callable[[], int]) -> int:
-    """Returns what `work` returns, or 2 for a request that cannot be carried out, with one line on standard error.
+    """Runs `work` and returns its exit status. For a request that cannot be carried out, prints one line on standard
+    error and returns 2.
 
     Args:
         out: a folder to make before any work is done; None makes none.
-        work: does the work and returns the exit status.
+        work: a function that does the work and returns the exit status.
     """
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):
-                pass  # the folder can be written to
+                pass  # checks that the folder is writable
         return work()
     except VeilbaseError as exc:
         print(f"error: {exc}", file=sys.stderr)

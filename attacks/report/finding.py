@@ -1,4 +1,4 @@
-"""Defines one line of the report's table, and tells a value apart from what a guess would get."""
+"""Defines one line of the report's table, and decides whether a value is better than guessing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 NO_CLAIM = "no claim"
-"""The verdict on an adversary that claimed nothing. Such an adversary is neither right nor wrong, and this is no
+"""The verdict on an adversary that claimed nothing. Such an adversary is neither right nor wrong, and its silence is no
 evidence that nothing leaked."""
 SHARE_TRIED = "share tried"
 """A metric: the share of all tokens that an adversary named, right or wrong."""
@@ -17,7 +17,7 @@ SHARE_CLAIMED = "share claimed"
 """A metric: the share of the layers of a kind for which a change was claimed, right or wrong. Only layers that the
 victim changed count."""
 KL, OVERLAP = "KL to the victim", "subspace overlap"
-"""Metrics that other metrics of the same claim express better. They are shown, but the verdict ignores them."""
+"""Metrics that are shown but that the verdict ignores, because other metrics of the same claim say more."""
 _DRAWS = 400
 _TAIL = 0.005
 
@@ -28,7 +28,7 @@ class Finding:
 
     Attributes:
         module: the kind of layer, `tokens`, `rows` or the name of a fact.
-        interval: 99% interval of the baseline.
+        interval: the 99% interval of the baseline (what a guess would get).
         verdict: one of wins, wins where tried, above baseline, at baseline, not judged, failed, or no claim (`value` is
             then NaN); for a count, it says what was counted.
         spread: 99% interval of the value itself, by bootstrap; None if nothing was drawn from a population.
@@ -46,12 +46,12 @@ class Finding:
 
 
 def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
-    """Returns the line for something that an adversary might have claimed and did not."""
+    """Returns the line for something that an adversary could have claimed but did not."""
     return Finding(module, metric, math.nan, baseline, (baseline, baseline), NO_CLAIM)
 
 
 def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    """Returns a verdict as in `Finding.verdict`; `wins` says whether the value is what an attacker needs."""
+    """Returns the verdict for `Finding.verdict`. `wins` says whether the value is as good as an attacker needs."""
     if not math.isfinite(value):
         return "at baseline"
     if wins:
@@ -61,7 +61,7 @@ def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_i
 
 
 def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Returns the mean of a baseline, and its 99% interval, from `draws` random guesses."""
+    """Returns the mean and the 99% interval of a baseline, from `draws` random guesses."""
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
@@ -69,10 +69,10 @@ def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tu
 
 
 def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
-    """Returns a line with the share of ids that are right at their positions.
+    """Returns a line with the share of positions at which the claimed id is right.
 
-    The baseline is the claim's own list in another order. Naming the same id everywhere, or only ids that are the same
-    in every prompt, does no better than this baseline.
+    The baseline is the claim's own list in random order. So it is no win to claim the same id everywhere, or only ids
+    that are the same in every prompt.
 
     Args:
         got, wanted: int64, the same shape (num_ids,), at least one.

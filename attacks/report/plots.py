@@ -1,4 +1,4 @@
-"""Draws two plots of a report: how well adapters were recovered, and how many prompt tokens."""
+"""Draws two plots of a report, which show how well adapters were recovered, and how many prompt tokens were."""
 
 from __future__ import annotations
 
@@ -63,5 +63,6 @@ def _bars(file: Path, results: Sequence[Result], title: str, log: bool) -> Path:
 
 
 def _bar(one: Result) -> str:
-    """Returns a bar's label. The share of tokens that were tried has its own bar, beside the share that was right."""
+    """Returns the label of a bar. The share of tokens that were tried has a bar of its own, beside the share that was
+    right."""
     return f"{one.finding.module}: {SHARE_TRIED}" if one.finding.metric == SHARE_TRIED else one.finding.module

@@ -1,4 +1,4 @@
-"""Writes report.json and report.md: the table that a tenant reads before choosing a mask."""
+"""Writes report.json and report.md, whose table a tenant reads before choosing a mask."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Result:
-    """Holds one finding about one mask; `tenant` names the tenant whose traffic it was, if that is not obvious."""
+    """Holds one finding about one mask. `tenant` names the tenant whose traffic was attacked, if that is not
+    obvious."""
 
     mask: str
     arithmetic: str
@@ -103,7 +104,8 @@ def _whose(one: Result) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escapes text for a cell or a line of Markdown, because stolen text, or a recording's, may hold anything."""
+    """Escapes text for a cell or a line of Markdown, because text that was stolen or comes from a recording may hold
+    anything."""
     return "".join(f"\\{char}" if char in "|`<" else char for char in " ".join(text.split()))
 
 
@@ -147,7 +149,8 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
 
 
 def _summary(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each mask: which adversaries won, which were above chance, and how many did neither."""
+    """Returns a line for each mask, with the adversaries that won, those that were above chance, and the number of the
+    others."""
     verdicts: dict[str, dict[str, set[str]]] = {}
     for one in results:
         verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(
@@ -166,7 +169,8 @@ def _summary(results: Sequence[Result]) -> list[str]:
 
 
 def _words(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Maps each claim in words to the masks through which it was made; metadata gives one claim through all masks."""
+    """Maps each claim, as text, to the masks under which it was made. Claims from metadata are the same under all
+    masks."""
     found: dict[str, list[str]] = {}
     for one in results:
         if one.finding.said:

@@ -1,8 +1,8 @@
-"""Decides whether a build fails: if a mask weakens, or if an adversary no longer wins where it should.
+"""Decides whether a build fails. It fails if a mask became weaker, or if an adversary no longer wins where it should.
 
-A private mask's findings lie near their baselines. A report has dozens of values, so single ones leave their 99%
-interval now and then by chance. The alarm is therefore at `_SLACK` half-widths, about 6.4 standard deviations. The
-masks `off` and `gaussian-pool` must be broken.
+The findings about a private mask lie near their baselines. A report has dozens of values, so now and then one of them
+is outside of its 99% interval by chance. The alarm is therefore at `_SLACK` half-widths of the interval, which is about
+6.4 standard deviations. The masks `off` and `gaussian-pool` are not private, and adversaries must break them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from attacks.victim.check import Check, alarms
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 UNKNOWN = "unknown"
-"""Stands for a mask that is not known. Claims that are never wrong then count, since the mask may have been a private
-one."""
+"""This name stands for a mask that is not known. Claims that are never wrong by chance then count, since the mask may
+be a private one."""
 METADATA = "traffic-shape"
 """The adversary whose facts no mask protects (docs/threat-model.md, "What every provider sees")."""
 _COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED, KL, OVERLAP)
-"""Metrics that the verdict ignores: some count how much was claimed, which says nothing about what is right, and others
-are expressed better by other lines of the same claim."""
+"""Metrics that the verdict ignores. Some only count how much was claimed, right or wrong. For the others, another line
+about the same claim says more."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
 _GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
-"""Metrics of which an attacker has to show both. A gain in loss alone is no leak: weights that are noise can flatten a
-tiny model's wrong certainties, and its loss then falls by up to two thirds of what an IA3 victim gained. But its
-answers then agree less with the victim's than the base model's answers do."""
+"""An attacker must be above chance in both of these metrics. A gain in loss alone is no leak. Random weights can make a
+tiny model less certain of wrong answers, which lowers its loss by up to two thirds of what an IA3 victim gained. But
+then its answers agree less with the victim's answers than those of the base model do."""
 _MOST_WORTH = 0.1
-"""The most that an attacker may seem to gain from a private mask, as a share of the victim's gain."""
+"""The most that an attacker may gain under a private mask, as a share of the victim's gain, before the verdict
+alarms."""
 _ADAPTER = {
     ("adapter", "stolen task gain"): 0.9,
     ("o_proj", "relative error"): 1e-3,
@@ -39,11 +40,12 @@ _ADAPTER = {
     ("down_proj", "relative error"): 1e-3,
 }
 _OPENED_ERROR = 0.05
-"""The error that is allowed for ΔW through `gaussian-pool` on a real model. The masks that were removed are many times
-larger than the rows, and leave their rounding in the rows (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
+"""The largest error of ΔW that counts as a win against `gaussian-pool` on a real model. The masks that the attack
+removes are many times larger than the rows, so their rounding remains in the rows. (On SmolLM2 the error is 1e-3 to
+9e-3, and the stolen adapter has all of the gain.)"""
 _SHARE_CLAIMED = {("o_proj", SHARE_CLAIMED): 0.9, ("v_proj", SHARE_CLAIMED): 0.9}
-"""The share of layers that must be claimed without a mask; a median over the claimed layers says little about the
-others."""
+"""The share of layers that must be claimed without a mask. It is needed because a median over the claimed layers says
+nothing about the others."""
 _TOKENS = {("tokens", "recovery rate"): 0.99, ("tokens", SHARE_TRIED): 0.99}
 _BATCH = {("training tokens", "recovery rate"): 0.99}
 _ROWS = {("rows", "row cosine"): 0.99}
@@ -62,13 +64,14 @@ _FALLS = {
         "which-of-K": _ROWS,
     },
 }
-"""The values that must be reached, by mask and adversary: ΔW of three layers to 1e-3, nine tenths of the gain, and the
-tokens of prompts and of a training step. Labels are not required, because no provider receives them if the output head
-stays with the tenant."""
+"""The values that an adversary must reach, by mask and adversary. They are an error of 1e-3 for ΔW of three layers,
+nine tenths of the gain, and the tokens of prompts and of a training step. Labels are not required, because no provider
+receives them if the output head stays with the tenant."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each finding in which a private mask shows more than chance does, and for each failure."""
+    """Returns a line for each finding that is better than chance allows under a private mask, and for each failure of
+    an adversary."""
     at_odds = {
         (one.mask, one.arithmetic, one.adversary)
         for one in results
@@ -87,7 +90,8 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:
-    """Returns a line for each alarm about a victim's random draws; see attacks/victim/draws_statistics.py."""
+    """Returns a line for each alarm about the random numbers in a victim's masks; see
+    attacks/victim/draws_statistics.py."""
     return [f"{label}, from inside: {said}" for said in alarms(checks)]
 
 
@@ -119,12 +123,12 @@ def standing(
     kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
     ran: Collection[str] | None = None,
 ) -> list[str]:
-    """Returns a line for each adversary that should have won against a mask that is not private, and did not.
+    """Returns a line for each adversary that did not win against a mask that is not private, although it should have.
 
     Args:
         results: the report's findings.
         is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
-        kinds: the kinds of layers that the adapter changes; from other layers there is nothing to steal.
+        kinds: the kinds of layers that the adapter changes; the other layers have nothing to steal.
         ran: names of the adversaries that were run; None for the whole catalogue.
     """
     lost = []

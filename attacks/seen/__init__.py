@@ -1,1 +1,1 @@
-"""This package reads a recording as a provider sees it, and describes what a provider knows of the model and calls."""
+"""This package holds what a provider sees: its recording of calls, and what it knows about the public model."""

@@ -27,10 +27,11 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """Claims the first tokens of one prompt: all tokens that were given to a layer, or those that the adversary tried.
+    """Claims the first tokens of one prompt. These are all tokens that went through the layers, or fewer if the
+    adversary tried fewer.
 
-    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a position names a token even
-    without evidence, so a position without a token was not tried.
+    `prompt` is the prompt's number in `forward_passes.prompts`. If an adversary tries a position, it names a token even
+    without evidence. So positions without a token were not tried.
     """
 
     prompt: int
@@ -60,7 +61,7 @@ class StolenFact:
     """Claims something that was read from metadata, such as the number of prompt tokens.
 
     Attributes:
-        value: what was read; a tuple means that one of its entries is true, but the adversary cannot tell which.
+        value: what was read. A tuple means that one of its entries is true, and that the adversary cannot tell which.
     """
 
     name: str
@@ -77,8 +78,8 @@ class Adversary:
     Attributes:
         name: the name in the report's table, such as `closed-form`.
         summary: one line for --list: what the adversary uses and what it yields.
-        attack: takes the view of one tenant, the public model, and rows that another adversary unmasked (None: the
-            recorded rows).
+        attack: a function that returns claims. It takes the view of one tenant, the public model, and the rows that
+            another adversary unmasked; None stands for the recorded rows.
         opens_masks: whether the adversary's StolenRows are handed to other adversaries, which then run once more on
             these rows.
     """

@@ -1,8 +1,9 @@
 """Reassembles messages into forward passes, and forward passes into prompts with their answers.
 
-It uses the view alone. Groups come in the order of the manifest, so a step back in that order begins another pass. A
-pass of one row continues the prompt before it, since a KV cache makes decode steps of one row. The result is wrong if
-several prompts of one tenant run at once: attack a recording of one stream.
+Only the view is used. In a pass, groups (layers that read the same input) follow the order of the manifest, so a step
+back in that order begins a new pass. A pass of one row continues the prompt before it, since with a KV cache each
+decode step has one row. If several prompts of one tenant run at once, the result is wrong. An attack therefore needs a
+recording in which prompts follow one another.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class ForwardPass:
     """Holds one forward pass, and the backward pass that followed it if one did.
 
     Attributes:
-        forward, backward: maps a group id to the group's message; if a group was requested several times (IA3, OFT), to
-            the first message.
+        forward, backward: maps a group id to the group's message. If a group was requested several times (IA3, OFT),
+            this is the first message.
         repeats, backward_repeats: maps the id of such a group to its other messages, in order.
     """
 
@@ -88,7 +89,8 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of prompt and answer, without the last token, which no layer was given."""
+        """Returns the number of tokens of prompt and answer, without the last one, which does not go through the
+        layers."""
         return next(iter(self.rows.values())).shape[0]
 
 

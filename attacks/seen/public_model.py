@@ -1,8 +1,8 @@
 """Describes the base model as its provider knows it: weights, norms, embedding and where they stand in a block.
 
-It supports Llama-style models (RMSNorm, rotary positions, gated MLP) and GPT-2-style ones (LayerNorm, Conv1D with
-biases, learned positions). All tensors are float64. Weights are those that the provider multiplies with, rounded to
-int8 if it serves int8. Nothing of the tenant is in this module.
+The supported models are Llama-style (RMSNorm, rotary positions, gated MLP) and GPT-2-style (LayerNorm, Conv1D with
+biases, learned positions). All tensors are float64. Weights are those with which the provider computes; if it serves
+int8, they are rounded to int8. Nothing in this module comes from the tenant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from wire.ring.quantise import digest, quantise
 
 @dataclass(frozen=True)
 class Norm:
-    """Computes a norm layer: weight · x / rms(x), or LayerNorm if there is a bias; both have `eps` under the root."""
+    """Computes a norm layer, which is RMSNorm, weight · x / rms(x), or LayerNorm if there is a bias. Both have `eps`
+    under the root."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -33,13 +34,13 @@ class Norm:
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the part of each row that the norm keeps: the whole row or, with LayerNorm, the row without its
-        mean."""
+        """Returns the part of each row that affects the norm's output: the whole row or, for LayerNorm, the row minus
+        its mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:
-        """Returns the part of the norm's input that the norm keeps, up to a positive factor for each row; shape
-        (num_rows, hidden)."""
+        """Recovers the norm's input from its output, up to a positive factor for each row and, for LayerNorm, without
+        the row's mean; shape (num_rows, hidden)."""
         return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
     def to(self, dtype: torch.dtype) -> Norm:
@@ -49,8 +50,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """Holds a base layer, y = x·weight + bias, weight of shape (in_features, out_features), with its group's id and its
-    columns in the group."""
+    """Holds a base layer, y = x·weight + bias, with a weight of shape (in_features, out_features). It also holds the id
+    of the layer's group, and the layer's columns in the group's output."""
 
     name: str
     group: int
@@ -120,13 +121,13 @@ class PublicModel:
         return start if self.positions is None else start + self.positions[: token_ids.shape[0]]
 
     def normed_inputs(self) -> Mapping[int, Norm]:
-        """Maps the id of each group whose input is a norm layer's output to that norm; the output head is left out."""
+        """Maps the ids of the groups whose input is a norm layer's output to that norm. The output head is left out."""
         norms = {block.q.group: block.attention_norm for block in self.blocks}
         return norms | {block.up[0].group: block.mlp_norm for block in self.blocks}
 
     def layers(self) -> Mapping[str, Layer]:
-        """Returns every base layer of the blocks, by name; a fused c_attn is one matrix under three names, one for each
-        part."""
+        """Returns every base layer of the blocks, by name. A fused c_attn is one matrix, but its parts q, k and v have
+        a name each."""
         parts = [layer for b in self.blocks for layer in (b.q, b.k, b.v, b.o, *b.up, b.down)]
         return {layer.name: layer for layer in parts}
 
@@ -150,7 +151,7 @@ def describe(model: Any, manifest: Manifest, tokenizer: Any = None) -> PublicMod
 
 
 class _Reader:
-    """Reads weights by name, as the provider multiplies with them."""
+    """Reads weights by name, as the provider uses them in its products."""
 
     def __init__(self, model: Any, manifest: Manifest) -> None:
         self._modules = dict(model.named_modules())
@@ -233,8 +234,8 @@ def _gpt2(model: Any, reader: _Reader, tokenizer: Any) -> PublicModel:
 
 
 def _part(fused: Layer, start: int, stop: int) -> Layer:
-    """Returns q, k or v, as one part of the fused layer c_attn, named so that a claim about it can be told from a claim
-    about the whole."""
+    """Returns q, k or v as a part of the fused layer c_attn. The part's name differs from the layer's, so that claims
+    about the two can be told apart."""
     label = "qkv"[start // (stop - start)]
     columns = slice(fused.columns.start + start, fused.columns.start + stop)
     bias = None if fused.bias is None else fused.bias[start:stop]

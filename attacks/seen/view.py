@@ -1,8 +1,8 @@
 """Reads and checks a recording made by `provider serve --record`, which holds what one provider sees.
 
-A view holds the manifest and the recorded bytes, and nothing of the tenant's. A recording that is empty, damaged or of
-another model is refused with one `ConfigurationError`. Tensors are read when they are asked for. If the recorder
-reached its size limit, messages are there without their tensors, and `is_truncated` says so. If the recorder did not
+A view holds the manifest and the recorded bytes, and nothing that only the tenant knows. A recording that is empty,
+damaged or of another model is refused with one `ConfigurationError`. Tensors are read only when a method needs them. If
+the recorder reached its size limit, later messages have no tensors, and `is_truncated` is True. If the recorder did not
 end properly, `is_ended` is False.
 """
 
@@ -57,7 +57,7 @@ class Message:
         seq: the message's number in the recording; messages are numbered in the order of the replies.
         group: the group's id in the manifest.
         num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
-        widths: columns of the request and of the reply, by the manifest.
+        widths: the numbers of columns of the request and of the reply, according to the manifest.
         file: the file that holds the tensors; None if the recorder had no room left.
     """
 
@@ -140,8 +140,8 @@ class View:
         return replace(self, messages=theirs[0], unanswered=theirs[1])
 
     def products(self) -> tuple[Message, ...]:
-        """Returns all messages that ask for a matrix product of masked rows, with or without a reply, in the order of
-        `seq`."""
+        """Returns all messages that ask for a matrix product of masked rows, including those without a reply, in the
+        order of `seq`."""
         found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
         return tuple(sorted(found, key=lambda message: message.seq))
 
@@ -151,8 +151,8 @@ class View:
         return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
 
     def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
-        """Returns the answered messages of one purpose (`product`, `hint` or `effect`) and, if given, of one direction
-        and group."""
+        """Returns the messages with a reply that have one purpose (`product`, `hint` or `effect`) and, if given, one
+        direction and group."""
         return tuple(
             message
             for message in self.messages

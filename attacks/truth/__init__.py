@@ -1,1 +1,2 @@
-"""This package holds what only the judge may know: the victim's secrets, and whether claims about them are right."""
+"""This package holds what only the judge may know, the victim's secrets, and decides whether claims about them are
+right."""

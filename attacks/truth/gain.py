@@ -1,4 +1,4 @@
-"""Measures what a stolen adapter is worth: compares it with the base model and the victim on the private task."""
+"""Measures what a stolen adapter is worth, by comparing it with the base model and the victim on private questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Question:
         losses: the losses of base model, victim and stolen adapter, each summed over the answer.
         divergences: KL divergences of stolen adapter and base model from the victim's distribution, summed over the
             answer, in nats.
-        agreed: the number of tokens at which the stolen adapter, and the base model, would answer as the victim does.
+        agreed: at how many tokens of the answer the stolen adapter, and the base model, would choose the same token as
+            the victim.
     """
 
     num_tokens: int
@@ -37,10 +38,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Worth:
-    """Holds a value with its 99% interval, and the base model's value with the interval of chance around that value.
+    """Holds a value of the stolen adapter with its 99% interval, and the base model's value with an interval of chance
+    around it.
 
-    Intervals come from a bootstrap over the questions. With few questions they are wide, and still too narrow rather
-    than too wide.
+    Intervals come from a bootstrap over the questions. With few questions the intervals are wide, but even so they tend
+    to be too narrow.
     """
 
     value: float
@@ -55,7 +57,7 @@ class Gain:
 
     Attributes:
         questions: the results of each question.
-        answers: a few answers of base model, victim and stolen adapter.
+        answers: the first few answers of base model, victim and stolen adapter, as text.
     """
 
     questions: tuple[Question, ...]
@@ -63,33 +65,34 @@ class Gain:
 
     @property
     def gain(self) -> Worth:
-        """Returns (base − stolen) / (base − victim), of losses per token; 1.0 means that the stolen adapter has all of
-        the victim's gain."""
+        """Returns (base − stolen) / (base − victim), where the three are losses per token. A value of 1.0 means that
+        the stolen adapter has all of the victim's gain."""
         losses = torch.tensor([one.losses for one in self.questions], dtype=torch.float64)
         return _worth(losses[:, 0] - losses[:, 2], losses[:, 0] - losses[:, 1], torch.zeros(len(losses)))
 
     @property
     def agreement(self) -> Worth:
-        """Returns the share of answer tokens at which stolen adapter and victim would say the same; the baseline
-        compares base model and victim."""
+        """Returns the share of answer tokens at which the stolen adapter would choose the same token as the victim. The
+        baseline compares the base model with the victim."""
         agreed = torch.tensor([one.agreed for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(agreed[:, 0], sizes, agreed[:, 1])
 
     @property
     def divergence(self) -> Worth:
-        """Returns the KL divergence from the victim's next-token distribution to the stolen adapter's, in nats per
-        token, and, as the baseline of the `Worth`, that to the base model's."""
+        """Returns the KL divergence of the stolen adapter's next-token distribution from the victim's, in nats per
+        token. The baseline is the divergence of the base model's distribution from the victim's."""
         divergences = torch.tensor([one.divergences for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(divergences[:, 0], sizes, divergences[:, 1])
 
 
 def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
-    """Computes ratios of sums over questions, with intervals from questions that are drawn again with replacement.
+    """Computes the ratio of two sums over questions. Intervals come from a bootstrap, which draws questions with
+    replacement.
 
-    The interval of chance is that of a stolen adapter as good as the base model. It is as wide as the spread of the
-    difference between the two over the same draws.
+    The interval of chance is where a stolen adapter that is as good as the base model would lie. Its width is the
+    spread, over the same draws, of the difference between stolen adapter and base model.
 
     Args:
         stolen, sizes, base: shape (num_questions,).
@@ -139,7 +142,7 @@ class PrivateTask:
         """Encodes the questions and their answers as token ids.
 
         Args:
-            base, victim: models of attacks/truth/secrets.py.
+            base, victim: the base model and the victim's model, made by attacks/truth/secrets.py.
             tokenizer: transformers' tokenizer of both.
             rows: the questions, each with `messages` or with `prompt` and `completion`.
         """
@@ -167,7 +170,7 @@ class PrivateTask:
         return Gain(tuple(questions), tuple(zip(base.answers, victim.answers, thief.answers, strict=True)))
 
     def _hear(self, model: Any) -> _Said:
-        """Computes a model's answers to the questions.
+        """Computes the losses, the distributions and the answers of one model on the questions.
 
         Args:
             model: the model; it is changed in place.
@@ -208,7 +211,8 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
-    """Generates greedily as many tokens as the right answer has; `generate` would end the answer early."""
+    """Generates greedily exactly as many tokens as the right answer has. The model's `generate` is not used, because it
+    could end earlier."""
     given, past, answer = prompt, None, []
     for _ in range(min(count, _MAX_ANSWER)):
         with torch.no_grad():

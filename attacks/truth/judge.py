@@ -1,8 +1,7 @@
-"""Decides whether claims are right: computes metrics, and their random baselines, from the victim's secrets.
+"""Decides whether claims are right, by computing metrics and their random baselines from the victim's secrets.
 
-Every metric has a baseline with a 99% interval, which comes from guessing at random what the adversary claims to know.
-A value in the interval is "at baseline". That says that this adversary learned nothing that this metric shows, and no
-more.
+Every metric has a baseline with a 99% interval, which comes from random guesses of what the adversary claims to know. A
+value in the interval is "at baseline". This means only that this metric shows nothing that this adversary learned.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from wire.ring import coding
 
 _Rows = TypeVar("_Rows", StolenRows, StolenDifference)
 _MAX_JUDGED = 200
-"""The most messages whose rows are compared; each needs the true rows of its prompt."""
+"""The most messages whose rows are compared. For each of them the true rows of its prompt must be computed."""
 _MAX_ROWS = 8
-"""The most rows that are compared of one message. An adversary's error is common to all rows of a message, so that many
-rows say little more than a few, and the rows of a training step would outweigh those of all prompts."""
+"""The most rows of one message that are compared. An adversary's error is alike in all rows of a message, so many rows
+say little more than a few. Without this limit, the rows of a training step would outweigh those of all prompts."""
 
 
 def judge(
@@ -72,8 +71,8 @@ class _KnownRows:
         self._of_step: dict[int, torch.Tensor] = {}
 
     def of(self, seq: int) -> torch.Tensor | None:
-        """Returns a message's true rows; None for gradients and for later training steps, whose adapters are not
-        kept."""
+        """Returns a message's true rows. Returns None for gradients, and for later training steps, whose adapters are
+        not kept."""
         message, place = self._messages.get(seq), self._places.get(seq)
         if message is None:
             return None
@@ -138,8 +137,8 @@ def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
 def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
     """Computes the mean cosine of rows.
 
-    The baseline pairs each claim with the true rows of another message of the same width, because what all activations
-    have in common is no secret.
+    The baseline compares each claim with the true rows of another message of the same width. So it is no win to claim
+    only what all activations have in common.
     """
     pairs = [(got, wanted) for got, wanted in pairs if got.shape[0]]
     if not pairs:
@@ -156,7 +155,7 @@ def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tenso
             others.append(_row_cosines(got[:count], wanted[:count]))
     shuffled = torch.cat(others)
     baseline = float(shuffled.mean()) if len(shuffled) else 0.0
-    # a random direction's cosine has variance 1/width; shuffled pairs may spread wider
+    # the cosine of a random direction has variance 1/width; that of shuffled pairs may be larger
     spread = max(float(shuffled.std()) if len(shuffled) > 1 else 0.0, min(by_width) ** -0.5)
     half = 2.576 * spread / math.sqrt(len(values))
     interval = (baseline - half, baseline + half)

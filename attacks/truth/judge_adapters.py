@@ -17,15 +17,15 @@ _MOST_RANK, _RANK_FLOOR = 17, 1e-4
 """A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR`
 of the largest one are rounding."""
 _SHRUNK = 0.99
-"""The error from which on a claim counts as a guess: a guess near zero has an error a little below 1 without any
-knowledge."""
+"""A claim with at least this error counts as a guess, because a guess near zero has an error a little below 1 without
+any knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Computes error and cosine, over blocks, for each kind of layer that the victim adapted, if anything was claimed.
+    """Computes the error and the cosine of claims, over all blocks, for each kind of layer that the victim adapted. If
+    nothing was claimed, there are no findings.
 
-    If the adversary claims adapters but claimed nothing about a kind of layer, or about a part of the kind, a line says
-    so.
+    If the adversary claims adapters, but claimed nothing about some or all layers of a kind, a line says so.
     """
     claimed = {claim.layer: claim.delta for claim in claims}
     if not claimed:
@@ -35,7 +35,7 @@ def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
         wanted = _visible(layer, truth)
         if kind_of(layer) not in ("q_proj", "k_proj") and bool(wanted.any()):
             compared.setdefault(kind_of(layer), []).append(_compare(layer, wanted, claimed, truth))
-    for block in truth.public.blocks:  # q and k are judged together: only their product is determined
+    for block in truth.public.blocks:  # q and k are judged together, because only their product is determined
         if _changes_scores(block, truth):
             compared.setdefault("q·k", []).append(_compare_scores(block, claimed, truth))
     return [finding for kind, each in compared.items() for finding in _findings(kind, each)]
@@ -47,9 +47,10 @@ class _Compared:
 
     Attributes:
         error, cosine: the error and the cosine of the claimed change.
-        size: how many numbers the change has.
-        overlap: the share of the true change's input directions that lie among the claimed change's leading ones, that
-            share for random directions, and its standard deviation; None if the change is not of low rank.
+        size: the number of elements of the change.
+        overlap: three numbers: the share of the true change's input directions that lie in the span of the claimed
+            change's leading input directions, the same share for random directions, and its standard deviation; None if
+            the change is not of low rank.
     """
 
     error: float
@@ -116,7 +117,7 @@ def _compare(layer: str, wanted: torch.Tensor, claimed: Mapping[str, torch.Tenso
 
 
 def kind_of(layer: str) -> str:
-    """Returns Llama's name for a layer's function, whatever the model calls the layer."""
+    """Returns the name that Llama gives to a layer with this function, whatever the model calls the layer."""
     module, _, part = layer.partition("[")
     if part:
         return {"q": "q_proj", "k": "k_proj", "v": "v_proj"}[part[0]]
@@ -127,8 +128,8 @@ def kind_of(layer: str) -> str:
 
 
 def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """Returns the part of ΔW on which the model's results depend: a LayerNorm removes what all entries of a row have in
-    common."""
+    """Returns the part of ΔW on which the model's results depend. A LayerNorm removes the mean of a row, so with
+    LayerNorm the mean is removed here, too."""
     delta = truth.deltas[layer]
     lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
     return delta - delta.mean(1, keepdim=True) if lost else delta
@@ -170,8 +171,8 @@ def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> t
     """Returns the part of one head's W_q W_kᵀ on which a softmax depends: differences between keys.
 
     After LayerNorm, rows differ only orthogonally to 1/γ, and all have the same coordinate along 1/γ (γ: the norm's
-    weight). What a query gets from that direction comes together with the bias of q, and no data can separate the two.
-    Both are therefore one row of the result. After RMSNorm, rows differ in all directions.
+    weight). This direction adds a constant to each query, as the bias of q does, and no data can separate the two. Both
+    are therefore one row of the result. After RMSNorm, rows differ in all directions.
 
     Args:
         q, k: shape (hidden, head_dim).

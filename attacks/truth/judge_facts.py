@@ -1,4 +1,5 @@
-"""Decides whether lists of tokens, and facts from metadata, are right; attacks/truth/judge.py judges other claims."""
+"""Decides whether claimed tokens, and facts from metadata, are right. attacks/truth/judge.py judges the other
+claims."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from attacks.seen.view import View
 from attacks.truth.secrets import Batch, Truth
 
 _KIND_OF = {"LORA": LORA, "ADALORA": LORA, "VERA": LORA, "IA3": IA3, "OFT": OFT, "BOFT": BOFT}
-"""Maps PEFT's own names to kinds of adapter, for adapters whose ΔW the judge can compute."""
+"""Maps the names that PEFT uses to kinds of adapter, for those adapters whose ΔW the judge can compute."""
 _WHOLE = 0.9
-"""The share of all tokens below which a win counts only for the tokens that were tried."""
+"""If an adversary tried less than this share of all tokens, a win counts only for the tokens that were tried."""
 
 
 def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Computes the rate of right tokens among those that were tried, and the share of all tokens that were tried.
+    """Computes the share of tried tokens that are right, and the share of all tokens that were tried.
 
     A full win needs both: an adversary that tries a few easy tokens reads these tokens, but not the prompts.
     """
@@ -46,9 +47,10 @@ def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) 
 
 
 def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Judges facts read from metadata; facts for which the judge has no truth are left out.
+    """Judges facts that were read from metadata. Facts whose truth the judge does not know are left out.
 
-    If a claim names several kinds or layers, its baseline is the chance of being right by naming as many at random.
+    If a claim names several kinds or layers, its baseline is the probability that as many random names include the
+    right one.
     """
     answers: dict[str, tuple[str, float]] = {}
     if sent:
@@ -70,7 +72,7 @@ def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Seque
 
 
 def _changing_inputs(truth: Truth, kind: str | None) -> set[str]:
-    """Returns the layers whose input the adapter changes."""
+    """Returns the names of the layers whose input the adapter changes."""
     modules = dict(truth.adapted.base_model.model.named_modules())
     return {
         name
@@ -117,7 +119,7 @@ def judge_batch(
 
 
 def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Computes the share of a whole batch that is right; what is missing counts as wrong. Most of a batch is padding
-    and positions without a label."""
+    """Computes the share of a whole batch that is right. Missing positions count as wrong. Most of a batch is padding
+    and positions without a label, which are easy to guess; the baseline of `share_right` allows for this."""
     listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
     return share_right(claim.name, torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1), wanted)

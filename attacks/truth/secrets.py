@@ -1,7 +1,7 @@
-"""Computes what the victim knows and no adversary is given: its adapter, its tokens, its activations.
+"""Computes what the victim knows and adversaries do not get: the victim's adapter, tokens and activations.
 
 The judge computes these on its own copy of the model, in float64, from the adapter and the token ids that the victim
-wrote down. Base weights are those that the provider multiplies with.
+wrote to files. The base weights are those that the provider uses in its products.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class Batch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Returns the label that each position is trained to predict: the next one's, shape (batch, num_tokens)."""
+        """Returns the label that each position is trained to predict, which is that of the next position; shape (batch,
+        num_tokens)."""
         return torch.nn.functional.pad(self.labels, (0, 1), value=NO_LABEL)[:, 1:]
 
     @property
     def has_logits(self) -> torch.Tensor:
-        """Returns the positions for which the SDK computes logits: those at which some row has a target. Shape (batch,
-        num_tokens)."""
+        """Returns the positions for which the SDK computes logits, which are those at which some sequence has a target;
+        bool, shape (batch, num_tokens)."""
         return (self.targets != NO_LABEL).any(dim=0).expand(self.targets.shape)
 
 
 def read_batches(file: Path) -> list[Batch]:
-    """Reads the steps that a victim wrote down, in order."""
+    """Reads the training steps that a victim wrote to a file, in order."""
     steps = json.loads(file.read_text())
     return [Batch(*(torch.tensor(step[name]) for name in ("input_ids", "labels", "attention_mask"))) for step in steps]
 
@@ -80,12 +81,13 @@ class Truth:
         return {name: after[name] - weight for name, weight in before.items()}
 
     def rows(self, token_ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Returns the input of each group's layers by group id, float64, shape (num_tokens, in_features)."""
+        """Returns the input of each group (layers that read the same input) by group id, float64, shape (num_tokens,
+        in_features)."""
         return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
 
     def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
-        """Returns the inputs of groups in a first training step, the batch's rows one after the other: shape
-        (batch·num_tokens, in_features).
+        """Returns the inputs of groups in a first training step, shape (batch·num_tokens, in_features). The batch's
+        sequences follow one another.
 
         A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
         """
@@ -163,6 +165,6 @@ def _weights(model: Any, public: PublicModel) -> dict[str, torch.Tensor]:
 
 
 def _set_weights(model: Any, public: PublicModel) -> None:
-    """Sets the weights to those that the provider multiplies with."""
+    """Sets the weights to those that the provider uses in its products."""
     for name, weight in _weights(model, public).items():
         weight.copy_(public.layers()[name].weight)

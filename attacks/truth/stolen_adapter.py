@@ -1,6 +1,6 @@
-"""Writes a stolen adapter as a PEFT LoRA adapter, which stock PEFT loads: using it proves the theft.
+"""Writes a stolen adapter as a PEFT LoRA adapter. Unmodified PEFT loads it, so that anyone can check what was stolen.
 
-ΔW of every claimed layer is reduced to its leading singular vectors; layers without a claim are left out.
+The claimed ΔW of a layer is reduced to its leading singular vectors. Layers without a claim are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> P
 
 
 def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[str, torch.Tensor]:
-    """Joins the members of a fused layer side by side again."""
+    """Joins the parts of a fused layer side by side, and returns ΔW by module name."""
     layers: Mapping[str, Any] = public.layers()
     whole: dict[str, torch.Tensor] = {}
     for name, delta in deltas.items():

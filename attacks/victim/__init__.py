@@ -1,1 +1,2 @@
-"""This package holds the tenant that is attacked, its model and traffic, and a test of its draws from inside it."""
+"""This package holds the tenant that is attacked, its model and traffic, and tests of the random numbers in its
+masks."""

@@ -1,4 +1,5 @@
-"""Holds the results of testing a tenant's draws: the tests and how far out they are, without any of the draws."""
+"""Defines the results of tests of a tenant's random numbers. A result says how unlikely a test's value is, and holds
+none of the numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FALSE_ALARM = 1e-6
-"""The probability that a whole report alarms by chance."""
+"""The largest probability that a whole report raises any alarm by chance."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Check:
         name: what was tested.
         num_tests: the number of tests of this kind.
         value: the most extreme test's value, in the unit that `unit` names.
-        log10_chance: log10 of a bound on the probability of such a value in one test by chance; minus infinity for a
-            value that is impossible.
-        is_alarm: whether that bound is too small for all tests together.
+        log10_chance: log10 of an upper bound on the probability that one test has such a value by chance; minus
+            infinity for a value that is impossible.
+        is_alarm: whether that bound is so small that chance does not explain it, given the number of all tests.
     """
 
     name: str
@@ -33,7 +34,8 @@ class Check:
 
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Converts checks to JSON, which has no infinity; null stands for the logarithm of probability zero."""
+    """Converts checks to values for JSON. JSON has no infinity, so null stands for the logarithm of probability
+    zero."""
     return [
         asdict(one) | {"log10_chance": one.log10_chance if math.isfinite(one.log10_chance) else None} for one in checks
     ]
@@ -46,7 +48,7 @@ def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def alarms(checks: Sequence[Check]) -> list[str]:
-    """Returns the alarms in words, the most extreme first."""
+    """Returns a line of text for each alarm, the most extreme first."""
     return [
         f"{one.name}: {one.value:.4g} {one.unit}, chance below 10^{one.log10_chance:.0f}"
         if math.isfinite(one.log10_chance) else f"{one.name}: {one.value:.4g} {one.unit}, which cannot be"

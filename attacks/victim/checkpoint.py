@@ -1,4 +1,5 @@
-"""Loads the provider's checkpoint by the provider's code, which is allowed because the adversary is the provider."""
+"""Loads the provider's checkpoint with the provider's own code. This is allowed because the adversary is the
+provider."""
 
 from __future__ import annotations
 

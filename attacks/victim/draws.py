@@ -1,13 +1,14 @@
 """Observes the secrets and errors of a tenant's lattice masks from inside the tenant's own process.
 
-This finds weaknesses that no recording shows: at the shipped dimension, errors in {0, 1} look like any others from
-outside. The observed secret is the one with which the mask was computed. The observed error is what remains of a
-finished mask after A·s is subtracted. So both are those on the wire, however and wherever they were drawn. Blocks,
-pieces of blocks and the compiled arithmetic all lie behind the functions that are wrapped. unittest.mock wraps them,
-because noise/ has no interface for this.
+This finds weaknesses that no recording shows. For example, at the shipped dimension a provider cannot tell errors in
+{0, 1} from others. The observed secret s is the one with which the mask was computed. The observed error is what
+remains of a finished mask after A·s is subtracted, where A is the public matrix. So both are those of the masks that
+are sent, however and wherever they were drawn. Whole blocks, pieces of blocks and the compiled arithmetic are all
+covered, because all of them run inside the functions that are wrapped. The wrapping uses unittest.mock, because noise/
+has no interface for this.
 
-Statistics are written, and never a sample. Samples and keyed hashes of them stay in this process's memory until the
-watch is dropped. The watch says nothing about a process in which it does not run.
+Only statistics are written, and never a sample. Samples and their keyed hashes stay in the memory of this process until
+the `Watch` is dropped. A watch observes only the process in which it runs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from wire.frame import Direction
 
 DEFAULT = PARAMETERS["default"]
 CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
-"""The part of the errors of a block, or of a piece, that is kept for comparison with all others: the first
-CORNER_FEATURES features of the first CORNER_ROWS rows, and the first PREFIX numbers in memory order. The first
-`CORNER_FEATURES` numbers of each row are hashed."""
+"""These sizes say which errors of a block, or of a piece of one, are kept for comparison with all others. Kept are the
+first `CORNER_FEATURES` features of the first `CORNER_ROWS` rows, and the first `PREFIX` numbers in memory order. The
+first `CORNER_FEATURES` numbers of each row are hashed."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Unit:
-    """Holds a block, or a piece of one, as it was made.
+    """Describes one block of mask rows, or one piece of a block, that was made at once.
 
     Attributes:
-        secret: the index in `Watch.secrets` of the secret with which it was made.
-        first_row: the position of its first row in the block.
-        corner: its first errors, int16, shape (CORNER_ROWS, CORNER_FEATURES) at most.
-        prefix: its first errors in memory order, int16, shape (PREFIX,) at most.
+        secret: the index, in `Watch.secrets`, of the secret with which the unit was made.
+        first_row: the position of the unit's first row in its block.
+        corner: the errors of the first rows and features, int16, shape (CORNER_ROWS, CORNER_FEATURES) at most.
+        prefix: the first errors in memory order, int16, shape (PREFIX,) at most.
     """
 
     place: Place
@@ -73,14 +74,14 @@ class Errors:
 
 
 class Watch:
-    """Collects secrets and errors in the order in which masks are made; it is thread-safe.
+    """Collects secrets and errors in the order in which masks are made. The class is thread-safe.
 
     Attributes:
-        secrets: the secrets that made masks, each int8, shape (k, N).
-        places: the place of the mask of each secret.
+        secrets: the secrets from which masks were made, each int8, shape (k, N).
+        places: for each secret, the owner of the mask.
         units: all blocks and pieces.
-        trits_drawn, errors_drawn: how many numbers noise.sampling was asked for.
-        num_unknown: the number of calls that made masks in a way that this code does not know.
+        trits_drawn, errors_drawn: how many trits and errors were requested from noise.sampling.
+        num_unknown: the number of calls that made masks in a way that the watch does not understand.
     """
 
     def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:
@@ -88,7 +89,7 @@ class Watch:
 
         Args:
             parameters: the parameters of the masks.
-            keep: is called with the errors of each unit, by one thread at a time.
+            keep: a function that is called with the errors of each unit, by one thread at a time.
         """
         self.parameters = parameters
         self.secrets: list[torch.Tensor] = []
@@ -106,8 +107,8 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Watch]:
-        """Watches every lattice mask that this process makes within the block. Functions that are already patched are
-        wrapped, too."""
+        """Returns a context manager, within whose block every lattice mask that this process makes is watched.
+        Functions that are already patched are wrapped, too."""
         self._combine = negacyclic.combine
         with contextlib.ExitStack() as patches:
             for owner, name, spy in (
@@ -203,7 +204,8 @@ class _Transformed:
     num_rows: int = 0
 
     def next_rows(self, counts: Sequence[int]) -> list[int]:
-        """Returns the rows at which pieces of these sizes begin; the pieces of a block are made in order."""
+        """Returns the first row of each piece, from the sizes of the pieces. The pieces of a block are made in
+        order."""
         starts = []
         for count in counts:
             starts.append(self.num_rows)

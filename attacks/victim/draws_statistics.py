@@ -1,17 +1,18 @@
-"""Tests whether a tenant's draws look like those that noise/ should make, with one bound on all false alarms together.
+"""Tests whether a tenant's secrets and errors look like those that noise/ should draw. One bound limits all false
+alarms.
 
-Every test gives a bound on the probability that chance gives such a value (`attacks.victim.tails`, which uses no limit
-theorem). A test alarms if its bound is at or below `FALSE_ALARM`/T, for T tests in a report. An honest run then gives
-one or more alarms with probability at most `FALSE_ALARM`, however the tests depend on each other. Draws that have to be
-independent within a test are independent: a sum over pairs takes each number once as a weight and once as a summand of
-another draw.
+Every test gives an upper bound on the probability that chance gives such a value (`attacks.victim.tails`, which uses no
+limit theorem). A test raises an alarm if its bound is at most `FALSE_ALARM`/T, where T is the number of tests in a
+report. Then an honest run raises any alarm with probability at most `FALSE_ALARM`, however the tests depend on each
+other. Within a test, numbers that have to be independent are so: in a sum over pairs, a number and its weight come from
+different draws.
 
 The tests look at:
 - numbers outside of the support;
-- weight and balance of secrets, of each secret and of each position over all secrets;
-- mean, mean square and distribution of errors, of each block, feature and row;
-- correlation with the next number, and with every other block, group, direction and piece;
-- equal rows of errors and equal runs of trits, wherever they are.
+- the number of non-zero trits and the sum of trits, for each secret, and for each position over all secrets;
+- mean, mean square and distribution of errors, for each block, feature and row;
+- correlation of errors with the next number, and with every other block, group, direction and piece;
+- equal rows of errors and equal runs of trits, anywhere.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ ETA = 21
 not change the distribution that the sampler is compared with."""
 TRIT_SIGMA = math.sqrt(2 / 3)
 _RUN = 64
-"""The length in trits of a run that is compared as a whole; two independent runs are equal with probability 2^-101."""
+"""The number of trits in a run that is compared as a whole. Two independent runs are equal with probability 2^-101."""
 _HASH_BYTES = 16
 _MOST_POLYNOMIALS, _MOST_UNITS = 6144, 4096
-"""The most polynomials, and the most blocks or pieces, that are compared with each other. A longer run uses its first
-ones."""
+"""The most polynomials, and the most blocks or pieces, that are compared with each other. If there are more, only the
+first ones are compared."""
 
 
 @dataclass
@@ -53,7 +54,8 @@ class _Family:
 
 @dataclass
 class _Sums:
-    """Holds sums of squared errors, by feature of a place or by row over all blocks."""
+    """Holds sums of squared errors and the number of errors in each sum. There is one sum for each feature of a
+    `Place`, or one for each row over all blocks."""
 
     squares: torch.Tensor
     counts: torch.Tensor
@@ -61,7 +63,7 @@ class _Sums:
 
 @dataclass(eq=False)
 class Statistics:
-    """Adds up errors as they are made; `checks` adds the tests of secrets and of pairs."""
+    """Adds up errors as they are made. The method `checks` adds the tests of secrets and of pairs."""
 
     parameters: LatticeParameters
     families: dict[str, _Family] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Statistics:
     num_errors: int = 0
 
     def __post_init__(self) -> None:
-        """Chooses the distribution that errors must have."""
+        """Chooses the distribution that errors must have under the parameters."""
         if self.parameters.sigma == NOMINAL_SIGMA:
             self.sigma, self.distribution = math.sqrt(ETA / 2), tails.centred_binomial(ETA)
         elif self.parameters.sigma > 0:
@@ -121,7 +123,7 @@ class Statistics:
     # ---- everything --------------------------------------------------------------------------------------------------
 
     def checks(self, watch: Watch) -> list[Check]:
-        """Computes all tests of a watch whose errors were kept here; call it only once."""
+        """Computes all tests of a watch that gave its errors to `keep`. Call this method only once."""
         self._test_coverage(watch)
         if watch.secrets and self.num_errors:
             self._test_distribution()
@@ -149,11 +151,12 @@ class Statistics:
         self._add(name, "standard deviations", num_tests, distance, tails.sub_gaussian(distance))
 
     def _never(self, name: str, count: int) -> None:
-        """Adds a test for something that an honest tenant never does."""
+        """Adds a test for something that an honest tenant never does. A count above zero is an alarm."""
         self._add(name, "times", 1, float(count), tails.NEVER if count else 0.0)
 
     def _test_coverage(self, watch: Watch) -> None:
-        """Tests whether the sampler was asked for every number that was used, and whether the watch saw all of them."""
+        """Tests whether every number that was used was requested from the sampler, and whether the watch saw all of
+        them."""
         trits = sum(secret.numel() for secret in watch.secrets)
         self._never("masks made where nobody looked", watch.num_unknown + (not watch.units))
         self._never("trits that the sampler was not asked for", max(0, trits - watch.trits_drawn))
@@ -216,8 +219,8 @@ class Statistics:
         owners: Sequence[tuple[Place, int]],
         sigma: float,
     ) -> None:
-        """Tests every pair for correlation: the sum of products over positions that both have, in units of σ·‖the
-        other‖. Results are grouped by how the two are related."""
+        """Tests every pair for correlation, which is the sum of products over positions that both have, in units of
+        σ·‖the other‖. Results are grouped by the relation between the two."""
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
         lengths = (there @ wide.square().t()).sqrt()
@@ -246,7 +249,8 @@ class Statistics:
 
 
 class _Seen:
-    """Holds keyed hashes of what has been seen, and counts how each repetition is related to its first occurrence."""
+    """Holds keyed hashes of the items that were added. It counts repetitions by their relation to the first
+    occurrence."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
@@ -266,7 +270,8 @@ class _Seen:
 
 _SAME = "one block or piece"
 _RELATIONS = ("one block", "blocks of a group and direction", "directions of a group", "groups", "sessions")
-"""How two polynomials, blocks or pieces are related. "one block" means its polynomials, or its pieces."""
+"""Names for the relation between two polynomials, blocks or pieces. "one block" means that both belong to the same
+block. Each other name says in what the two differ."""
 
 
 def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
@@ -294,8 +299,8 @@ def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
 
 
 def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the odd and then the even rows, each with the row before it, so that no row is on both sides at once;
-    yields nothing for a single row."""
+    """Yields the odd rows, each with the row before it, and then the even rows in the same way. So no row is on both
+    sides of one pair of tensors. Yields nothing for a single row."""
     for first in (0, 1):
         pairs = (len(rows) - first) // 2
         if pairs:
@@ -304,7 +309,8 @@ def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns parts as rows of one length, and 1 wherever a number was; both int16, shape (len(parts), length)."""
+    """Pads parts to rows of one length. Returns these rows, and a tensor that is 1 where a row has a number and 0 in
+    the padding; both int16, shape (len(parts), length)."""
     numbers = torch.zeros(len(parts), *shape, dtype=torch.int16)
     is_there = torch.zeros_like(numbers)
     for index, part in enumerate(parts):

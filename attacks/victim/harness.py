@@ -1,8 +1,7 @@
 """Runs a victim and a recording provider as processes, and keeps the view apart from the truth.
 
 The provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries get the
-recording alone. Every process is ended by its own handle. No process takes
-connections from other machines.
+recording alone. Every process is ended by its own handle. No process accepts connections from other machines.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _VICTIM_S = 3000
 def record(
     folder: Path, seen: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None
 ) -> None:
-    """Runs the victim against a recording provider.
+    """Runs the victim with a provider that records, and keeps only the recording for adversaries.
 
     Args:
         folder: holds the provider's state, identities and logs.
-        seen: receives the recording, apart from everything that adversaries must not see.
+        seen: the folder for the recording; nothing that adversaries must not see is put there.
         model: the model, as `provider serve --model` takes it.
         job: what the victim does.
         masks: the runs to make; `identity` is filled in here.
@@ -50,7 +49,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(job.model_dump_json())
     log = folder / "victim.log"
-    with (  # the victim trains while the provider starts
+    with (  # meanwhile the victim trains
         _victim(folder / "job.json", log, environment) as victim,
         _provider(folder, model, options, runs, environment) as url,
     ):

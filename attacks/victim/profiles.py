@@ -15,8 +15,8 @@ from wire.errors import ConfigurationError
 
 _FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
 _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
-"""The number of prompts, and of tokens of each. Together they have more tokens than SmolLM2's down_proj has inputs
-(1,536)."""
+"""The number of prompts, and the number of tokens of each. In all these are more tokens than down_proj of SmolLM2 has
+inputs (1,536)."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
@@ -40,7 +40,7 @@ class Profile:
 
 
 def runs(masks: str) -> list[Run]:
-    """Returns the runs that a list of masks stands for; `off` is run in float and in ring arithmetic.
+    """Returns the runs for a list of masks. The mask `off` gives two runs, in float and in ring arithmetic.
 
     Raises:
         ConfigurationError: a mask is unknown.
@@ -67,7 +67,8 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
         peft_kind: the kind of the adapter that the run trains.
 
     Raises:
-        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile is asked for a kind beside lora.
+        ConfigurationError: `adapter` is no PEFT adapter folder, or the full profile is requested for another kind than
+            lora.
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
@@ -79,7 +80,8 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
 
 
 def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
-    """Returns the profile of a tiny random model: all layers and all adversaries, within a minute."""
+    """Returns the profile of a tiny random model. All of its layers are recorded, and all adversaries finish within a
+    minute."""
     model = quick_model.make(name, folder / "model")
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
 
@@ -96,14 +98,15 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
             "learning_rate": 5e-3,
             "peft_kind": peft_kind,
             "peft": _peft(name, peft_kind),
-            "num_threads": 1,  # training with two threads, which mostly wait for each other, took 13 times the work
+            "num_threads": 1,  # with two threads, which mostly wait for each other, training took 13 times the work
         }
     )
     return Profile("quick", str(model), job, None, "1GiB")
 
 
 def _peft(model: str, kind: str) -> dict[str, Any]:
-    """Returns options of LoRA on all linear layers, or of another method on the layers whose input it changes."""
+    """Returns PEFT's options for LoRA on all linear layers, or for another method on the layers whose input the method
+    changes."""
     llama = model == "tiny-llama"
     if kind == "lora":
         return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
@@ -115,10 +118,11 @@ def _peft(model: str, kind: str) -> dict[str, Any]:
 
 
 def full(folder: Path, model: str, adapter: Path | None) -> Profile:
-    """Returns the profile of a real model, all of it recorded. It has enough tokens for the closed forms of o_proj,
-    v_proj and down_proj.
+    """Returns the profile of a real model, all of whose layers are recorded. The prompts have enough tokens for the
+    closed forms of o_proj, v_proj and down_proj.
 
-    A token is 2 MB of SmolLM2's traffic, half of which is requests. The closed forms hold all requests in memory.
+    With SmolLM2, a token causes 2 MB of traffic, half of which is requests. The closed forms hold all requests in
+    memory.
     """
     rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask

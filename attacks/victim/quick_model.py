@@ -1,7 +1,8 @@
-"""Makes the quick profile's base model: tiny and random, with private facts and one token per character.
+"""Makes the base model of the quick profile, which is tiny and random, and holds the private facts that a victim
+learns. Each character is one token.
 
-The model is big enough that every adversary has its equations, and small enough that all masks are attacked within a
-minute.
+The model is big enough for every adversary to get as many equations as it needs, and small enough for an attack on all
+masks to take less than a minute.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FACTS = tuple(
 
 
 def make(name: str, folder: Path, num_layers: int = 2) -> Path:
-    """Saves one of NAMES as a Hugging Face folder. Its weights vary more than transformers' own, so that adapters
-    show."""
+    """Saves one of NAMES as a Hugging Face folder. The weights are larger than those that transformers would draw, so
+    that adapters have visible effects."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     vocab_size = len(SPECIAL) + len(CHARACTERS)

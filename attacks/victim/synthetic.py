@@ -16,7 +16,7 @@ from wire.manifest import Manifest
 
 @dataclass(frozen=True)
 class Exchange:
-    """Holds one request and its reply, as `Message` would give them."""
+    """Holds one request and its reply, in the form in which `Message` returns them."""
 
     group: int
     request: torch.Tensor

@@ -1,4 +1,4 @@
-"""Computes bounds on the probability that chance gives a measured value, as logarithms of provable upper bounds.
+"""Computes provable upper bounds on the probability that chance gives a measured value, as logarithms.
 
 Each function bounds p(x) = P(a statistic is at least as far out as x) for the honest distribution, so that
 P(p ≤ a) ≤ a. With T such bounds, however they depend on each other, the probability that any is at or below a/T is at
@@ -24,7 +24,7 @@ NEVER = -math.inf
 
 
 def sub_gaussian(distance: float) -> float:
-    """Bounds the probability that a weighted sum is so far out: 2·exp(−distance²/2).
+    """Bounds the probability that a weighted sum is at least this far from zero: 2·exp(−distance²/2).
 
     `distance` is the sum in units of the square root of Σ weight²·σ². The weights may be random, as long as the summed
     variables are independent of them.
@@ -33,7 +33,8 @@ def sub_gaussian(distance: float) -> float:
 
 
 def binomial(count: int, num_trials: int, probability: float) -> float:
-    """Bounds the probability of a count so far out, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
+    """Bounds the probability that a count is at least this far from its mean, on either side: 2·exp(−n·KL(count/n ‖
+    probability))."""
     share, rest = count / num_trials, 1 - count / num_trials
     if (count and probability <= 0) or (count < num_trials and probability >= 1):
         return NEVER
@@ -58,7 +59,8 @@ def mean_square(ratio: float, num_numbers: int) -> float:
 
 
 def collisions(num_items: int, log_probability: float) -> float:
-    """Bounds the chance that any two of several independent items are equal; for two it is exp(log_probability)."""
+    """Bounds the probability that any two of several independent items are equal, if two given items are equal with
+    probability exp(log_probability)."""
     pairs = num_items * (num_items - 1) / 2
     return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
 
@@ -77,7 +79,7 @@ def discrete_gaussian(sigma: float) -> dict[int, float]:
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor, sigma: float) -> float:
-    """Computes Σ one·other in units of σ·‖other‖, for `sub_gaussian`; 0 if `other` holds only zeros.
+    """Computes Σ one·other in units of σ·‖other‖, as the distance for `sub_gaussian`; 0 if `other` holds only zeros.
 
     Args:
         one: integers of any shape, independent of `other` in an honest run.

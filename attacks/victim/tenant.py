@@ -1,10 +1,10 @@
-"""Plays the tenant that is attacked, in its own process: trains an adapter, then sends traffic under each mask.
+"""Plays the tenant that is attacked, in a process of its own. It trains an adapter, then sends traffic under each mask.
 
-attacks/victim/harness.py starts it with a job in JSON. Once the tenant has trained, the harness gives it a provider, as
-a line of JSON on standard input. The tenant writes the truth that attacks/truth/judge.py needs (adapter, token ids,
-batches) to a folder that no adversary is given. Its traffic under one mask begins with a few fine-tuning steps of a
-fresh adapter. Then come, with the private adapter, whole prompts without an answer, prompts answered token by token,
-and one training step.
+attacks/victim/harness.py starts this process with a job in JSON. When the tenant has trained its adapter, the harness
+names a provider in a line of JSON on standard input. The tenant writes the truth that attacks/truth/judge.py needs
+(adapter, token ids, batches) to a folder that adversaries do not get. The traffic under one mask begins with a few
+fine-tuning steps of a fresh adapter. After these, the private adapter is used for whole prompts without an answer, for
+prompts answered token by token, and for one training step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "
 
 
 class Run(BaseModel):
-    """Describes one run under a mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
+    """Describes one run under a mask. `label` names the run in reports, and `identity` is a folder that `provider
+    enroll` made."""
 
     label: str
     identity: Path
@@ -43,19 +44,21 @@ class Job(BaseModel):
     """Describes the work that the victim does.
 
     Attributes:
-        model: the model for the embedded provider that it trains with.
+        model: the model of the embedded provider with which the victim trains.
         adapter: an adapter to use instead of training one.
         rows: private facts, as rows of a data set.
         train_steps: optimizer steps of the private adapter.
-        traffic_steps, traffic_rows: optimizer steps, and rows, of a fresh adapter that the attacked provider sees.
-        continued_rows: rows of one training step of the private adapter, as a tenant that continues training sends it;
-            0 for none.
+        traffic_steps, traffic_rows: the optimizer steps and the data set's rows with which a fresh adapter is trained
+            at the attacked provider.
+        continued_rows: the data set's rows in one training step of the private adapter at the attacked provider, as
+            when a tenant continues training; 0 for no such step.
         peft_kind, peft: one of KINDS, and keyword arguments of its config.
-        questions: a user's messages, which are sent and answered after the prompts.
+        questions: messages of a user, which are sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: the folder for what only the judge may read.
         num_threads: threads of the victim and its provider; None leaves the number to torch.
-        watched: whether the secrets and errors of its lattice masks are tested; only statistics are written to `truth`.
+        watched: whether the secrets and errors of the victim's lattice masks are tested; only statistics are written to
+            `truth`.
     """
 
     model: str
@@ -83,7 +86,7 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
 
     Args:
         job: the work to do.
-        find_site: is called once, when the adapter exists; returns the provider to attack.
+        find_site: a function that returns the provider to attack; it is called once, when the adapter exists.
     """
     from tenant_sdk import TenantClient
 
@@ -123,7 +126,8 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
 
 @contextmanager
 def _watched(file: Path) -> Iterator[None]:
-    """Tests the default lattice masks that are made within the block, and writes the result, which holds no sample."""
+    """Tests the lattice masks with default parameters that are made within the block, and writes the result. The result
+    holds no sample."""
     from attacks.victim import check, draws, draws_statistics
 
     statistics = draws_statistics.Statistics(draws.DEFAULT)
@@ -135,7 +139,7 @@ def _watched(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _batches() -> Iterator[list[dict[str, Any]]]:
-    """Keeps each batch as the SDK's trainer computes with it, padded and in the order of the forward passes."""
+    """Keeps the batches that the SDK's trainer uses, padded, in the order of the forward passes."""
     from tenant_sdk.training.finetune import CompletionTrainer
 
     kept: list[dict[str, Any]] = []
@@ -176,7 +180,8 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
 
 
 def _train_on(client: Any, job: Job, adapter: Path) -> None:
-    """Sends forward and backward of one batch; the optimizer's step that would follow would send nothing."""
+    """Sends the forward and the backward pass of one batch. There is no optimizer step, because it would send
+    nothing."""
     from peft import PeftModel
 
     from tenant_sdk.training.dataset import load_rows

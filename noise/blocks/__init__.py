@@ -1,1 +1,1 @@
-"""This package makes blocks of mask rows ahead of use, in threads of its own, and hands out each row once."""
+"""This package makes blocks of mask rows ahead of use, in threads of its own, and gives each row to one caller only."""

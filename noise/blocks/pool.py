@@ -2,9 +2,9 @@
 memory only.
 
 Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
-into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy. A
-long run may still wait, unless a core has time to refill the pool. If the budget does not hold two blocks for every
-layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
+into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy.
+During a long run callers may still have to wait, unless a core has time to refill the pool. If the budget does not hold
+two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from wire.ring.threads import all_cores
 
 DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
-"""Seconds that the process waits at its exit for a worker thread that is making blocks. Eight of the widest layer's
-blocks take a second or two."""
+"""The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
+layer take a second or two."""
 _MOST_CALLS_BEYOND = 3
-"""The most later calls whose rows are made together with the rows of the present call. Four blocks made together take
-about half the time of four made one by one. Eight take little less time for each block than four
-(docs/decisions/0009-compiled-kernels.md)."""
+"""The most later calls whose rows are made together with the rows of the present call. Four blocks that are made
+together take about half the time of four that are made one by one. With eight blocks together, the time for each block
+is little shorter (docs/decisions/0009-compiled-kernels.md)."""
 Key = tuple[int, Direction]
 
 
@@ -128,7 +128,8 @@ class MaskPool:
         _POOLS.add(self)
 
     def check_open(self) -> None:
-        """Raises MaskError if the pool was closed. Code that makes many blocks must call this from time to time."""
+        """Raises MaskError if the pool was closed. Code that makes many blocks must call this method from time to
+        time."""
         if self._closed:
             raise MaskError("this mask was closed")
 
@@ -138,7 +139,7 @@ class MaskPool:
         return self._ready_bytes
 
     def ready_rows(self) -> dict[Key, int]:
-        """Returns how many rows are ready for each group number and direction that has been asked for; 0 if all were
+        """Returns how many rows are ready for each group number and direction that has been requested; 0 if all were
         used."""
         with self._state:
             return {key: shelf.num_rows for key, shelf in self._shelves.items()}
@@ -193,7 +194,7 @@ class MaskPool:
         """
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
-            return 0  # The calls are single tokens, and a block lasts for many of them.
+            return 0  # If calls are single tokens, a block lasts for many calls.
         cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
         return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
@@ -247,8 +248,8 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Updates two numbers: how many numbers one row of every shelf takes in total, counting shelves that are not in
-        use yet, and how many rows of a block are made at a time (a piece).
+        """Updates two counts. One is how many numbers a row of every shelf takes in total, including shelves that are
+        not in use yet. The other is how many rows of a block are made at a time (a piece).
 
         A piece is half of the rows that the budget holds for every shelf, so that all shelves can be refilled before
         one has run out.
@@ -386,8 +387,8 @@ def _forget_in_child() -> None:
 
 
 def _end_workers() -> None:
-    """Ends the worker threads before the interpreter ends: a thread that returns from torch's C++ code after that
-    aborts the process."""
+    """Ends the worker threads before the interpreter ends. If a thread returned from torch's C++ code later, the
+    process would abort."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()

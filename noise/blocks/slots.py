@@ -1,5 +1,6 @@
 """This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
-one row of a block. This module is the part of the rule "no slot is used twice" that needs no file.
+one row of a block. The rule "no slot is used twice" has a part that needs a file, in noise/ledger, and a part in
+memory, which is this module.
 
 Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
 child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
@@ -26,7 +27,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SlotsExhausted(MaskError):
-    """The block has fewer unused rows than were asked for. No row was marked as used."""
+    """The block has fewer unused rows than were requested. No row was marked as used."""
 
 
 class Origin:

@@ -1,10 +1,10 @@
 """This module runs the threads that make masks. Each thread computes alone on one core, and the threads share a queue
 of pieces of work.
 
-torch's own threads do not suit. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP makes
-its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on the same
-machine), an operation took 20 to 100 times as long. Pieces that never wait for each other lose only the time that the
-other work takes.
+The threads of torch are not suitable. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP
+makes its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on
+the same machine), an operation took 20 to 100 times as long. Threads that never wait for each other lose only the time
+that the other work takes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def alone(work: Callable[[], Result]) -> Result:
     """Runs `work` in one of the threads and returns its result. This is for an operation that torch, or MKL's FFT,
     would spread over several threads if the calling thread ran it.
 
-    Such a team of threads spins afterwards, on the cores that the next step's pieces need. That costs a third of their
-    time.
+    Afterwards, such a team of threads spins on the cores that the pieces of the next step need, which costs these
+    pieces a third of their time.
     """
     return _executor().submit(torch.inference_mode()(work)).result()
 
@@ -87,7 +87,7 @@ def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
     all_started = threading.Barrier(num_workers)
 
     def start() -> None:
-        torch.get_num_threads()  # This takes over the process's number now, not at the first operation.
+        torch.get_num_threads()  # torch reads the process's number here, and not at the first operation.
         torch.set_num_threads(1)
         all_started.wait()
 
@@ -98,7 +98,7 @@ def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
         # The barrier is passed when every thread has its number; only then is the process's number restored.
         executor.submit(int).result()
     except RuntimeError:
-        all_started.abort()  # The threads that did start would wait for the others.
+        all_started.abort()  # Otherwise the threads that did start would wait for the others.
         raise
     finally:
         torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """This module locks a file on a local file system, so that processes exclude each other. The lock is released when its
 holder dies.
 
-Guarantees: there is one holder at a time among threads and processes, even if the file is deleted meanwhile. A child
+Guarantees: at any time only one thread of one process holds the lock, even if the file is deleted meanwhile. A child
 that is forked while the lock is held does not hold the lock. Nothing is guaranteed on network file systems.
 """
 
@@ -32,7 +32,7 @@ def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             is_held = _lock(fd, wait)
-            # If the file was removed meanwhile, others lock its successor, so this tries again.
+            # If the file was removed meanwhile, others lock the new file of this name, so this tries again.
             if not is_held or _is_at(fd, lock):
                 yield is_held
                 return

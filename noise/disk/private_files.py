@@ -2,7 +2,7 @@
 
 Guarantees: a folder is made with mode 0700, so no other user can enter it at any moment. Folders that existed before
 keep their mode. The umask is not changed, since it belongs to the whole process, in which other threads make files
-meanwhile. Root, and users who may rename an existing parent folder, are not kept out.
+meanwhile. Root can still enter, and so can users who may rename an existing parent folder.
 """
 
 from __future__ import annotations

@@ -108,8 +108,9 @@ class Layout:
 
 
 def _lanes(dropped_bits: int) -> Iterator[tuple[int, int, int]]:
-    """Yields, for each number of a group: its index in the group, the first byte of the four-byte word that ends in the
-    same byte as the number, and the shift that aligns the number with the word's highest bits.
+    """Yields three values for each number of a group. They are the number's index in the group, the first byte of the
+    four-byte word that ends in the same byte as the number, and the shift that aligns the number with the word's
+    highest bits.
 
     The first word of a group may begin one byte before the group (-1). Decoding masks that byte off; encoding does not
     touch it.

@@ -2,7 +2,8 @@
 continues from its last stored rows.
 
 Guarantees: a hint file gets its final name only when every row, checksum and header byte is on the disk. A range of
-rows counts as done only while its bytes fit the checksum that was written down after the bytes had been synced.
+rows counts as done only if its bytes match the checksum in the journal, which is written after the bytes have reached
+the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from wire.errors import ConfigurationError, MaskError
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turns an operating system's error that the block raises into a ConfigurationError with one line that says what to
+    """Returns a context that turns an operating system's error into a ConfigurationError, whose one line says what to
     do."""
     try:
         yield

@@ -1,5 +1,5 @@
-"""This module is the hint store. It keeps H = A·W̃, the product of the public matrix A and the int8 weight W̃, for
-every layer group and direction. Each hint is fetched once from the provider and kept on disk.
+"""This module implements the hint store. A hint is H = A·W̃, the product of the public matrix A and the int8 weight W̃.
+The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
@@ -8,8 +8,9 @@ session does not use a hint that was fetched without this check, but fetches the
 continues with the missing rows. A file gets its final name only when it is complete. If several processes want one
 hint, it is fetched once.
 
-Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
-mix-ups, not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md, "lattice").
+The tenant's own disk is trusted, so nothing protects against a user who writes to it. The checksums detect damaged and
+mixed-up files, but not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md,
+"lattice").
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ DEFAULT_DROPPED_BITS = 8
 e·W̃, the error that the mask adds to a reply (docs/decisions/0006-lattice.md). On SmolLM2 the error of gradient norms
 is then 4e-5 (docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
-"""The most bytes of hints kept open, 4 GiB. A step uses every hint in turn, and hints that do not fit would be mapped
-and checked anew in each step. SmolLM2 has 1.2 GB of hints."""
+"""The most bytes of hints that are kept open, 4 GiB. A step uses every hint in turn, so hints that do not fit would be
+mapped and checked anew in each step. SmolLM2 has 1.2 GB of hints."""
 _MOST_MAPPED = 256
-"""The most hints kept open. Each mapping holds a file descriptor, of which a process commonly has 1,024."""
+"""The most hints that are kept open. Each mapping holds a file descriptor, of which a process commonly has 1,024."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class _Source:
             write(part.start, reply)
 
     def _replies(self, ranges: list[range]) -> Iterator[tuple[range, torch.Tensor]]:
-        """Yields the replies in order, with up to `in_flight` ranges asked for at a time."""
+        """Yields the replies in order, and requests up to `in_flight` ranges at a time."""
         waiting: deque[tuple[range, Reply]] = deque()
         for part in ranges:
             waiting.append((part, self.fetch(part.start, len(part))))
@@ -167,12 +168,12 @@ class HintStore:
             dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
             range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
-            in_flight: the most ranges that are asked for at once.
+            in_flight: the most ranges that are requested at a time.
 
         Raises:
             ConfigurationError: a number makes no sense.
         """
-        Layout(1, 1, dropped_bits)  # This refuses other roundings.
+        Layout(1, 1, dropped_bits)  # This call refuses other roundings.
         if min(ram_budget_bytes, range_bytes - 1, in_flight - 1) < 0:
             raise ConfigurationError("a hint store's RAM budget, range size and ranges in flight must be positive")
         self.folder = folder
@@ -330,9 +331,9 @@ class HintStore:
         for path in {(folder / name).with_suffix(".lock") for name in names}:
             with contextlib.suppress(OSError), locked(path, wait=False) as is_held:
                 if is_held:
-                    for suffix in (".safetensors", ".part", ".journal", ".lock"):  # The lock goes last.
+                    for suffix in (".safetensors", ".part", ".journal", ".lock"):  # The lock file is removed last.
                         path.with_suffix(suffix).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # The folder may be not empty, or gone.
+        with contextlib.suppress(OSError):  # The folder may not be empty, or may be gone.
             folder.rmdir()
 
     def close(self) -> None:
@@ -349,7 +350,7 @@ def _locked(path: Path) -> Iterator[None]:
         is_held = False
         while not is_held:
             with disk_errors(path, 0):
-                with contextlib.suppress(FileExistsError):  # Path.mkdir(exist_ok=True) would look a second time.
+                with contextlib.suppress(FileExistsError):  # mkdir(exist_ok=True) would look a second time.
                     path.parent.mkdir(mode=0o700)
                 with contextlib.suppress(FileNotFoundError):  # `forget` removed the folder meanwhile.
                     is_held = stack.enter_context(locked(path))
@@ -363,7 +364,7 @@ def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None
         try:
             source.into(part.write, layout, part.missing())
         except VerificationFailed:
-            part.delete()  # Nothing from a provider that was caught lying is kept, checked or not.
+            part.delete()  # No row from a provider that was caught lying is kept, even if it passed its check.
             path.unlink(missing_ok=True)
             raise
         part.finish(key.metadata())

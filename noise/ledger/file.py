@@ -1,12 +1,12 @@
-"""This module is the file of a ledger: it defines the file's records, adds them up, and reads, writes and locks the
-file.
+"""This module defines the file of a ledger. It encodes the file's records, adds them up, and reads, writes and locks
+the file.
 
 The file has lines of `CHECK JSON`. CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that is
 lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash during a
-write leaves a torn last record, which has no newline. The torn record is cut off. This cannot under-count, since
-`Ledger.reserve` returns only after write and fsync of the whole record, so no block of a torn record was ever used. A
-complete last record with a wrong CHECK is damage. Its blocks may have been used, so the file is refused. No secret is
-ever written: seeds are public.
+write leaves a torn last record, which has no newline. The torn record is cut off. The count cannot become too low by
+this, since `Ledger.reserve` returns only after write and fsync of the whole record, so no block of a torn record was
+ever used. A complete last record with a wrong CHECK is damage. Its blocks may have been used, so the file is refused.
+No secret is ever written: seeds are public.
 
 This module guarantees nothing about which process may write when; noise/ledger/ledger.py does, and holds `exclusive`
 while it writes.
@@ -67,7 +67,7 @@ class Book:
         self._name, self._identity = name, identity
         self.seeds: dict[str, Seed] = {}
         self.reserve_bytes = 0
-        # The mark is one tuple, so that an interrupt cannot split it. At worst a record is counted twice.
+        # `mark` is one tuple, so that an interrupt cannot change only a part of it. At worst a record is counted twice.
         self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
 
     def read(self, data: bytes) -> None:

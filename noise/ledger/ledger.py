@@ -1,5 +1,5 @@
-"""This module is the tenant's ledger: no slot (one row of a mask) is used twice, and no seed serves more secrets than
-its parameters allow.
+"""This module implements the tenant's ledger. It ensures that no slot (one row of a mask) is used twice, and that no
+seed serves more secrets than its parameters allow.
 
 The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py). It holds the
 public seeds that were drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory,
@@ -11,10 +11,10 @@ Threads and processes that open the same file share one count and one current se
 the caller gets an error and no block. A forked child is refused. Nothing here can be pickled or copied. A restart
 abandons what was reserved, since masks are never serialised.
 
-The ledger guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine);
-only a process that still remembers higher counts notices. It guarantees nothing on NFS and other network file systems,
-where flock and rename are not dependable, or on Windows, which has no fcntl. Deleting the file is safe, since a new
-ledger draws new seeds. docs/decisions/0004-ledger.md has the reasons.
+The ledger guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine).
+Only a process that still remembers higher counts notices this. It guarantees nothing on NFS and other network file
+systems, where flock and rename are not dependable, or on Windows, which has no fcntl. Deleting the file is safe, since
+a new ledger draws new seeds. docs/decisions/0004-ledger.md has the reasons.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Ledger:
     def _transaction(self) -> Iterator[Book]:
         """Locks out other threads and processes while the block runs, and first reads the records that they have
         written."""
-        self._origin.check()  # A fork may have copied the lock locked, so this comes first.
+        self._origin.check()  # This comes first, since a fork may have copied the lock in its locked state.
         with self._lock:
             if self._fd < 0:
                 raise MaskError("the ledger is closed")
@@ -243,7 +243,7 @@ class Ledger:
                 raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
             book = Book(str(self._path), self._identity)
             book.read(file.read_from(fd, 0))
-            if not book.mark[0]:  # A new file appears whole, so a missing header is damage.
+            if not book.mark[0]:  # A new file gets its name when it is complete, so a missing header is damage.
                 raise book.damaged(1)
             if self._book.is_ahead_of(book):
                 raise self._went_back()

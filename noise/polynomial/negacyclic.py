@@ -20,8 +20,8 @@ some features (see `_CHECK_EVERY`), on all of them if k·N > 2048, and raises Ma
 measures all features.
 
 There are two forms: the compiled form (noise/polynomial/kernels.py, if it was built and the processor has AVX2 and FMA)
-and torch's form. They keep transforms in different orders, and give the same numbers, since both are exact. The
-compiled form has transforms of its own, whose factors are within a unit in the last place.
+and torch's form. The two keep transforms in different orders. They give the same numbers, since both are exact. The
+compiled form has its own FFT, whose factors are exact to a unit in the last place.
 
 Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so several threads call `Columns.load`.
 Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything but
@@ -72,8 +72,9 @@ _COMPILED_CHUNK = 64
 together."""
 
 _PADDING = 4
-"""Complex numbers added to each row of a buffer that is read by columns. Without them the rows lie a multiple of 4 KiB
-apart and share cache sets, and the transposing copy takes four times as long."""
+"""The number of complex numbers by which each row of a buffer is longer if the buffer is read by columns. Without this
+padding the rows are a multiple of 4 KiB apart and share cache sets, so that the transposing copy takes four times as
+long."""
 
 
 class Columns(Protocol):
@@ -294,7 +295,7 @@ class _Inverse:
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):
-            self._calls = 0  # Another number of transforms may run other code of the library.
+            self._calls = 0  # For another number of transforms, the library may run other code.
             self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128, device="cpu")
             self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128, device="cpu")
         factors = secrets_hat.unsqueeze(2)  # (B, k, 1, N/2)
@@ -319,7 +320,7 @@ def _check_distance(largest: float) -> None:
 def _check_rounding(turned: torch.Tensor, half: int) -> None:
     values = torch.view_as_real(turned * _untwist(half))
     error = float(torch.linalg.vector_norm(values - values.round(), ord=math.inf))
-    if not error < _LARGEST_ERROR:  # NaN fails too.
+    if not error < _LARGEST_ERROR:  # NaN fails this test, too.
         raise MaskError(_LOST_PRECISION)
 
 
@@ -388,6 +389,6 @@ def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, 
     """
     most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # This counts groups of eight features.
     eights, num_threads = -(-features // 8), torch.get_num_threads()
-    rounds = -(-eights // (most * num_threads))  # Each thread takes so many turns.
+    rounds = -(-eights // (most * num_threads))  # Each thread takes this many turns.
     size = 8 * max(1, -(-eights // max(1, rounds * num_threads)))
     return [(start, min(start + size, features)) for start in range(0, features, size)]

@@ -32,9 +32,10 @@ _Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
-"""Seconds after which tenants may retry while a lost shard is being restored."""
+"""The seconds after which tenants may retry while a lost shard is being restored."""
 REJOIN_S = 60.0
-"""For this number of seconds after the last replica was lost, tenants are told to retry: another host may join."""
+"""For this number of seconds after the last replica was lost, tenants are told to retry, because another host may
+join."""
 _MAX_LOSSES = 2
 """A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
@@ -76,8 +77,8 @@ class Executor:
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
         self._is_beside, self._beside_s = False, 0.0
-        """The first is whether a small product runs at the same time as a larger one on one replica; `is_busy` of the
-        lane does not show this. The second is the processor time of all such small products, in seconds."""
+        """The first says whether a small product runs at the same time as a larger one on one replica, which `is_busy`
+        of the lane does not show. The second is the processor time of all such small products, in seconds."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined = not replicas
         self._empty_since_s = float("inf")  # The first replica may join at any time.
@@ -95,7 +96,8 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """Adds a replica that may leave and join again: for REJOIN_S after the last has left, tenants may retry."""
+        """Adds a replica that may leave and join again. After the last replica has left, tenants are told to retry for
+        REJOIN_S seconds."""
         self._is_joined = True
         self.add(replica)
 
@@ -144,7 +146,7 @@ class Executor:
             error = self._none_left()
             if error is None:
                 self._scheduler.add(job.ticket, time.monotonic())
-                self._changed.notify_all()  # A single woken lane might be a busy one.
+                self._changed.notify_all()  # All lanes are woken, since a single woken lane might be a busy one.
         if error is not None:
             self._replies.fail(job, error)
 
@@ -396,7 +398,7 @@ class Executor:
     # ---- one batch ------------------------------------------------------------------------------------------------
 
     def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        """Computes a batch; returns the outcomes to deliver, and the seconds that the batch's product took.
+        """Computes a batch. Returns the outcomes to deliver, and the seconds that the batch's product took.
 
         If the shared product fails, each piece is computed and delivered alone, and no outcome is returned. The
         seconds are None unless one product computed all rows of the batch.
@@ -407,7 +409,7 @@ class Executor:
             return [], None
         began_s, beside_s = time.monotonic(), self._beside_s
         made = _at_once(replica, batch.call, parts)
-        # Each piece runs alone, so only the request at fault fails. If it ends the replica, the earlier ones are done.
+        # Each piece runs alone, so only the invalid request fails. If it crashes the replica, earlier pieces are done.
         if not made:
             for piece, rows in parts:
                 self._replies.deliver(piece, _alone(replica, batch.call, rows))

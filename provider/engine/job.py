@@ -47,7 +47,7 @@ class Job:
         self.reply: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._placed: dict[int, int] = {}
-        """The pieces that were copied into `reply`: each piece's number of rows, by the piece's first row."""
+        """Maps the first row of each piece that was copied into `reply` to the piece's number of rows."""
         self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 
@@ -59,13 +59,13 @@ class Job:
         """
         with self._lock:
             if self.rows is None:
-                return None  # The job has ended.
+                return None  # The job has already ended.
             if self.reply is None:
                 self.reply = unwritten_tensor(self.ticket.num_rows, part.shape[1], part.dtype)
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
         with self._lock:
-            if piece.first_row in self._placed:  # The piece was computed again after a loss.
+            if piece.first_row in self._placed:  # The piece was computed twice, because a replica was lost.
                 return None
             self._placed[piece.first_row] = piece.num_rows
             return reply if sum(self._placed.values()) == self.ticket.num_rows else None

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from provider.model.weights import PreparedModel
 
 BLOCK_ELEMENTS = 1 << 24
-"""Number of weights that are converted to float32 at a time, 64 MiB: an output head as a whole would take
+"""The number of weights that are converted to float32 at a time, 64 MiB: an output head as a whole would take
 gigabytes."""
 HINT_SCRATCH_BYTES = 64 << 20
-"""Most bytes of scratch memory for computing a part of a hint (the product of rows that are expanded from a seed and a
-weight). All rows of a wide layer's hint would take gigabytes."""
+"""The most bytes of scratch memory for computing a part of a hint (the product of rows that are expanded from a seed
+and a weight). All rows of a wide layer's hint would take gigabytes."""
 
 
 def check_call(served: PreparedModel, call: Call, cols: int) -> int:

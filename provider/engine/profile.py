@@ -16,10 +16,10 @@ from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
-"""Numbers of rows of the measured products. The first result of each is dropped, since the first product of a shape
-also allocates scratch memory."""
+"""The numbers of rows of the measured products. Each number comes twice, and its first result is dropped, since the
+first product of a shape also allocates scratch memory."""
 _MAX_PRODUCTS = 1 << 31
-"""Most multiplications in one measurement, so that an output head is measured with fewer rows."""
+"""The most multiplications in one measurement, so that an output head is measured with fewer rows."""
 
 
 def make_scheduler(

@@ -27,9 +27,9 @@ see `wire.ring.kernels.OneRow`."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
-"""The least time limit of a product, in seconds, and the rate by which larger products extend it, in multiplications
-per second. One core is ten times as fast as this rate. A tenant waits for at least 30 s for a reply, so after the least
-limit another replica still has time."""
+"""The least time limit of a product, in seconds, and the rate, in multiplications per second, by which larger products
+extend this limit. One core is ten times as fast as this rate. A tenant waits at least 30 s for a reply, so after the
+least limit another replica still has enough time."""
 
 
 def product_limit_s(num_products: int) -> float:
@@ -38,7 +38,8 @@ def product_limit_s(num_products: int) -> float:
 
 
 class ReplicaLost(Exception):
-    """Says that a replica was lost before it returned a product; it may or may not have computed the product."""
+    """Says that a replica was lost before it returned a product. The replica may or may not have computed the
+    product."""
 
     def __init__(self, began: bool = True) -> None:
         """Keeps `began`: whether the replica may have received the rows, so that the rows may have made it crash."""

@@ -40,15 +40,15 @@ from provider.net.descriptors import SpareDescriptor
 from wire.errors import Unavailable
 
 HELD_OVER_S = 60.0
-"""Seconds for which the registry as last read still counts if it can no longer be read. So open streams survive a flood
-of connections that takes every file descriptor. A revocation made in that time takes effect at most `HELD_OVER_S`
+"""The seconds for which the registry as last read still counts if it can no longer be read. So open streams survive a
+flood of connections that takes every file descriptor. A revocation made in that time takes effect at most `HELD_OVER_S`
 seconds later."""
 RETRY_S = 5.0
-"""Seconds after which a refused caller may retry; the time at which the registry becomes readable is not known."""
+"""The seconds after which a refused caller may retry; the time at which the registry becomes readable is not known."""
 _PASSING = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "this machine has too many open"}
 _PASSING[errno.EIO] = "look at the disk"
-"""Errors of the operating system after which the registry counts as unreadable and not as damaged, each with advice for
-the operator."""
+"""Maps errors of the operating system to advice for the operator. After these errors the registry counts as unreadable,
+and not as damaged."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -183,7 +183,7 @@ def tenants(state: StateDir) -> list[TenantRecord]:
 
 
 def _now() -> datetime:
-    return datetime.now(UTC)  # This runs for every request, and is cheaper than `current_time`.
+    return datetime.now(UTC)  # This expression runs for every request, and is cheaper than `current_time`.
 
 
 class RevocationList:
@@ -215,7 +215,8 @@ class RevocationList:
         # Stamp and records are replaced together, as one tuple, so that a reader without the lock sees a matching pair.
         self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
         self._seen_at = float("-inf")
-        """Time on the monotonic clock at which it was last known what the file holds, or that the file is missing."""
+        """The time on the monotonic clock at which it was last known what the file holds, or that the file is
+        missing."""
         self._spare = SpareDescriptor()
         self._noting = threading.Lock()
         self._trouble: str | None = None
@@ -351,7 +352,7 @@ def _parse(data: bytes) -> list[TenantRecord]:
 
 
 def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
-    """Replaces the registry file as a whole; callers must hold the state directory's lock."""
+    """Replaces the registry file as a whole. Callers must hold the state directory's lock."""
     temporary = state.path / "tenants.json.tmp"
     try:
         temporary.unlink(missing_ok=True)  # It is left from a crash, since nobody else holds the lock.

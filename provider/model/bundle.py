@@ -27,8 +27,8 @@ from wire.manifest import BUNDLE_FILE_NAMES, BundleFile
 
 _PRIVATE_KEYS = {
     *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # Paths.
-    *("is_local", "local_files_only"),  # How this machine found the files.
-    "auto_map",  # The name of code to run.
+    *("is_local", "local_files_only"),  # These keys say how this machine found the files.
+    "auto_map",  # This key names code to run.
 }
 """Keys of config.json and tokenizer_config.json that are removed, since tenants must not see or use them."""
 

@@ -36,14 +36,15 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
-"""The first is the most characters of a group's name, the second the most layers of a group; see wire/manifest.py."""
+"""The first is the most characters of a group's name, and the second is the most layers of a group; see
+wire/manifest.py."""
 _TOLERANCE = 1e-5
-"""Largest relative error that float32 sums in another order may have, about 100 units in the last place."""
+"""The largest relative error that float32 sums in another order may have, about 100 units in the last place."""
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """Returns `linear` if a module is an nn.Linear (or of a subclass) and `conv1d` if it is a Conv1D, if the module's
-    weight can be served; else None."""
+    """Returns `linear` if a module is an nn.Linear (or of a subclass), and `conv1d` if it is a Conv1D. Returns None for
+    all other modules, and if the module's weight cannot be served."""
     from transformers.pytorch_utils import Conv1D
 
     weight = module._parameters.get("weight")  # The weight of a parametrised layer is no parameter.

@@ -16,7 +16,7 @@ from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
 from wire.limits import MAX_RETRY_S, Limits
 
 TRAINING_S = 60.0
-"""Seconds for which a tenant counts as training, on all its streams, after it sent a gradient."""
+"""The seconds for which a tenant counts as training, on all its streams, after it sent a gradient."""
 
 
 class InFlight(NamedTuple):
@@ -35,7 +35,7 @@ class TenantAdmission:
         self._lock = threading.Lock()
         self._quota: Quota | None = None
         self.num_decode = 0
-        """Number of the tenant's requests in flight that count as decode."""
+        """The number of the tenant's requests in flight that count as decode."""
         self._trained_at_s = float("-inf")
 
     def admit(

@@ -12,9 +12,9 @@ import threading
 from collections import Counter
 
 MAX_CALLS_PER_TENANT = 8
-"""Most streams and downloads that one tenant may have open."""
+"""The most streams and downloads that one tenant may have open."""
 _CALLS_OF_EACH = 2
-"""Most streams and downloads that one tenant may have open while half of all threads or more are taken."""
+"""The most streams and downloads that one tenant may have open while half of all threads or more are taken."""
 
 
 class Calls:

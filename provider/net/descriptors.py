@@ -16,23 +16,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 MOST_FILES = 1 << 16
-"""Most open files to which the provider raises its soft limit. The provider cannot use more, and on some systems the
-hard limit is a billion."""
+"""The most open files to which the provider raises its soft limit. The provider cannot use more, and on some systems
+the hard limit is a billion."""
 RESERVED_FILES = 128
 """Descriptors that the ports may not use. An idle provider uses 16; bundles, pipes to shards and the usage file need
 a few more."""
 MOST_RPC_CONNECTIONS = 4096
-"""Most connections at the gRPC port, including connections whose handshake is not finished. A silent connection takes
-20 KB of memory and one that has sent only HELLO up to 50 KB, measured with a thousand connections. So all of them
+"""The most connections at the gRPC port, including connections whose handshake is not finished. A silent connection
+takes 20 KB of memory and one that has sent only HELLO up to 50 KB, measured with a thousand connections. So all of them
 together take at most 200 MB."""
 MOST_STREAMS = 256
-"""Most connections at the tensor port, and at the port in a folder. Each of them also occupies a thread."""
+"""The most connections at the tensor port, and at the socket in a folder. Each of them also occupies a thread."""
 FILES_PER_STREAM = 2
 """Descriptors that a stream at the tensor port uses: one for its socket, and one to wake its waiting thread."""
 _FEW_CONNECTIONS = 1024
 """A warning is logged if gRPC may have fewer connections, since a flood of connections then soon keeps tenants out."""
 _STREAMS_PART = 0.6
-"""Share of the free descriptors that streams may take. At the usual soft limit of 1,024, this is just enough for
+"""The share of the free descriptors that streams may take. At the usual soft limit of 1,024, this is just enough for
 `MOST_STREAMS`."""
 _LOGGER = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ class Outbox:
         self.notify: Callable[[], None] = lambda: None
         """Called, in any thread, when there may be a new frame to send."""
         self._waiting: deque[bytes | memoryview | Request | None] = deque()
-        """Queue of what to send: frames, requests whose replies are ready, and None to mark the end."""
+        """The queue of what to send: frames, requests whose replies are ready, and None to mark the end."""
         self._turns: deque[tuple[Request, Iterator[bytes | memoryview]]] = deque()
         """Large replies that are partly sent, each with its remaining chunks, in the order of their turns."""
         self._has_input_ended = False

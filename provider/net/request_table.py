@@ -26,8 +26,8 @@ from wire.errors import QuotaExceeded, Unavailable
 from wire.frame import Assembler, Direction, Header
 
 MAX_REQUESTS = 1 << 14
-"""Most requests of a stream in flight, and most replies and errors that wait to be sent. A bound on bytes alone would
-not stop requests without rows from piling up."""
+"""The most requests of a stream in flight, and the most replies and errors that wait to be sent. A bound on bytes alone
+would not stop requests without rows from piling up."""
 
 
 class Request:

@@ -36,10 +36,10 @@ from wire.transport.tls_context import IPC_ALPN, server_context
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
-"""Age of the server's certificate, in seconds, from which the next handshake gets a new certificate. A certificate is
-valid for 397 days."""
+"""The age of the server's certificate, in seconds, from which the next handshake gets a new certificate. A certificate
+is valid for 397 days."""
 _HANDSHAKE_MS = 3000
-"""Milliseconds for the TLS handshake and HTTP/2's first frame. These take one round trip, so the time is enough for
+"""The milliseconds for the TLS handshake and HTTP/2's first frame. These take one round trip, so the time is enough for
 a slow link and a lost packet. The time is short, so that connections of peers that send nothing are soon closed."""
 _LOGGER = logging.getLogger(__name__)
 

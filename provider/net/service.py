@@ -49,7 +49,7 @@ from wire.transport.message_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256
-"""Number of threads for the calls of all callers; each open call occupies one thread."""
+"""The number of threads for the calls of all callers; each open call occupies one thread."""
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),

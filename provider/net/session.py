@@ -5,7 +5,7 @@ only that request fails; a frame that cannot be read ends the stream. Errors are
 tenant disconnects, all memory of the session is freed. This module does not know which transport carries the frames.
 `provider.net.request_table` keeps the requests in flight, and `provider.net.outbox` the frames to send.
 
-Threads: the session has no thread of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands in
+Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/grpc_stream.py` hands in
 one message at a time, and takes out one frame at a time. The thread that hands in a small request computes it at once.
 The executor's worker threads compute the other requests, and hand in the outcomes. A drain, the
 sweep of `provider/net/service.py` and the end of the provider use other threads. The table has the only lock.
@@ -45,12 +45,12 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
-"""Most rows of a decode request that the receiving thread computes itself while no other product runs. A decode step
-has four calls per block of the model, and in each call a change of threads would cost time."""
+"""The most rows of a decode request that the receiving thread computes itself while no other product runs. A decode
+step has four calls per block of the model, and in each call a change of threads would cost time."""
 INLINE_PRODUCTS = 1 << 23
-"""Most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
+"""The most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
 SWEEP_S = 0.5
-"""Seconds between two checks of a stream for a revocation and for deadlines that have passed."""
+"""The seconds between two checks of a stream for a revocation and for deadlines that have passed."""
 HANDSHAKE_S = 20.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class Session:
     # ---- frames that come -------------------------------------------------------------------------------------------
 
     def receive(self, message: bytes | memoryview) -> bool:
-        """Handles one message; returns False if the session accepts no more. One thread at a time may call this."""
+        """Handles one message. Returns False if the session accepts no further message. One thread at a time may call
+        this method."""
         try:
             self._take(*frame.parse(message))
             return not self._table.is_closed
@@ -224,8 +225,8 @@ class Session:
             return None
 
     def _admit(self, header: Header, payload: memoryview, now: float) -> Request | None:
-        """Makes all checks that need only the header, puts the request into the table, and returns it. If the request
-        is a single decode row, it is computed at once if possible, and this returns None."""
+        """Makes all checks that need only the header, puts the request into the table, and returns the request. A
+        single decode row is computed at once if possible; then this method returns None."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
@@ -309,7 +310,7 @@ class Session:
         job = request.job = Job(
             call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
         )
-        if self._table.has(request):  # Otherwise it was cancelled, or the stream has ended.
+        if self._table.has(request):  # Otherwise the request was cancelled, or the stream has ended.
             self._executor.submit(job)
 
     def _answer(self, request: Request, outcome: Outcome) -> None:

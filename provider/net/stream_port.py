@@ -24,11 +24,11 @@ from wire.errors import MalformedFrame, VeilbaseError, WrongPeer
 from wire.transport.message_socket import MessageSocket
 
 MAX_CONNECTIONS = MOST_STREAMS
-"""Most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
+"""The most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
 BACKLOG = 64
-"""Most connections that the kernel keeps waiting until they are accepted."""
+"""The most connections that the kernel keeps waiting until they are accepted."""
 LINGER_S = 2.0
-"""Longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
+"""The longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _LOGGER = logging.getLogger(__name__)

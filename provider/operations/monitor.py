@@ -28,7 +28,7 @@ SERVICE_NAME = "veilbase.v1.Provider"
 METRICS_PATH = "/metrics"
 _TIMEOUT_S, _TAKE_AGAIN_S = 10.0, 2.0
 _MAX_SOCKET_PATH = 100
-"""Most bytes of the socket's path; Linux allows 107."""
+"""The most bytes of the socket's path; Linux allows 107."""
 
 
 class Monitor:

@@ -19,8 +19,8 @@ from wire.ring.seeded_rows import Rows, SeededRows
 _HEAD = struct.Struct("<8q32s32x")
 _HEAD_NUMBERS = _HEAD.size // 4
 INLINE_NUMBERS = 8192
-"""Limit on the number of elements of all rows in a command, which is enough for one row of most layers. To send these
-32 KiB takes only microseconds on loopback."""
+"""The limit on the number of elements of all rows in a command, which is enough for one row of most layers. To send
+these 32 KiB takes only microseconds on loopback."""
 NUM_NUMBERS = _HEAD_NUMBERS + INLINE_NUMBERS
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 

@@ -25,7 +25,8 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
-"""Number of heartbeats that rank 0 sends within the timeout, which is the time after which a waiting rank gives up."""
+"""The number of heartbeats that rank 0 sends within the timeout, which is the time after which a waiting rank gives
+up."""
 
 
 class Dispatcher:

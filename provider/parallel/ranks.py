@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wire.errors import ConfigurationError
 
 _START_TIMEOUT = timedelta(minutes=30)
-"""Longest time that ranks wait for each other at the start, since they load the model at different speeds."""
+"""The longest time that ranks wait for each other at the start, since they load the model at different speeds."""
 _LOOPBACK_NAMES = ("lo", "lo0")
 
 

@@ -12,19 +12,19 @@ from collections import OrderedDict
 from wire.frame import Call
 
 _SLOW_S = 0.05
-"""Longest pause between two layers of one decode step, in seconds. After a longer pause the tenant counts as gone until
-it sends another request."""
+"""The longest pause between two layers of one decode step, in seconds. After a longer pause the tenant counts as gone
+until it sends another request."""
 _NEW = 0.25
-"""Weight of the newest gap in the moving mean; a gap is the time from a reply to the same tenant's next request."""
+"""The weight of the newest gap in the moving mean; a gap is the time from a reply to the same tenant's next request."""
 _EARLY, _LATE, _LATE_S = 1.0, 4.0, 2e-4
 """After a reply, a request is expected once the mean gap less `_EARLY` mean deviations has passed. It is late once the
 mean gap and `_LATE` mean deviations, or the mean gap and `_LATE_S` seconds if that is longer, have passed (Jacobson,
 "Congestion avoidance and control", SIGCOMM 1988)."""
 _SURELY = 0.8
-"""Share of the mean gap after which a request is expected, even if the mean deviation is very small."""
+"""The share of the mean gap after which a request is expected, even if the mean deviation is very small."""
 _MOST_GAPS = 1 << 15
 MOST_TENANTS = 1 << 7
-"""Most tenants from which a request is expected. If there are more, the tenant with the oldest reply is dropped."""
+"""The most tenants from which a request is expected. If there are more, the tenant with the oldest reply is dropped."""
 
 
 class Arrivals:

@@ -16,7 +16,7 @@ from provider.schedule.ticket import Ticket
 from wire.frame import Call
 
 ACTIVE_S = 1.0
-"""Seconds for which a tenant counts as active after its last request."""
+"""The seconds for which a tenant counts as active after its last request."""
 
 
 class Decoders:
@@ -108,7 +108,8 @@ class Decoders:
 
 
 def note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
-    """Stores in `seen` that a tenant was active at `now_s`; drops those last active over `ACTIVE_S` s ago."""
+    """Stores in `seen` that a tenant was active at `now_s`, and drops tenants that were last active more than
+    `ACTIVE_S` seconds ago."""
     seen[tenant] = now_s
     seen.move_to_end(tenant)
     while now_s - next(iter(seen.values())) > ACTIVE_S:

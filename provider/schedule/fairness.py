@@ -14,7 +14,7 @@ from collections.abc import Callable
 from provider.schedule.ticket import Ticket
 
 _MOST_DEBT = 8
-"""Most that a tenant can owe, in quanta; a quantum is the credit of one turn for a tenant of weight 1."""
+"""The most that a tenant can owe, in quanta; a quantum is the credit of one turn for a tenant of weight 1."""
 
 
 class TenantRing:
@@ -89,7 +89,7 @@ class TenantRing:
         tenant gets its credit of this round at once.
         """
         if len(self._queues) == 1:
-            return  # No other tenant waits.
+            return  # No other tenant waits, so no credit is charged.
         if ticket.tenant not in self._served:
             self._give(ticket.tenant)
         left = self._deficits.get(ticket.tenant, 0.0) - cost
@@ -118,7 +118,7 @@ class TenantRing:
             self._whose = tenant  # So a tenant that arrives from now on has the next turn.
             return next(iter(queue))
         tenant = next(iter(self._queues))
-        if tenant == self._whose:  # It still has the turn, and already got its credit.
+        if tenant == self._whose:  # This tenant still has the turn, and has already got its credit.
             head = self._head(tenant)
             if self._missing(tenant, cost_of(head)) <= 0:
                 return head

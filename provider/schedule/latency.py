@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from wire.frame import Call
 
 _FORGET = 0.98
-"""Factor by which each new measurement reduces the weight of older measurements, so that about the last 50 count."""
+"""The factor by which each new measurement reduces the weight of older measurements, so that about the last 50
+count."""
 _FIRST_RATE = 2e-11
-"""Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
+"""The seconds per multiplication that are assumed before anything was measured. They are those of one CPU core at 50
+GFLOP/s."""
 _APART = 4.0
-"""Largest factor by which a lane's slope (seconds per row) may differ from the slope by the mean rate of all lanes."""
+"""The largest factor by which a lane's slope (seconds per row) may differ from the slope by the mean rate of all
+lanes."""
 _OUTLIER = 5.0
-"""Most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the machine."""
+"""The most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the
+machine."""
 
 
 @dataclass

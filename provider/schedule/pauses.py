@@ -12,12 +12,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 _NEW = 0.1
-"""Weight of the newest request in the moving means of a tenant's pauses and product times."""
+"""The weight of the newest request in the moving means of a tenant's pauses and product times."""
 _LEAST_PAUSE = 0.25
-"""Least mean pause of a decoding tenant, as a share of the mean time of its products. The pause contains the time in
-which the reply reaches the tenant and the next request reaches the provider."""
+"""The least mean pause of a decoding tenant, as a share of the mean time of its products. The pause contains the time
+in which the reply reaches the tenant and the next request reaches the provider."""
 MOST_TENANTS = 1 << 10
-"""Most tenants whose pauses are kept. If there are more, the tenant with the oldest last request is dropped."""
+"""The most tenants whose pauses are kept. If there are more, the tenant with the oldest last request is dropped."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from provider.schedule.request_class import RequestClass
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
 _TURN_S, _TURN_BASES = 3.5e-3, 8.0
-"""Length of a turn without a latency target, which also bounds a product while a tenant decodes. It is `_TURN_S`
+"""The length of a turn without a latency target, which also bounds a product while a tenant decodes. It is `_TURN_S`
 seconds, but at least `_TURN_BASES` times a product's base time (the part that does not depend on its rows), since every
 piece of a request reads its layer's weights again."""
 _REQUEST_S, _REQUEST_BASES = 3e-3, 2.0

@@ -18,9 +18,9 @@ EVERYBODY = "*"
 LOCAL_TENANT = "local"
 """The name that every tenant has if the provider runs without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
-"""Default for the most bytes in flight, over all tenants."""
+"""The default for the most bytes in flight, over all tenants."""
 FULL_RETRY_S = 0.05
-"""Seconds after which a tenant may retry if too much is in flight; when a request will end is not known."""
+"""The seconds after which a tenant may retry if too much is in flight; when a request will end is not known."""
 
 
 def _by_name(given: object) -> object:

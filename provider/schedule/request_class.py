@@ -8,10 +8,10 @@ from enum import IntEnum
 from wire.call import Call, Direction, Purpose
 
 DECODE_ROWS = 16
-"""Most rows of a forward request that counts as decode. Larger requests are prefill, or fine-tuning if the tenant sends
-gradients."""
+"""The most rows of a forward request that counts as decode. Larger requests are prefill, or fine-tuning if the tenant
+sends gradients."""
 DECODE_IN_FLIGHT = 3
-"""Most requests of one tenant that count as decode at a time, over all its streams. A tenant that decodes calls one
+"""The most requests of one tenant that count as decode at a time, over all its streams. A tenant that decodes calls one
 layer after the other. Further small requests are not decoding, and must not delay tenants that decode."""
 
 

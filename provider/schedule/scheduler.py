@@ -31,16 +31,16 @@ from wire.frame import Call, Purpose
 _ONE_RING = RequestClass.PREFILL
 """The class whose ring holds all requests that may run, if no latency target sets one class before another."""
 _MAX_JOINED = 256
-"""Most pieces (parts of requests) in one batch, and most requests that are considered for a batch."""
+"""The most pieces (parts of requests) in one batch, and the most requests that are considered for a batch."""
 _LEAST_ROWS = 16
-"""Fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
+"""The fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 """The first is the share of the executor's time for a class that would otherwise wait for ever. The second is the least
 time allowed for a product of such a class, as a multiple of the time of a product of one row."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
-"""Seconds that a large product may take while no decode request is expected, if its smallest piece takes longer than
-the target."""
+"""The seconds that a large product may take while no decode request is expected, if its smallest piece takes longer
+than the target."""
 
 
 class Scheduler:
@@ -139,7 +139,7 @@ class Scheduler:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
         call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
-        # Once all active tenants of a lane wait in it, nobody else will join: its requests are held no longer.
+        # Once all active tenants of a lane wait in it, no other will join, so its requests are held no longer.
         if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):
             for one in list(self._lane_held.get(call, ())):
                 self._release(one)
@@ -264,7 +264,7 @@ class Scheduler:
         if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
             return 0.0  # No other tenant uses this layer, so none will join.
         if any(self._rings.values()):
-            return 0.0  # It waits for other requests anyway, and new ones may join meanwhile.
+            return 0.0  # The request waits for other requests anyway, and new ones may join meanwhile.
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
     @property
@@ -276,8 +276,8 @@ class Scheduler:
         return request_class if self._has_classes else _ONE_RING
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
-        """Returns the classes that have requests to run, in the order to run them, each with whether the class is
-        starved: it has waited for its longest time, and so goes first."""
+        """Returns the classes that have requests to run, in the order to run them. With each class it returns whether
+        the class is starved, that is, has waited for its longest time and so goes first."""
         ready = [one for one in RequestClass if self._rings[one]]
         bounds = self._policy.starvation_s
         starved = [one for one in ready if one in bounds and self._is_starved(one, self._owed_s[one])]
@@ -386,7 +386,8 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Returns the call in which most tenants wait if all active tenants wait, else None; for `lockstep` only.
+        """Under `lockstep`, returns the call in which most tenants wait, if all active tenants wait; otherwise returns
+        None.
 
         The tenants in other lanes wait until the chosen lane's tenants reach the same layer, so that soon all tenants
         are at one layer. If several lanes have equally many tenants, the newest lane runs, and its tenants advance

@@ -1,4 +1,4 @@
-"""Runs `provider shard --join`: this host becomes a replica of a shard of a provider on another host.
+"""Runs `provider shard --join`, which makes this host a replica of a shard of a provider on another host.
 
 Guarantees: this host opens the connection, so it needs no port. It computes only with groups whose weights have the
 same digests at both ends. If the connection breaks, this host joins again.

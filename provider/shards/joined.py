@@ -26,8 +26,9 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, count_rows
 
 _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
-"""Allowance for the network between the hosts: a time in seconds, and a rate in bytes per second. A slower host counts
-as lost early enough that another replica can compute the product while the tenant still waits."""
+"""The time that is allowed for the network between the hosts: a fixed number of seconds, plus the bytes at this rate in
+bytes per second. A slower host counts as lost, early enough for another replica to compute the product while the tenant
+still waits."""
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -19,7 +19,7 @@ from provider.shards.messages import JOINED, Assignment, Join, Ready, pack, unpa
 from wire.errors import VeilbaseError, VersionMismatch
 
 _JOIN_S, _LOAD_S = 20.0, 1800.0
-"""Longest time in seconds until a host's first message, and from then until the host has loaded its model."""
+"""The longest time in seconds until a host's first message, and from then until the host has loaded its model."""
 _LOGGER = logging.getLogger(__name__)
 
 

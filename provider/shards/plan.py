@@ -35,7 +35,7 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
         else:
             low = bound + 1
     runs = _runs(sizes, low)
-    while len(runs) < num_shards:  # Fewer runs sufficed: split the largest one that can be split.
+    while len(runs) < num_shards:  # If fewer runs suffice, the largest run that can be split is split.
         widest = max((run for run in runs if len(run) > 1), key=lambda run: sum(sizes[one] for one in run))
         where = runs.index(widest)
         runs[where : where + 1] = [widest[: len(widest) // 2], widest[len(widest) // 2 :]]

@@ -32,18 +32,18 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 _START_S = 300.0
-"""Longest time in seconds that a process may take to map its weights and check their digests."""
+"""The longest time in seconds that a process may take to map its weights and check their digests."""
 _FIRST_ROWS = 64
-"""Number of rows for which the shared memory has room at the start."""
+"""The number of rows for which the shared memory has room at the start."""
 _MAX_RESTARTS, _RESTARTS_WITHIN_S = 5, 600.0
 """A process is started again at most `_MAX_RESTARTS` times within `_RESTARTS_WITHIN_S` seconds, and is then given
 up."""
 _MAX_FAULTS = 3
-"""Number of consecutive products that fail although their requests are valid, after which the process is ended and
+"""The number of consecutive products that fail although their requests are valid, after which the process is ended and
 started again. The process may then be out of memory."""
 _PAUSE_S = 0.5
 _LOOK_MS = 200
-"""Interval in milliseconds at which a thread that waits for the process checks whether the provider is stopping."""
+"""The interval in milliseconds at which a thread that waits for the process checks whether the provider is stopping."""
 _LOGGER = logging.getLogger(__name__)
 
 

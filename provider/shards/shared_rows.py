@@ -13,7 +13,7 @@ import torch
 
 _LEAST_BYTES = 1 << 16
 KEPT_BYTES = 64 << 20
-"""Limit in bytes on the shared memory that is kept between requests; memory above the limit is freed after a
+"""The limit in bytes on the shared memory that is kept between requests; memory above the limit is freed after a
 request."""
 
 

@@ -1,4 +1,5 @@
-"""Runs the tenant's layers of a decode step on one core, since one token's operations are too small for more.
+"""Runs the tenant's layers of a decode step on one core, since the operations of one token are too small for several
+cores.
 
 Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
 asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on

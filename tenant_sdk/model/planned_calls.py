@@ -42,7 +42,8 @@ FAILED = (
 
 
 class NotFiniteWarning(UserWarning):
-    """A model continues with zeros after a value that was not finite; the result of the run is worthless."""
+    """Warns that a model continues with zeros after a value that was not finite, so that the result of the run is
+    worthless."""
 
 
 @dataclass(eq=False)
@@ -87,8 +88,7 @@ class Course:
         return torch.zeros_like(rows)
 
     def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Returns what the model gets as these rows' product: zeros in a run that continues with zeros, else
-        `product`."""
+        """Returns the product that the model gets: zeros if the run continues with zeros, otherwise `product`."""
         return torch.zeros_like(product) if self.sends_zeros else product
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ _OneCourse = TypeVar("_OneCourse", bound=Course)
 
 
 class PlannedCalls:
-    """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
+    """Holds the courses (run states) of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
         """Makes the model's own course (a run state), which all threads without a course of their own share.
@@ -120,16 +120,16 @@ class PlannedCalls:
 
     @property
     def course(self) -> Course:
-        """Returns the calling thread's own course, its run state; for other threads, such as autograd's, the model's
-        course."""
+        """Returns the course (run state) of the calling thread. Threads without their own course, such as autograd's,
+        get that of the model."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager
     def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """Inside the context, gives this thread's calls a course (a run state) of their own, for an answer of
+        """Returns a context in which this thread's calls have a course (a run state) of their own, for an answer of
         `generate`.
 
-        Backward calls, which autograd's threads make, would not belong to this course.
+        Backward calls would not belong to this course, because other threads, those of autograd, make them.
 
         Args:
             may_stop: whether a value that is not finite raises an error at once; with `verify` such a value always
@@ -140,7 +140,7 @@ class PlannedCalls:
 
     @contextlib.contextmanager
     def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
-        """Inside the context, makes this thread's calls belong to `course`, which is the state of a run."""
+        """Returns a context in which this thread's calls belong to `course`, which is the state of a run."""
         before = getattr(self._local, "course", None)
         self._local.course = course
         try:
@@ -153,7 +153,8 @@ class PlannedCalls:
 
 
 AT_ONCE = PlannedCalls(may_stop=True)
-"""The courses (run states) of calls that belong to no model: a value that is not finite raises an error at once."""
+"""The courses (run states) of calls that belong to no model. There a value that is not finite raises an error at
+once."""
 
 
 def planned_calls(model: Any) -> PlannedCalls:
@@ -170,8 +171,8 @@ def check_run(model: Any) -> None:
     """Checks a run of a stock tool on a model of `TenantClient.load_model`; call it before you use the run's result.
 
     Raises:
-        NotFinite: a value in a call was not finite, or a value in a trainable parameter is not: the result is
-            worthless.
+        NotFinite: a value in a call was not finite, or a value in a trainable parameter is not finite, so that the
+            result is worthless.
     """
     course = planned_calls(model).course
     course.check(trainable(model))
@@ -184,7 +185,7 @@ def trainable(model: Any) -> Iterator[torch.Tensor]:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns True if no value is NaN or infinite; all tensors together cost one copy from the device."""
+    """Returns whether no value is NaN or infinite. All tensors together cost only one copy from the device."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -223,7 +224,7 @@ def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, 
     rows that are not finite.
 
     Args:
-        mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot.
+        mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot (one row of a mask).
         rows: the rows of one call, shape (num_rows, features).
         course: the course that the call belongs to.
     """

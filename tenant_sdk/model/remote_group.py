@@ -2,7 +2,8 @@
 
 A group is a set of layers that read the same input, such as q, k and v of one block; these layers are its members.
 
-Guarantees: the autograd node keeps no tensor, since a linear layer's input gradient is g·Wᵀ. Members share a call only
+Guarantees: the autograd node keeps no tensor, since the gradient g·Wᵀ of a linear layer's input needs none. Members
+share a call only
 if they read the same tensor object at the same version. A backward call is made only if the input needs a gradient.
 After a reply that failed its check nothing is sent, and every call in every thread ends with the same
 `VerificationFailed`. The choice of calls does not depend on values (tenant_sdk/model/planned_calls.py). No class here
@@ -31,7 +32,7 @@ from wire.ring.seeded_rows import SeededRows
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
-"""(masked rows, pending replies) of a call whose messages have been sent."""
+"""The masked rows and the pending replies of a call whose messages have been sent."""
 
 
 class RemoteExecutor:
@@ -56,7 +57,7 @@ class RemoteExecutor:
 
     @contextlib.contextmanager
     def in_session(self) -> Iterator[None]:
-        """Replaces errors inside the context by `VerificationFailed` after a failed check.
+        """Returns a context in which errors after a failed check are replaced by `VerificationFailed`.
 
         A failed check closes masks and connections. Their errors about being closed would hide the reason.
 
@@ -100,7 +101,7 @@ class RemoteExecutor:
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
         self._check_honest()
-        try:  # as `in_session` does, without the cost of a context manager in each call
+        try:  # this is what `in_session` does, without the cost of a context manager in each call
             return self._run(group, direction, rows, planned.course)
         except Exception:
             self._check_honest()
@@ -138,7 +139,7 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
-        self._check_honest()  # the thread that makes masks sends here too; an inproc: connection is never closed
+        self._check_honest()  # the thread that makes masks also sends here; an inproc: connection is never closed
         call, payload, provider = message
         pending = self._connections[provider].submit(call, payload, reply_cols)
         return pending if self._verifier is None else _Checked(pending, call, payload, self)
@@ -252,7 +253,7 @@ class _Product(torch.autograd.Function):
 
 
 _Context = tuple[bool, torch.dtype]
-"""(whether the outputs need a gradient, the dtype of the outputs)."""
+"""Whether the outputs need a gradient, and the dtype of the outputs."""
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:
@@ -276,7 +277,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 @dataclass
 class _Shared:
-    """Holds the input of a group's last call, and those outputs that the group's other layers have not taken yet."""
+    """Holds the input of a group's last call, and the outputs that some of the group's layers have not taken yet."""
 
     source: Callable[[], torch.Tensor | None]
     version: int

@@ -1,7 +1,8 @@
-"""This module defines base layers whose weights are at the provider: they look like nn.Linear and Conv1D.
+"""This module defines base layers whose weights are at the provider. To PEFT and transformers they look like nn.Linear
+and Conv1D.
 
 PEFT and transformers can read a remote layer's type, shapes, dtype and device. Code that reads the weight's data gets
-an error: with a weight of zeros instead, DoRA, PiSSA and HRA would be silently wrong.
+an error. If there were a weight of zeros instead, DoRA, PiSSA and HRA would be silently wrong.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from wire.errors import ConfigurationError
 
 
 class RemoteWeightError(ConfigurationError, RuntimeError):
-    """Some code tried to read the data of a weight that stays with the provider."""
+    """Is raised if some code tries to read the data of a weight that stays with the provider."""
 
 
 class RemoteWeight(torch.Tensor):
-    """Has the shape, dtype and device of a weight, and no data."""
+    """Represents a weight at the provider: it has the weight's shape, dtype and device, but no data."""
 
     _is_hf_initialized = True  # transformers' initialisers, which some models call on a weight, then skip it
 

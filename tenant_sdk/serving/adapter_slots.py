@@ -34,6 +34,10 @@ class Ticket(Protocol):
         """Returns the number of the adapter's slot on the device, valid from when the adapter is ready until
         `release`."""
 
+    @property
+    def digest(self) -> str:
+        """Returns a text that only adapters with these very contents have, valid from when the adapter is ready."""
+
     def release(self) -> None:
         """Ends the hold on the adapter; a second call does nothing."""
 
@@ -46,8 +50,8 @@ class AdapterSlots(Protocol):
     """
 
     def reserve(self, name: str) -> Ticket:
-        """Returns a ticket that holds an adapter for one request; begins to load the adapter if it is not on the
-        device.
+        """Returns a ticket that holds an adapter for one request. If the adapter is not on the device, begins to load
+        it.
 
         Raises:
             ConfigurationError: there is no adapter of this name, or the adapter cannot be used with this model.
@@ -70,6 +74,7 @@ class BaseModelTicket:
 
     failure: VeilbaseError | None = None
     slot: int = NO_ADAPTER
+    digest: str = ""
 
     def is_ready(self) -> bool:
         """Returns True, since the base model is always on the device."""

@@ -29,6 +29,8 @@ class Answer:
             cancel: a function that asks the engine to end the request.
         """
         self.num_prompt_tokens = num_prompt_tokens
+        self.num_reused_tokens = 0
+        """The first tokens of the prompt whose keys and values were kept from an earlier request (`prefix_bytes`)."""
         self.token_ids: list[int] = []
         """The tokens of the answer so far. The list grows until the answer is done."""
         self.finish_reason: FinishReason | None = None

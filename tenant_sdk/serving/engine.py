@@ -20,6 +20,11 @@ learn from visible effects of its wrong replies. In the engine, as in `generate`
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
 stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
 on lengths, limits and the ends of other requests, never on texts.
+
+With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
+shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
+an earlier one of the same caller (prefix_cache.py). A request with `fixed_length` never shows this, and padded prompts
+(`pad_rows`) and `prefix_bytes` exclude each other.
 """
 
 from __future__ import annotations
@@ -28,20 +33,25 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
+from tenant_sdk.generate import prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.context import ContextLimit
 from tenant_sdk.serving.explain import explain
+from tenant_sdk.serving.host_kv import kv_place
 from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.loop import EngineStatus, ServingLoop
+from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler
+from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
 from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
@@ -73,6 +83,10 @@ class Engine:
         step_tokens: int = 256,
         max_waiting: int = 10_000,
         overtaking_s: float = 2.0,
+        speculation: Speculation | None = None,
+        prefix_bytes: int = 0,
+        max_context: int | None = None,
+        kv_device: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -87,6 +101,14 @@ class Engine:
                 them.
             max_waiting: the most requests that wait.
             overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
+            speculation: whether and how tokens are drafted at the tenant, so that a step may give several tokens of an
+                answer; None drafts nothing.
+            prefix_bytes: the most bytes of keys and values of prompts that are kept after their requests, beside
+                kv_bytes, for later prompts of the same caller and adapter that begin in the same way. The provider sees
+                a hit as a shorter prompt. 0 keeps none.
+            max_context: the most tokens of a request, prompt and answer together; None means the model's context.
+            kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
+                attention of answers there; None keeps them on the model's device.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -94,21 +116,29 @@ class Engine:
         """
         self._client = client
         positive("max_waiting", max_waiting)
-        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
+        self._speculation = speculation
+        self._context = ContextLimit(max_context, client.context_length, client.bucket)
+        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s, num_drafted_of(speculation))
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
         ragged = RaggedModel(self._model)
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
+        drafter = make_drafter(speculation, client.tokenizer, self._model, kv_dtype, step_tokens)
+        if drafter is not None:
+            self._layout = replace(self._layout, beside=drafter.layout)
         self._check_holds_a_request(kv_bytes)
+        self._prefixes = self._prefix_cache(prefix_bytes)
+        place = kv_place(kv_device, self._model.device)
         self._scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
         woken = threading.Event()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
+        runner = StepRunner(ragged, self._layout, self._slots, place, drafter)
         self._loop = ServingLoop(
-            self._model, self._scheduler, self._layout, StepRunner(ragged, self._layout, self._slots), self._slots,
-            woken=woken, max_waiting=max_waiting, clock=clock,
+            self._model, self._scheduler, self._layout, runner, self._slots,
+            woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
         )  # fmt: skip
         try:
             client.fetch_hints()
@@ -116,6 +146,16 @@ class Engine:
             self._slots.close()
             raise
         self._loop.start()
+
+    def _prefix_cache(self, num_bytes: int) -> PrefixCache | None:
+        if num_bytes == 0:
+            return None
+        if self._client.bucket is not None:
+            raise ConfigurationError(
+                "prefix_bytes and pad_rows exclude each other: a hit would show in the number of rows, which pad_rows "
+                "keeps the same for every prompt"
+            )
+        return PrefixCache(replace(self._layout, beside=None), num_bytes)
 
     def _check_holds_a_request(self, kv_bytes: int) -> None:
         smallest = self._layout.bytes_for(2 if self._client.bucket is None else self._client.bucket + 1)
@@ -161,7 +201,8 @@ class Engine:
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
             fixed_length: whether the rows go on to the length limit after the text has ended.
             on_text: called in the engine's thread with each piece of text; it must return quickly.
-            caller: the party that the request is for; the engine shares its running requests among callers.
+            caller: the party that the request is for. The engine shares its running requests among callers, and keeps
+                prompts (`prefix_bytes`) for each caller separately.
 
         Returns:
             The handle of the answer.
@@ -174,12 +215,13 @@ class Engine:
         settings = Sampling(
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
         )  # fmt: skip
-        true_or_false("fixed_length", fixed_length)
+        if true_or_false("fixed_length", fixed_length) and self._speculation is not None:
+            raise ConfigurationError("fixed_length does not go with speculation: the number of steps shows the text")
         own_settings = self._model.generation_config
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
         encoded = self._encode(prompt)
-        num_new = self._answer_length(max_new_tokens, encoded.num_rows)
+        num_new = self._context.answer_length(max_new_tokens, encoded.num_rows)
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller)
 
@@ -192,7 +234,8 @@ class Engine:
 
         `TenantClient.explain` states what the mask hides, which also holds for the engine.
         """
-        text = explain(self._layout, self._scheduler.budget, self._client.context_length)
+        kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
+        text = explain(self._layout, self._scheduler.budget, self._context.num_tokens, kept)
         print(text)
         return text
 
@@ -201,11 +244,6 @@ class Engine:
             ids, seen = prompt_tokens(self._client, self._model, self._tokenizer, prompt)
             return Prompt(ids[seen.count(0) :], seen.count(0), pad_token(self._tokenizer))
 
-    def _answer_length(self, asked: int | None, num_prompt: int) -> int:
-        if asked is not None:
-            positive("max_new_tokens", asked)
-        return answer_length(asked, num_prompt, 0, self._client.context_length)
-
     def _enter(
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str
     ) -> Answer:
@@ -213,8 +251,9 @@ class Engine:
         number = self._loop.next_number()
         ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
+        kept = None if self._prefixes is None or ending.fixed_length else self._prefixes.of(caller)
         request = Request(
-            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text
+            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text, kept
         )  # fmt: skip
         try:
             self._loop.add(request, caller)

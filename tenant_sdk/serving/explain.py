@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tenant_sdk.serving.kv import KvLayout
+from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, block_bytes
 from tenant_sdk.serving.scheduler import Budget
 
-_LENGTHS = (1024, 8192)
+_LENGTHS = (1024, 8192, 32768)
 """The request lengths, in tokens, for which the text says how many requests fit."""
 _VISIBLE = (
     "the rows of every step, summed over all requests: prompts that join, as far as lengths and numbers show in the "
@@ -15,15 +16,28 @@ _ENDS = (
     "show, unless fixed_length=True: then the rows go on to the length limit, and only the limit and the time of the "
     "request show"
 )
+_ENDS_EARLIER = (
+    "show. The number of steps of an answer shows how many drafted tokens were accepted, so how well its text can be "
+    "foretold, or how much it copies"
+)
+"""What shows of the ends of answers with speculation, which does not go with fixed_length."""
 
 
-def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
+_HITS = (
+    "to the provider, a request whose prompt begins like an earlier one of the same caller and adapter shows as a "
+    "shorter prompt, in steps of {tokens} tokens; to other callers, only that the room for kept prompts is used. A "
+    "request with fixed_length=True neither uses nor leaves a kept prompt"
+)
+
+
+def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0) -> str:
     """Returns the text, one line for each topic.
 
     Args:
         layout: how keys and values are kept.
         budget: the scheduler's limits.
-        context_length: the most tokens of a request.
+        context_length: the most tokens of a request, prompt and answer together.
+        prefix_bytes: the most bytes of kept prompts.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
     fitting = ", ".join(
@@ -31,11 +45,18 @@ def explain(layout: KvLayout, budget: Budget, context_length: int) -> str:
         for length in lengths
     )
     kept = f"{budget.kv_bytes / 1e6:.0f} MB of KV ({str(layout.dtype).removeprefix('torch.')})"
+    drafted = budget.num_drafted
+    answers = f"{1 + drafted} rows for each answer, whatever is drafted" if drafted else "a row for each answer"
     lines = {
+        "tokens of a request": f"{context_length} at most, prompt and answer together",
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
-        "rows a step": f"{budget.step_tokens} at most: a row for each answer, and pieces of prompts",
+        "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
         "the provider sees": _VISIBLE,
-        "ends of answers": _ENDS,
+        "ends of answers": _ENDS_EARLIER if drafted else _ENDS,
     }
+    if prefix_bytes:
+        num_tokens = prefix_bytes // block_bytes(layout) * BLOCK_TOKENS
+        lines["kept prompts"] = f"{prefix_bytes / 1e6:.0f} MB beside the KV of running requests, {num_tokens} tokens"
+        lines["hits on kept prompts"] = _HITS.format(tokens=BLOCK_TOKENS)
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -39,6 +41,9 @@ class KvLayout:
         num_kv_heads, head_dim: the number of heads of keys and values and their size, the same in every layer.
         dtype: the type of the numbers that are kept.
         step_tokens: the most rows of one step.
+        beside: the layout of the keys and values that a draft model keeps of the same tokens; None without one.
+        num_rewound: the most tokens by which a later update may begin before the last one. An update that begins again
+            at the place of the last one, or after it, needs none.
     """
 
     windows: tuple[int | None, ...]
@@ -46,18 +51,21 @@ class KvLayout:
     head_dim: int
     dtype: torch.dtype
     step_tokens: int
+    beside: KvLayout | None = None
+    num_rewound: int = 0
 
     def capacity(self, layer: int, num_tokens: int) -> int:
         """Returns the largest number of tokens that a layer keeps for a request of `num_tokens` tokens."""
         window = self.windows[layer]
-        return num_tokens if window is None else min(num_tokens, window - 1 + self.step_tokens)
+        return num_tokens if window is None else min(num_tokens, window - 1 + self.num_rewound + self.step_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Returns the bytes of the keys and values of a request with `num_tokens` tokens, prompt and answer
         together."""
         capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
         scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
-        return 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+        own = 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+        return own + (0 if self.beside is None else self.beside.bytes_for(num_tokens))
 
 
 def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
@@ -81,32 +89,60 @@ def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
     return KvLayout(windows, int(num_kv_heads), int(head_dim), KV_DTYPES[kv_dtype], step_tokens)
 
 
+def as_kept(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns keys or values in the dtype in which they are kept, and their scales if the dtype needs scales.
+
+    Args:
+        numbers: shape (num_kv_heads, num_tokens, head_dim).
+        dtype: one of `KV_DTYPES`.
+
+    Returns:
+        The numbers in `dtype`, and None or float32 scales of shape (num_kv_heads, num_tokens, 1).
+    """
+    if dtype.itemsize > 1:
+        return numbers.to(dtype), None
+    largest = numbers.abs().amax(dim=-1, keepdim=True).float()
+    scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+    return (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(dtype), scale
+
+
 class _LayerKv:
     """Keeps the keys and values of one layer, for at most `capacity` positions from `_first` on."""
 
     def __init__(self, layout: KvLayout, window: int | None, capacity: int, device: torch.device) -> None:
         shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
         self._window, self._capacity = window, capacity
-        self._first = 0
+        self._first, self._num_rewound = 0, layout.num_rewound
         # The operating system gives no memory to pages that are never written.
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
         self._halves = self._kept.unbind(0)  # The keys, and the values.
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
-    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        stop = position + keys.shape[1]
-        if stop - self._first > self._capacity:
+        kept, scales = self._halves, (None, None) if self._scales is None else self._scales.unbind(0)
+        self.addresses = [0 if each is None else each.data_ptr() for each in (*kept, *scales)]
+
+    def make_room(self, position: int, num_new: int) -> int:
+        """Makes room for new tokens, and returns the index in memory of the first of them."""
+        if position + num_new - self._first > self._capacity:
             self._drop(position)
+        return position - self._first
+
+    def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        index_new = self.make_room(position, keys.shape[1])
         for index, numbers in enumerate((keys, values)):
-            self._write(index, position - self._first, numbers)
+            self._write(index, index_new, numbers)
+
+    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.write(position, keys, values)
+        stop = position + keys.shape[1]
         begin = 0 if self._window is None else max(position - self._window + 1, 0)
         at, num_seen = begin - self._first, stop - begin
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
-        """Makes room: drops the keys and values to which no row from `position` on attends, and moves the rest to the
+        """Makes room: drops the keys and values to which no row attends that may still come, and moves the rest to the
         front."""
-        begin = max(position - (self._window or 1) + 1, self._first)
+        begin = max(position - (self._window or 1) + 1 - self._num_rewound, self._first)
         for tensor in (self._kept, self._scales):
             if tensor is not None:
                 tensor[:, :, : position - begin] = tensor[:, :, begin - self._first : position - self._first].clone()
@@ -114,16 +150,23 @@ class _LayerKv:
 
     def _write(self, index: int, at: int, numbers: torch.Tensor) -> None:
         num_new = numbers.shape[1]
-        if self._scales is not None:
-            largest = numbers.abs().amax(dim=-1, keepdim=True).float()
-            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+        numbers, scale = as_kept(numbers, self._kept.dtype)
+        if self._scales is not None and scale is not None:
             self._scales[index].narrow(1, at, num_new).copy_(scale)
-            numbers = (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)
         self._halves[index].narrow(1, at, num_new).copy_(numbers)
 
     def _read(self, index: int, at: int, num_seen: int, dtype: torch.dtype) -> torch.Tensor:
         kept = self._halves[index].narrow(1, at, num_seen).to(dtype)
         return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
+
+    def kept(self, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        if start < self._first or stop - self._first > self._capacity:
+            return None
+        at = slice(start - self._first, stop - self._first)
+        return tuple(each[:, :, at] for each in (self._kept, self._scales) if each is not None)
+
+    def begin_after(self, num_tokens: int) -> None:
+        self._first = 0 if self._window is None else max(num_tokens - self._window + 1, 0)
 
     def clear(self) -> None:
         self._kept.zero_()
@@ -143,10 +186,32 @@ class RequestKv:
             device: the device of the memory.
         """
         self._layout = layout
+        self.device = device
         self._layers = [
             _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
             for layer, window in enumerate(layout.windows)
         ]
+        addresses = [[*each.addresses, layout.capacity(layer, num_tokens)] for layer, each in enumerate(self._layers)]
+        self._addresses = np.array(addresses, dtype=np.int64)
+
+    @property
+    def layout(self) -> KvLayout:
+        """Returns the layout of the model's keys and values."""
+        return self._layout
+
+    def describe(self, position: int, num_new: int) -> npt.NDArray[np.int64]:
+        """Makes room for new tokens in every layer, and returns where each layer's keys and values are in memory.
+
+        Args:
+            position: the position of the first new token; all positions before it must have been written.
+            num_new: the number of new tokens.
+
+        Returns:
+            int64, shape (num_layers, 6): the addresses of keys, values, keys' scales and values' scales (0 without
+            scales), the capacity in tokens, and the index of the first new token.
+        """
+        index = [each.make_room(position, num_new) for each in self._layers]
+        return np.column_stack((self._addresses, index))
 
     def update(
         self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
@@ -166,13 +231,41 @@ class RequestKv:
         Raises:
             ConfigurationError: the model's layers have other shapes than the model's config states.
         """
+        self._check_heads(layer, keys, values)
+        return self._layers[layer].update(position, keys, values)
+
+    def write(self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps the keys and values of new tokens. Args, Raises: see `update`."""
+        self._check_heads(layer, keys, values)
+        self._layers[layer].write(position, keys, values)
+
+    def _check_heads(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer >= len(self._layers) or keys.shape[0] != self._layout.num_kv_heads or any(
             each.shape[-1] != self._layout.head_dim for each in (keys, values)
         ):  # fmt: skip
             raise ConfigurationError(
                 "the engine does not serve this model: its layers have other heads than its config says"
             )
-        return self._layers[layer].update(position, keys, values)
+
+    def kept(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
+        """Returns what is kept of the tokens at some positions, as views that can also be written to.
+
+        Args:
+            layer: the number of the layer.
+            start, stop: a range of positions, which the request may have.
+
+        Returns:
+            The numbers of keys and values, shape (2, num_kv_heads, stop - start, head_dim), and for fp8 also their
+            scales, shape (2, num_kv_heads, stop - start, 1). None if a layer with a window has no place for one of the
+            positions, or no longer has one.
+        """
+        return self._layers[layer].kept(start, stop)
+
+    def begin_after(self, num_tokens: int) -> None:
+        """Makes empty memory ready for keys and values that are copied into it, as if `num_tokens` tokens had been
+        computed. In a layer with a window, only the places of the tokens that a later token attends to remain."""
+        for layer in self._layers:
+            layer.begin_after(num_tokens)
 
     def clear(self) -> None:
         """Overwrites all keys and values with zeros."""

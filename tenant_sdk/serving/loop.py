@@ -22,6 +22,7 @@ from tenant_sdk.model.planned_calls import planned_calls
 from tenant_sdk.serving.adapter_slots import AdapterSlots
 from tenant_sdk.serving.kv import KvLayout
 from tenant_sdk.serving.lost_rows import LosesRows
+from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.requests import Request
 from tenant_sdk.serving.scheduler import Scheduler, Step
 from tenant_sdk.serving.steps import StepRunner
@@ -38,11 +39,13 @@ class EngineStatus:
         num_running: the requests that are admitted, so that their prompts or answers are being computed.
         num_waiting: the requests that are not admitted yet.
         reserved_bytes: the bytes of keys and values (KV) that the running requests reserve.
+        kept_bytes: the bytes of KV of prompts that are kept for later requests.
     """
 
     num_running: int
     num_waiting: int
     reserved_bytes: int
+    kept_bytes: int = 0
 
 
 class ServingLoop:
@@ -59,6 +62,7 @@ class ServingLoop:
         woken: threading.Event,
         max_waiting: int,
         clock: Callable[[], float],
+        prefixes: PrefixCache | None = None,
     ) -> None:
         """Keeps the parts of the engine. `start` begins to serve.
 
@@ -71,9 +75,10 @@ class ServingLoop:
             woken: an event that the store sets when an adapter becomes ready or fails.
             max_waiting: the most requests that wait.
             clock: returns the present time in seconds.
+            prefixes: the kept prompts of ended requests, which the loop drops at its end.
         """
         self._model, self._scheduler, self._layout, self._runner, self._slots = model, scheduler, layout, runner, slots
-        self._max_waiting, self._clock = max_waiting, clock
+        self._max_waiting, self._clock, self._prefixes = max_waiting, clock, prefixes
         self._lock = threading.Lock()
         self._woken = woken  # Set without `_lock`, since a store may hold its own lock when it sets this event.
         self._requests: dict[int, Request] = {}
@@ -126,7 +131,8 @@ class ServingLoop:
         """Returns the numbers of running and waiting requests."""
         with self._lock:
             num_running = self._scheduler.num_running
-            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes)
+            kept = 0 if self._prefixes is None else self._prefixes.num_bytes
+            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes, kept)
 
     def close(self) -> None:
         """Ends the loop after the step that is being computed, and waits for this end, except in the loop's own
@@ -151,7 +157,7 @@ class ServingLoop:
                 while (step := self._next_step()) is not None:
                     self._compute(step)
         except VerificationFailed as exc:
-            failure = self._failure = copy.copy(exc)  # Without the traceback, whose frames hold rows and masks.
+            failure = self._failure = copy.copy(exc)  # The traceback is left out, since its frames hold rows and masks.
         except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
             failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
         finally:
@@ -160,6 +166,8 @@ class ServingLoop:
                 left = [self._forget(number) for number in tuple(self._requests)]
             for request in left:
                 request.fail(failure)
+            if self._prefixes is not None:
+                self._prefixes.clear()
             self._slots.close()
 
     def _next_step(self) -> Step | None:
@@ -189,7 +197,7 @@ class ServingLoop:
         """
         for request, caller in self._fresh:
             kv_bytes = self._layout.bytes_for(request.num_tokens)
-            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
+            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller, request.start)
         self._fresh.clear()
         ended: list[tuple[Request, VeilbaseError | None]] = [
             (self._forget(number), None) for number in self._cancelled if number in self._requests
@@ -229,15 +237,15 @@ class ServingLoop:
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         try:
-            is_over = request.take(logits)
+            num_new = request.take(logits)
         except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
             self._end(request, _of_the_users(exc))
         else:
-            if is_over:
+            if request.is_over:
                 self._end(request)
             else:
                 with self._lock:
-                    self._scheduler.append(request.number)
+                    self._scheduler.append(request.number, num_new)
 
     def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
         with self._lock:
@@ -256,7 +264,7 @@ class ServingLoop:
 
 
 def _of_the_users(exc: BaseException) -> VeilbaseError:
-    """Returns the error of a request whose logits hook or `on_text` raised an exception. The error leaves out the
+    """Returns the error for a request whose logits hook or `on_text` raised an exception. The error does not quote the
     exception's text, which may show values."""
     if isinstance(exc, VeilbaseError):
         return exc

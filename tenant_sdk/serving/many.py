@@ -27,7 +27,9 @@ _OF_A_REQUEST = tuple(
 """Options that are passed to each request."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""
-_OF_THE_ENGINE = ("kv_dtype", "kv_bytes", "max_running", "step_tokens")
+_OF_THE_ENGINE = (
+    "kv_dtype", "kv_bytes", "max_running", "step_tokens", "speculation", "prefix_bytes", "max_context", "kv_device",
+)  # fmt: skip
 """The options that go to the engine; all other options go to each request."""
 
 

@@ -25,7 +25,10 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tenant_sdk.serving.kv import RequestKv
+from tenant_sdk.serving.attention.few_rows import FewRows, split
+from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.host_kv import attention_device
+from tenant_sdk.serving.long_attention import attend_in_chunks, takes_chunks
 from wire.errors import ConfigurationError
 
 NAME = "ragged"
@@ -41,36 +44,24 @@ batch."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Describes the rows of one request in a step.
-
-    Attributes:
-        kv: the request's keys and values.
-        position: the position of the first row that is not padding; padding before a prompt has no position.
-        num_rows: the number of rows, with padding.
-        num_unseen: the number of padding rows at the beginning. No row attends to them, and their attention gives
-            zeros.
-    """
-
-    kv: RequestKv = field(repr=False)
-    position: int
-    num_rows: int
-    num_unseen: int = 0
-
-
-@dataclass(frozen=True)
 class _Window:
-    """Holds what the mask function gives the model in place of a mask: the number of tokens that a row attends to, or
-    None for all."""
+    """Stands in for an attention mask: it holds the number of tokens that a row attends to, or None for all tokens."""
 
     tokens: int | None
 
 
 @dataclass(eq=False)
 class _Pass:
-    """Holds the state of the step that is being computed. Layers with the same window share attention masks."""
+    """Holds the state of the step that is being computed. Layers with the same window share attention masks.
 
-    pieces: Sequence[Piece]
+    Attributes:
+        few: the pieces of few rows, which the compiled attention computes together; None if there are none.
+        others: the first row of each other piece, and the piece.
+        num_seen: the number of tokens that all requests have before this step.
+    """
+
+    few: FewRows | None
+    others: Sequence[tuple[int, Piece]]
     num_seen: int
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
     layers: int = 0
@@ -136,7 +127,8 @@ class RaggedModel:
             bool, shape (num_rows,).
         """
         num_seen = sum(piece.position for piece in pieces)
-        made = _Pass(pieces, num_seen)
+        few, others = split(pieces, self.model.dtype if self.model.device.type == "cpu" else None)
+        made = _Pass(few, others, num_seen)
         token = _PASS.set(made)
         try:
             output = self.model(
@@ -228,15 +220,23 @@ def _ragged_attention(
     step = _PASS.get()
     step.layers += 1
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    begin = 0
-    for piece in step.pieces:
+    if step.few is not None:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        step.few.attend(module.layer_idx, query[0], key[0], value[0], output[0], attention_mask.tokens, scale, softcap)
+    for begin, piece in step.others:
         rows = slice(begin + piece.num_unseen, begin + piece.num_rows)
-        begin += piece.num_rows
         if rows.start == rows.stop:
             continue
-        keys, values = piece.kv.update(module.layer_idx, piece.position, key[0, :, rows], value[0, :, rows])
-        mask = _mask(step, rows.stop - rows.start, keys.shape[1], attention_mask.tokens, query)
-        output[0, rows] = attend(query[0, :, rows], keys, values, mask, scaling, softcap).transpose(0, 1)
+        layer, window, new = module.layer_idx, attention_mask.tokens, (key[0, :, rows], value[0, :, rows])
+        own = query[0, :, rows].to(attention_device(rows.stop - rows.start, query.device, piece.kv.device))
+        if takes_chunks(own, piece.kv, piece.position, window):
+            piece.kv.write(layer, piece.position, *new)
+            attended = attend_in_chunks(own, piece.kv, layer, piece.position, window, scaling, softcap)
+        else:
+            keys, values = piece.kv.update(layer, piece.position, *new)
+            mask = _mask(step, own.shape[1], keys.shape[1], window, own)
+            attended = attend(own, keys, values, mask, scaling, softcap)
+        output[0, rows] = attended.transpose(0, 1)
     return output.masked_fill(~_are_finite(query, key, value)[None, :, None, None], torch.nan), None
 
 

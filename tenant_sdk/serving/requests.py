@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from tenant_sdk.fixed_length import bounded_logits
 from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
 from tenant_sdk.serving.answer import Answer, FinishReason
+from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv
-from tenant_sdk.serving.ragged import Piece
+from tenant_sdk.serving.prefix_cache import CallerPrefixes, Hit
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
+from tenant_sdk.serving.speculation.acceptance import take_accepted
 from tenant_sdk.serving.text_stream import TextStream
 from tenant_sdk.text.failures import SafeDecoding
 from wire.errors import NotFinite, VeilbaseError
@@ -60,7 +63,11 @@ class Ending:
 class Request:
     """Holds the state of a request. Only the engine's thread changes this state.
 
-    This class also implements the protocol `scheduler.Adapter`.
+    This class also implements the protocols `scheduler.Adapter` and `speculation.drafter.Draftable`.
+
+    Attributes:
+        drafted: the tokens that a drafter expects after the known ones; their rows go into the next step.
+        draft_state: what a drafter keeps of this request.
     """
 
     number: int
@@ -71,15 +78,19 @@ class Request:
     answer: Answer
     decoding: SafeDecoding
     on_text: Callable[[str], None] | None = None
+    prefixes: CallerPrefixes | None = None
     kv: RequestKv | None = None
     is_lost: bool = False
     reason: FinishReason | None = None
+    drafted: list[int] = field(default_factory=list, repr=False)
+    draft_state: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Sets the request's tokens to the prompt's tokens, and starts with an empty text."""
         self._stream = TextStream(self.decoding, self.ending.stops)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
+        self._hit: Hit | None = None
 
     def is_ready(self) -> bool:
         """Returns whether the request's adapter is on the device."""
@@ -97,6 +108,31 @@ class Request:
         needs no row."""
         return self.prompt.num_rows + self.ending.max_new_tokens - 1
 
+    @property
+    def known_ids(self) -> Sequence[int]:
+        """Returns the tokens of the prompt, without padding, and of the answer so far."""
+        return self._token_ids
+
+    @property
+    def num_draftable(self) -> int:
+        """Returns the most tokens that may be drafted now: every step gives one token more than it accepts of them."""
+        return 0 if self.is_lost else self.ending.max_new_tokens - self._num_new - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether no more rows of the request go through the model."""
+        is_full = self._num_new >= self.ending.max_new_tokens
+        return is_full or (self.reason is not None and not self.ending.fixed_length)
+
+    def start(self) -> int:
+        """Looks for kept keys and values of the prompt's first tokens, and returns the number of these tokens. The
+        scheduler calls this when it admits the request."""
+        if self.prefixes is not None:
+            self._hit = self.prefixes.find(self.ticket.digest, self.prompt.token_ids)
+        num_reused = 0 if self._hit is None else self._hit.num_tokens
+        self.answer.num_reused_tokens = num_reused
+        return num_reused
+
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
         """Returns the description of a segment's rows for the model; allocates keys and values (KV) at the first
         segment.
@@ -107,36 +143,52 @@ class Request:
         """
         if self.kv is None:
             self.kv = make_kv(self.num_tokens)
+            if self._hit is not None:
+                self._hit.copy_to(self.kv)
+                self._hit = None
         padding = self.prompt.num_padding
-        num_unseen = min(max(padding - segment.start, 0), segment.num_rows)
+        num_unseen = min(max(padding - segment.start, 0), segment.num_rows) + self._num_dummies(segment)
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Returns the token ids and positions of a segment, which is the request's rows in a step; padding has position
-        0."""
-        offset = self.prompt.num_padding
-        places = [place - offset for place in range(segment.start, segment.stop)]
-        ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in places]
-        return ids, [max(place, 0) for place in places]
+        0.
 
-    def take(self, logits: torch.Tensor) -> bool:
-        """Chooses the next token, and hands out the text that the token completes.
+        Rows for drafted tokens that no token was drafted for are padding, and come first.
+        """
+        begin, end = segment.start - self.prompt.num_padding, segment.stop - self.prompt.num_padding
+        ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in range(begin, end)]
+        positions = [max(place, 0) for place in range(begin, end + len(self.drafted))]
+        num_dummies = self._num_dummies(segment)
+        return [self.prompt.pad] * num_dummies + ids + self.drafted, [0] * num_dummies + positions
+
+    def _num_dummies(self, segment: Segment) -> int:
+        return segment.num_drafted - len(self.drafted)
+
+    def take(self, logits: torch.Tensor) -> int:
+        """Chooses the next tokens, and hands out the text that they complete: one token, and one more for each drafted
+        token that turns out to be the one that is chosen in its place.
 
         Args:
-            logits: the next token's logits, float32, shape (vocab_size,); ignored if the request was lost.
+            logits: float32, shape (num_wanted, vocab_size); the last row belongs to the last drafted token, or, without
+                drafted tokens, to the last known token. The numbers are ignored if the request was lost.
 
         Returns:
-            Whether the request is over, so that no more of its rows go through the model.
+            The number of tokens that were chosen.
         """
+        drafted, self.drafted = self.drafted, []
+        return take_accepted(drafted, logits[len(logits) - 1 - len(drafted) :], self._take_one)
+
+    def _take_one(self, logits: torch.Tensor) -> int | None:
+        """Chooses the next token from logits of shape (vocab_size,); returns its id, or None if the request is over."""
         token_id = self.prompt.pad if self.is_lost else self._choose(logits)
         self._token_ids.append(token_id)
         self._num_new += 1
         if self.reason is None and not self.is_lost:
             self._give(token_id)
-        is_full = self._num_new >= self.ending.max_new_tokens
-        if self.reason is None and is_full:
+        if self.reason is None and self._num_new >= self.ending.max_new_tokens:
             self.reason = "length"
-        return is_full or (self.reason is not None and not self.ending.fixed_length)
+        return None if self.is_over else token_id
 
     def _choose(self, logits: torch.Tensor) -> int:
         if self.ending.fixed_length:
@@ -161,6 +213,7 @@ class Request:
         and values."""
         self.is_lost = True
         self._token_ids = [self.prompt.pad] * len(self._token_ids)
+        self.drafted, self.draft_state = [], None
         if self.kv is not None:
             self.kv.clear()
 
@@ -174,6 +227,8 @@ class Request:
         if self.decoding.failed is not None:
             self.fail(self.decoding.failed)
             return
+        if self.prefixes is not None and self.kv is not None:
+            self.prefixes.keep(self.ticket.digest, self.prompt.token_ids, self.kv)
         self._release()
         self.answer.finish(self.reason)
 
@@ -189,5 +244,5 @@ class Request:
         self.answer.finish("cancelled")
 
     def _release(self) -> None:
-        self.kv = None
+        self.kv = self.draft_state = self._hit = None
         self.ticket.release()

@@ -7,8 +7,9 @@ the float32 logits in the same order, and with a seed the tokens are those that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Sampler:
                 self._generator.manual_seed(settings.seed)
         try:
             self._processors = LogitsProcessorList(_processors(settings, defaults))
+            self._without_hooks = LogitsProcessorList(_processors(replace(settings, logits_processor=()), defaults))
         except (ValueError, TypeError):  # transformers' own text names the setting, but not in one plain line
             raise ConfigurationError(
                 "temperature and repetition_penalty are above 0, top_k is a whole number from 0 and top_p from 0 to 1: "
@@ -119,6 +121,16 @@ class Sampler:
         if self._generator is None:
             return int(scores.argmax(dim=-1))
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+
+    def fork(self) -> Sampler:
+        """Returns a sampler that foretells this one: it draws with the random numbers that this sampler draws with
+        next. It does not call the user's logits processors, which may count their calls."""
+        twin = copy.copy(self)
+        twin._processors = self._without_hooks
+        if self._generator is not None:
+            twin._generator = torch.Generator(self._generator.device)
+            twin._generator.set_state(self._generator.get_state())
+        return twin
 
 
 def check_defaults(defaults: GenerationConfig) -> None:

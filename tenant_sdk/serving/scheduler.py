@@ -2,7 +2,8 @@
 are no tensors or threads.
 
 A step has one row for every request that is being answered, so that no answer waits for another request's prompt.
-Pieces of prompts fill the rest of the step's token budget. Requests join and leave at every step.
+With speculation it has `num_drafted` more rows for each of them, whatever is drafted. Pieces of prompts fill the rest
+of the step's token budget. Requests join and leave at every step.
 
 Guarantees:
 - an admitted request has all its keys and values (KV) reserved, so it never waits for memory again and is never
@@ -20,7 +21,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class Segment:
             on through the answer.
         slot: the slot of the request's adapter.
         samples: whether the range ends with the last token that is known, so that its last row gives the next token.
+        num_drafted: the number of further rows, which are for drafted tokens: those that may follow the range.
     """
 
     request: int
@@ -56,11 +58,17 @@ class Segment:
     stop: int
     slot: int
     samples: bool
+    num_drafted: int = 0
 
     @property
     def num_rows(self) -> int:
         """Returns the number of rows of this segment."""
-        return self.stop - self.start
+        return self.stop - self.start + self.num_drafted
+
+    @property
+    def num_wanted(self) -> int:
+        """Returns the number of rows, the segment's last ones, whose logits are wanted."""
+        return 1 + self.num_drafted if self.samples else 0
 
 
 @dataclass(frozen=True)
@@ -89,21 +97,24 @@ class Budget:
         max_running: the most requests that run at a time.
         kv_bytes: the most bytes of KV that running requests may reserve together.
         overtaking_s: the seconds for which smaller requests may be admitted before a request that does not fit.
+        num_drafted: the rows for drafted tokens that each answer has in every step.
     """
 
     step_tokens: int = 256
     max_running: int = 16
     kv_bytes: int = 1 << 30
     overtaking_s: float = 2.0
+    num_drafted: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError if, with these limits, a request could wait for ever."""
         for name in ("step_tokens", "max_running", "kv_bytes"):
             positive(name, getattr(self, name))
-        if self.step_tokens < self.max_running:
+        if self.step_tokens < self.max_running * (1 + self.num_drafted):
+            each = f" times 1 + num_drafted ({1 + self.num_drafted})" if self.num_drafted else ""
             raise ConfigurationError(
-                f"step_tokens ({self.step_tokens}) must be at least max_running ({self.max_running}): every running "
-                "request may need a row in each step"
+                f"step_tokens ({self.step_tokens}) must be at least max_running ({self.max_running}){each}: every "
+                f"running request may need {'as many rows' if each else 'a row'} in each step"
             )
 
     def check_fits(self, kv_bytes: int) -> None:
@@ -119,6 +130,10 @@ class Budget:
             )
 
 
+def _nothing_read() -> int:
+    return 0
+
+
 @dataclass(eq=False)
 class _Entry:
     """Holds the scheduler's state of one request.
@@ -128,8 +143,10 @@ class _Entry:
         num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
         num_read: the number of these tokens that the model has computed.
         kv_bytes: the bytes of KV that the request reserves when it is admitted.
+        start: see `Scheduler.add`.
         blocked_since: the time at which the request was first found ready, but too large for the free KV. Only one
             waiting request has this time.
+        is_answered: whether the answer has begun, so that the prompt was computed.
     """
 
     request: int
@@ -137,8 +154,10 @@ class _Entry:
     num_tokens: int
     kv_bytes: int
     adapter: Adapter
+    start: Callable[[], int]
     num_read: int = 0
     blocked_since: float | None = None
+    is_answered: bool = False
 
     @property
     def remaining(self) -> int:
@@ -173,7 +192,10 @@ class Scheduler:
         """Returns the bytes of keys and values that running requests reserve."""
         return sum(entry.kv_bytes for entry in self._running.values())
 
-    def add(self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "") -> None:
+    def add(
+        self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "",
+        start: Callable[[], int] = _nothing_read,
+    ) -> None:  # fmt: skip
         """Adds a request, which waits until it is admitted.
 
         Args:
@@ -182,12 +204,14 @@ class Scheduler:
             kv_bytes: the bytes of KV of the prompt and the longest answer.
             adapter: the request's adapter; the request is not admitted before the adapter is ready.
             caller: the party that the request is for; the running requests are shared among callers.
+            start: called once, when the request is admitted, with the adapter ready. The function returns the number of
+                the prompt's first rows that need not be computed, fewer than `num_prompt`.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
         """
         self.budget.check_fits(kv_bytes)
-        self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter)
+        self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter, start)
 
     def remove(self, request: int) -> None:
         """Removes a request, whether it has ended or not; an unknown request is ignored."""
@@ -205,9 +229,13 @@ class Scheduler:
             if entry is not None:
                 entry.num_read = segment.stop
 
-    def append(self, request: int) -> None:
-        """Records that a running request has one more token, which the model has yet to compute."""
-        self._running[request].num_tokens += 1
+    def append(self, request: int, num_new: int = 1) -> None:
+        """Records that a running request has `num_new` more tokens. The model has yet to compute the last of them; the
+        others were drafted, and computed in the last step."""
+        entry = self._running[request]
+        entry.is_answered = True
+        entry.num_tokens += num_new
+        entry.num_read += num_new - 1
 
     def plan(self, now: float) -> Step:
         """Admits the requests that may be admitted, and returns the next step. The step is empty if no request can run.
@@ -217,16 +245,21 @@ class Scheduler:
         """
         self._admit(now)
         rows = {entry.request: 1 for entry in self._running.values() if entry.remaining == 1}
-        rows |= self._prompt_rows(self.budget.step_tokens - len(rows))
+        num_drafted = sum(self._num_drafted(entry) for entry in self._running.values())
+        rows |= self._prompt_rows(self.budget.step_tokens - len(rows) - num_drafted)
         segments = [
             self._segment(entry, rows[entry.request]) for entry in self._running.values() if entry.request in rows
         ]
         return Step(tuple(sorted(segments, key=lambda segment: segment.slot)))
 
-    @staticmethod
-    def _segment(entry: _Entry, num_rows: int) -> Segment:
+    def _num_drafted(self, entry: _Entry) -> int:
+        return self.budget.num_drafted if entry.is_answered else 0
+
+    def _segment(self, entry: _Entry, num_rows: int) -> Segment:
         stop = entry.num_read + num_rows
-        return Segment(entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens)
+        return Segment(
+            entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens, self._num_drafted(entry)
+        )
 
     def _prompt_rows(self, budget: int) -> dict[int, int]:
         """Shares a step's remaining rows among the prompts that are being computed. The oldest prompt gets half of them
@@ -252,6 +285,7 @@ class Scheduler:
             if entry.kv_bytes <= free:
                 free -= entry.kv_bytes
                 self._running[entry.request] = self._waiting.pop(entry.request)
+                entry.num_read = entry.start()
                 blocked = None if entry is blocked else blocked
                 continue
             if blocked is None:

@@ -14,7 +14,7 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 
 class TokenizerFailed(ConfigurationError):
-    """The tokenizer failed on a text; the error's message does not quote the text."""
+    """Says that the tokenizer failed on a text. The message does not quote the text."""
 
 
 @contextlib.contextmanager

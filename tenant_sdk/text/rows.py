@@ -20,7 +20,8 @@ _MAX_BUCKET_TOKENS = 1 << 20
 
 
 class CutWarning(UserWarning):
-    """A text had more tokens than the bucket and lost its first tokens, or a prompt could not be used at all."""
+    """Warns that a text had more tokens than the bucket and lost its first tokens, or that a prompt could not be used
+    at all."""
 
 
 def bucket_tokens(pad_rows: bool | int) -> int | None:
@@ -76,7 +77,8 @@ def padded_prompt(ids: Sequence[int], bucket: int, pad: int) -> tuple[list[int],
 
 
 def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: int) -> dict[str, list[int]]:
-    """Returns a training row of exactly `bucket` tokens: padded on the right, or cut to its last tokens."""
+    """Returns a training row of exactly `bucket` tokens. A shorter row is padded on the right, and a longer one is cut
+    to its last tokens."""
     kept = {key: values[-bucket:] for key, values in row.items()}
     padding = bucket - len(kept["input_ids"])
     fill = {"input_ids": pad, "labels": ignore_index, "attention_mask": 0}

@@ -24,8 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 template."""
 
 _EDGE = "\u2003"
-"""An em space around each placeholder: `strip` and `trim` remove it, which shows the stripping; templates contain no
-such space."""
+"""An em space, which is put around each placeholder. If a template calls `strip` or `trim`, the space is gone, which
+shows the stripping. Templates contain no such space of their own."""
 _MARK = "VeilbasePlaceholder'\"<&{}End"
 """The placeholder of a message's content. Its special characters show whether a template escapes contents for JSON or
 HTML."""
@@ -39,10 +39,10 @@ content is stripped, whether the right edge is stripped)."""
 
 
 class TemplateDoesNotFit(ConfigurationError):
-    """The rendering of a template does not contain every placeholder once and unchanged."""
+    """Says that the rendering of a template does not contain every placeholder once and unchanged."""
 
     def __init__(self) -> None:
-        """Sets a fixed message; nothing of the template's output is quoted."""
+        """Sets a fixed message, which quotes nothing of the template's output."""
         super().__init__(
             "the provider's chat template does not put message contents into their places unchanged, and is not shown "
             f"the text itself: {REMEDY}"

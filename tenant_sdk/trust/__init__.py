@@ -1,2 +1,2 @@
-"""This package checks a provider's bundle: digests, config, agreement with a trusted checkpoint, and pins of first
-use."""
+"""This package checks a provider's bundle (config, tokenizer and small tensors): its digests, its config, its agreement
+with a trusted checkpoint, and its agreement with earlier sessions."""

@@ -62,7 +62,7 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
         if not _is_whole(folder, manifest):
             make_private_folder(parent)
             with _locked(parent):
-                if not _is_whole(folder, manifest):  # another process may have filled it
+                if not _is_whole(folder, manifest):  # another process may have filled it meanwhile
                     _fill(connection, manifest, folder)
     return folder
 
@@ -98,7 +98,7 @@ def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
             _download(connection, file, filling / file.name)
         _remove_unsafe_settings(filling)
         if folder.exists():
-            folder.rename(Path(scratch) / "damaged")  # a process that has files of it open can go on reading them
+            folder.rename(Path(scratch) / "damaged")  # a process that has its files open can go on reading them
         filling.rename(folder)
 
 
@@ -155,7 +155,7 @@ def _remove_unsafe_settings(folder: Path) -> None:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 if not isinstance(content, dict):
                     raise TypeError
-            except (ValueError, TypeError, RecursionError):  # `from None`: the original holds the provider's text
+            except (ValueError, TypeError, RecursionError):  # `from None`: the cause holds the provider's text
                 raise MalformedFrame(f"the bundle file {name} is not a JSON object") from None
             path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
 

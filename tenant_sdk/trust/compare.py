@@ -47,8 +47,8 @@ ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
 
 
 def differs(part: str) -> VerificationFailed:
-    """Returns the error for a part of a provider's offer that differs from the trusted checkpoint; `part` may contain
-    names of the trusted side, but no values."""
+    """Returns the error for a part of a provider's offer that differs from the trusted checkpoint. `part` may contain
+    names from the trusted checkpoint, but no values."""
     return VerificationFailed(f"the provider does not serve the trusted checkpoint: {part} differs")
 
 
@@ -72,7 +72,7 @@ def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
-        except ValueError:  # the settings contradict each other: the provider leaves them out too
+        except ValueError:  # the settings contradict each other, so the provider leaves them out, too
             (folder / "generation_config.json").unlink(missing_ok=True)
     if tokenizer is not None:
         scratch = folder / "tokenizer"
@@ -125,7 +125,7 @@ def _read_json(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise differs(part) from None  # the cause quotes the file, which may be the provider's
+        raise differs(part) from None  # the cause quotes the file, which may come from the provider
     if not isinstance(content, dict):
         raise differs(part)
     return content

@@ -57,7 +57,7 @@ def read_config(folder: Path) -> Any:
             the input's contents.
         MalformedFrame: a value is outside the range that its key can have.
     """
-    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # this reader accepts infinities
+    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # `get_config_dict` accepts infinities
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
@@ -128,7 +128,7 @@ def declared(config_class: Any) -> frozenset[str]:
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
     names = {field.name for field in fields}
     names |= set(getattr(config_class, "attribute_map", None) or {})
-    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # from older releases
+    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # keys of older releases
     try:
         names |= set(config_class().to_dict())
     except Exception:  # noqa: BLE001 - a few classes have no default instance

@@ -1,4 +1,4 @@
-"""What tests of attacks share."""
+"""Holds a fixture that several tests of the attacks use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from attacks.report import command_line
 
 @pytest.fixture
 def no_controls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the positive controls out of a run, which would be most of it.
+    """Leaves the positive controls out of a run, since they would take most of its time.
 
-    They run in `test_extraction.py`, each by itself, and beside a whole run in `test_quick.py::test_the_quick_profile`.
+    Instead `test_extraction.py` runs each control by itself, and `test_quick.py::test_the_quick_profile` runs them
+    beside a whole run.
     """
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""q and k from the probabilities of a softmax: which adapters they give away, and where there is nothing to be had."""
+"""Tests how q and k are recovered from the probabilities of a softmax, and when nothing can be recovered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attacks.truth.judge_adapters import judge_deltas
 
 
 def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
-    """Relative errors, judged, of what the closed form claims."""
+    """Returns the judge's relative errors of the closed form's claims."""
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
@@ -25,7 +25,7 @@ def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
 
 
 def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
-    """ΔW of every layer, members of a fused one by themselves."""
+    """Returns ΔW of every layer by name. Parts of a fused layer have their own entries."""
     found = {}
     for name, layer in traffic.public.layers().items():
         module, _, part = name.partition("[")
@@ -54,7 +54,7 @@ def test_llama_with_an_adapter_on_some_projections(targets: list[str], wanted: s
 
 
 def test_q_alone_is_found_itself(tmp_path: Path) -> None:
-    """With k known there is no gauge: not the product alone but each number of ΔW_q."""
+    """If k is known, each number of ΔW_q is determined, and not only the product of q and k."""
     traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj"])
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     for claim in claims:
@@ -94,7 +94,8 @@ def test_probabilities_of_a_token_that_comes_twice_are_open() -> None:
 
 
 def test_probabilities_are_not_negative() -> None:
-    """Of outputs that are not between the values, the nearest that are; found by search, each solution has no slope."""
+    """If outputs are not mixtures of the values, the nearest mixture is returned. At each solution of the search the
+    slope is zero."""
     values, share = softmax_of(4)
     outputs = (share[:, None] @ values)[:, 0] * 3
     found, _ = attention_scores.probabilities(values, outputs)
@@ -140,7 +141,8 @@ def test_too_few_prompts_give_nothing(tmp_path: Path) -> None:
 
 
 def test_the_judge_compares_what_a_softmax_sees_where_a_layer_norm_hides_the_rest(tmp_path: Path) -> None:
-    """Queries and keys in other coordinates, and the row along 1/γ so that its sum with the bias is the same."""
+    """The queries and keys are given in other coordinates, and the row along 1/γ is changed so that its sum with the
+    bias stays the same."""
     traffic = adapted_traffic.make(tmp_path, "gpt2", ["c_attn"])
     deltas, claimed = known(traffic), {}
     for block in traffic.public.blocks:

@@ -1,4 +1,4 @@
-"""Adapters and recordings that do not belong together: one line, whatever is wrong with them."""
+"""Tests that an adapter and a recording that do not belong together give an error of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Uniformity and serial correlation of what a provider receives: faults show, honest masks stay as chance has them."""
+"""Tests uniformity and serial correlation of received numbers: faulty masks show, and honest masks give values that
+chance explains."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def uniform(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def seen(folder: Path, messages: Sequence[torch.Tensor], num_groups: int = 1) -> View:
-    """Messages of one group after the other."""
+    """Returns the view of messages, one group after the other."""
     exchanges = [Exchange(place % num_groups, rows, torch.zeros_like(rows)) for place, rows in enumerate(messages)]
     return write_recording(folder / "seen", manifest(*[messages[0].shape[1]] * num_groups), exchanges)
 
@@ -54,7 +55,8 @@ def test_bytes_alone_would_have_missed_a_mask_that_neighbours_share(name: str, f
 
 
 def test_correlations_are_those_of_their_definition(tmp_path: Path) -> None:
-    """Against sums in whole numbers over two messages, whose border is a pair of rows like any other."""
+    """The values are compared with sums of integers over two messages. The border between the messages counts like any
+    other pair of rows."""
     rows = uniform(90, 50)
     (figures,) = statistics.look(seen(tmp_path, rows.split(40))).looked_at
     exact = rows.to(torch.int64)
@@ -83,7 +85,8 @@ def test_chi_square_is_that_of_its_definition(tmp_path: Path) -> None:
 
 
 def test_uniform_numbers_have_normal_correlations(tmp_path: Path) -> None:
-    """Mean 0 and variance 1 over 3,200 of them, and the largest in the interval that is stated beside it."""
+    """Over 3,200 correlations, the mean is 0 and the variance 1, and the largest is in the interval that is stated
+    beside it."""
     found = statistics.look(seen(tmp_path, [*uniform(200, 64, 80)], num_groups=200))
     serial = torch.stack([one.serial for one in found.looked_at]).flatten()
     assert found.num_serial == serial.numel() == 3200
@@ -97,7 +100,8 @@ def test_uniform_numbers_have_normal_correlations(tmp_path: Path) -> None:
 
 
 def test_the_largest_of_so_many() -> None:
-    """One has the usual two-sided bounds; the largest of many is drawn."""
+    """For one value the interval has the usual two-sided bounds. For many values the largest is compared with drawn
+    samples."""
     assert statistics.largest_correlations(1) == pytest.approx((0.00627, 2.807), rel=1e-3)
     drawn = torch.randn(4000, 500, generator=torch.Generator().manual_seed(1)).abs().amax(dim=1)
     low, high = statistics.largest_correlations(500)
@@ -129,7 +133,8 @@ def test_groups_with_too_few_numbers_are_counted(tmp_path: Path) -> None:
 
 
 def test_single_rows_are_compared_with_the_next_message(tmp_path: Path) -> None:
-    """Answers come a row at a time: a mask that two of them share shows, a request that was sent again does not."""
+    """Single rows, as in decoding, are compared with the next message: a mask that two rows share shows, and a retry
+    does not."""
     honest = [*uniform(100, 1, 64)]
     assert statistics.look(seen(tmp_path / "1", honest)).faults() == []
     again = [rows for rows in honest for _ in range(2)]
@@ -141,7 +146,7 @@ def test_single_rows_are_compared_with_the_next_message(tmp_path: Path) -> None:
 
 def test_many_messages_are_looked_at_in_runs(tmp_path: Path) -> None:
     (figures,) = statistics.look(seen(tmp_path, [*uniform(300, 1, 64)])).looked_at
-    assert figures.num_numbers == 64 * (19 * 8)  # 38 runs of eight, the last one of four: every other one
+    assert figures.num_numbers == 64 * (19 * 8)  # of 38 runs of eight messages, every other one is taken
 
 
 def test_one_row_has_no_neighbour_below(tmp_path: Path) -> None:
@@ -157,7 +162,7 @@ def test_float_messages_are_none_of_its_business(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mask", "is_fault"), [("lattice", False), ("pad", False), ("off", True)])
 def test_real_training(mask: str, is_fault: bool, tmp_path: Path) -> None:
-    """Two steps of the tiny model through the tenant's and the provider's own code."""
+    """The traffic is that of two steps of the tiny model, by the code of the real tenant and provider."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     served = serve_model(load(resolve(str(model))), recording=True)
     served_model = ServedModel(served, Recorder(tmp_path / "seen", served.manifest))

@@ -1,4 +1,5 @@
-"""Two providers of `shares`: together they have the rows, each alone has uniform numbers or seeds."""
+"""Tests the two providers of `shares`: together they recover the rows, and each alone has only uniform numbers or
+seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from wire.errors import ConfigurationError
 
 NUM_PROMPTS = 24
 CHI_SQUARE_255 = 363.0
-"""Exceeded by uniform bytes once in 100,000 times."""
+"""A bound on chi-square that uniform bytes exceed once in 100,000 times."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
 
 
 def masked(traffic: Traffic) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the first view, and the truth, flat."""
+    """Returns the numbers of the first view and the true numbers, both flattened."""
     messages = traffic.view_1.messages
     rows = torch.cat([message.request().flatten() for message in messages])
     return rows, torch.cat([traffic.truth[message.seq].flatten() for message in messages])
@@ -55,7 +56,7 @@ def test_one_view_alone_claims_nothing(traffic: Traffic) -> None:
 
 def test_the_first_view_alone_is_at_baseline(traffic: Traffic) -> None:
     rows, truth = masked(traffic)
-    bound = 4.5 / len(rows) ** 0.5  # standard deviations: once in 150,000 times
+    bound = 4.5 / len(rows) ** 0.5  # in standard deviations; exceeded once in 150,000 times
     assert abs(correlation(rows, truth)) < bound
     assert abs(correlation(rows.abs(), truth.abs())) < bound
 
@@ -73,7 +74,7 @@ def chi_square(rows: torch.Tensor) -> float:
 
 
 def test_the_second_view_alone_does_not_depend_on_the_data(traffic: Traffic) -> None:
-    """Its seeds are fresh; what it can expand has nothing to do with the rows."""
+    """The seeds are fresh, so the rows that they expand to do not depend on the data."""
     seeds = [message.seeded_rows() for message in traffic.view_2.messages]
     assert len({each.seed for each in seeds}) == len(seeds)
     pairs = zip(seeds, traffic.truth.values(), strict=True)
@@ -83,7 +84,7 @@ def test_the_second_view_alone_does_not_depend_on_the_data(traffic: Traffic) -> 
 
 
 def test_the_wrong_seeds_open_nothing(traffic: Traffic, tmp_path: Path) -> None:
-    """Seeds of another session of the same shape: the result is uniform again."""
+    """With the seeds of another session of the same shape, the result is uniform again."""
     other = make(tmp_path, NUM_PROMPTS)
     stolen = torch.cat([claim.rows.flatten() for claim in collude(traffic.view_1, other.view_2)])
     _, truth = masked(traffic)

@@ -1,4 +1,5 @@
-"""Without a mask the adapter falls: closed forms against real adapters, for both styles of model and any targets."""
+"""Tests that the adapter is recovered without a mask: closed forms on real adapters, for both styles of model and any
+targets."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_llama_with_an_adapter_on_some_modules(targets: list[str], tmp_path: Pat
     found = stolen(traffic)
     for layer, delta in traffic.deltas.items():
         if layer == "model.layers.1.mlp.down_proj":
-            assert layer not in found  # the tenant keeps the head: nobody sees what comes after it
+            assert layer not in found  # the tenant keeps the head, so the layer's output is not seen
             continue
         assert float((found[layer] - delta).norm() / delta.norm()) < 1e-3, layer
     untouched = [layer for layer in found if layer not in traffic.deltas]
@@ -79,7 +80,7 @@ def test_ring_rows_up_to_a_secret_factor_each(kind: str, targets: list[str], tmp
             assert layer not in found  # no norm shows how large the rows before the last down_proj are
             continue
         wanted = delta - delta.mean(1, keepdim=True) if layer.endswith("c_proj") else delta
-        # rows are rounded to about 2^19 steps, and c_fc sees them through an activation: 1.3e-3
+        # The rows are rounded to about 2^19 steps, and c_fc is fitted through an activation, so the error is 1.3e-3.
         assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-2, layer
         judged += 1
     assert judged
@@ -108,7 +109,8 @@ def test_too_few_tokens_end_the_recursion(tmp_path: Path) -> None:
 
 
 def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> None:
-    """As `known-mask` opens them: now and then a short row of o_proj or down_proj with another vector taken off."""
+    """Some rows are unmasked wrongly, as by `known-mask`, which sometimes subtracts a wrong vector from a short row of
+    o_proj or down_proj."""
     traffic = adapted_traffic.make(tmp_path, "llama", ["v_proj", "o_proj", "up_proj", "down_proj"])
     opened = {message.seq: message.request().double() for message in traffic.view.messages}
     block = traffic.public.blocks[0]
@@ -129,7 +131,7 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
 
 
 def test_what_nothing_fits_is_not_claimed_to_be_unchanged(tmp_path: Path) -> None:
-    """Ring rows under one-time masks, where the search for the rows' factors ends at the public weights."""
+    """The rows are int32 under one-time masks, and the search for the rows' factors ends at the public weights."""
     traffic = adapted_traffic.make(tmp_path, "llama", ["o_proj"], arithmetic="ring")
     generator = torch.Generator().manual_seed(0)
     opened = {

@@ -1,4 +1,4 @@
-"""Adversaries against float masks: each wins on its control, and stays at its baseline on one-time masks."""
+"""Tests adversaries against float masks: each wins on its control and stays at its baseline on one-time masks."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ CONTROLS = [
     )
 ]  # fmt: skip
 CHANCE = 0.08
-"""Correlation: more than four standard deviations for the fewest independent elements, 3,400 of averaging."""
+"""A bound on correlations: more than four standard deviations for the fewest independent elements, which are the 3,400
+of averaging."""
 BASELINE = 0.99
-"""Relative error: guessing zero scores 1.0."""
+"""A bound on relative errors. A guess of zero has the error 1.0."""
 
 by_name = pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 on_both = pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -82,7 +83,7 @@ def test_every_control_is_of_its_adversary() -> None:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def one_time(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traffic:
-    """40 prompts, the first of them 20 times over, under fresh uniform masks: 320 messages."""
+    """Returns the traffic of 40 prompts under fresh uniform masks, 320 messages. The first prompt is sent 20 times."""
     inputs = inputs_of(request.param, 21, 12)
     return uniform_traffic(request.param, str(tmp_path_factory.mktemp("uniform")), [inputs[0]] * 19 + inputs)
 
@@ -116,7 +117,8 @@ def test_low_bits_of_one_time_masks_are_chance(one_time: Traffic) -> None:
 
 @by_name
 def test_knows_nothing_of_masks_that_do_not_fit(adversary: Adversary, tmp_path: Path) -> None:
-    """Float rows under fresh Gaussian noise 100 times stronger, each row its own: no claim is near the rows."""
+    """Float rows have fresh Gaussian noise that is 100 times stronger than the rows and different for each row. No
+    claim is near the rows."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     generator = torch.Generator().manual_seed(0x5EED0007)
     for one in inputs_of("llama", 10, 12):
@@ -167,7 +169,7 @@ def test_known_mask_needs_effects(tmp_path: Path) -> None:
 
 
 def test_sphere_fit_of_layer_norms(tmp_path: Path) -> None:
-    """The eps of GPT-2's norm is 1e-5 and the tiny model's embedding is small, which bounds the accuracy."""
+    """The accuracy is limited because the eps of GPT-2's norm is 1e-5 and the tiny model's embedding is small."""
     traffic = sphere_fit_control.fixed_mask_traffic("gpt2", str(tmp_path), traffic_of.public_of("gpt2"), 10)
     errors = row_errors(sphere_fit.attack(traffic.view, traffic.public, None), traffic.truth)
     assert max(errors[seq] for seq in traffic.truth) < 1e-3
@@ -191,7 +193,7 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
         [
             error
             for error in difference_errors(one.attack(traffic.view, traffic.public, None), traffic.truth)
-            if error < 1e6  # of two different prompts
+            if error < 1e6  # the rows are of two different prompts
         ]
         for one in (differencing.ADVERSARY, principal_components.ADVERSARY)
     )
@@ -201,7 +203,7 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
 
 
 def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> None:
-    """Twenty prompts mod 2^32 under one uniform pad, which wraps."""
+    """Twenty prompts are sent under one uniform pad mod 2^32, which wraps."""
     generator = torch.Generator().manual_seed(0x5EED000A)
     inputs = [to_ring(one[4]) for one in inputs_of("llama", 3, 12)] * 7
     pad = uniform(inputs[0].shape, generator)
@@ -219,7 +221,7 @@ def test_principal_components_of_equal_messages_are_none(number: float, tmp_path
 
 
 def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:
-    """Views that hold little, nothing, or numbers that make no sense."""
+    """Yields views that are empty, nearly empty, or hold meaningless numbers."""
     one = inputs_of("llama", 1, 12)[0]
     zeros, bad = torch.zeros(12, 32), torch.full((12, 32), torch.nan)
     huge = torch.full((12, 32), 3e38)

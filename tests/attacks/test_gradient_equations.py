@@ -1,4 +1,4 @@
-"""ΔW of down_proj from a training step: what its gradients give away on their way down, and when nothing is claimed."""
+"""Tests what the gradients of a training step reveal about ΔW of down_proj, and when nothing is claimed."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic)
 
 
 def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: Traffic) -> None:
-    """As of a fresh adapter: gradients of gate and up as W alone makes them."""
+    """A fresh adapter changes nothing, so the gradients of gate and up are those that W alone gives."""
     opened = as_sent(traffic)
     for block in traffic.public.blocks:
         messages = {
             (one.group, one.direction): one.seq for one in traffic.view.messages if one.num_rows > 5
-        }  # not the prompt's
+        }  # the tokens of the prompt are left out
         down = opened[messages[block.down.group, "backward"]] @ block.down.weight.T
         given = opened[messages[block.up[0].group, "forward"]]
         terms = [layer(given).requires_grad_() for layer in block.up]

@@ -1,4 +1,5 @@
-"""The batch of a training step and its full gradients, from plain traffic; nothing from uniform rows."""
+"""Tests that unmasked traffic reveals the batch of a training step and its full gradients, and that uniform rows reveal
+nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 BY_CHANCE = 0.3
-"""Of 96 tokens, each one of 95: by guessing one is right on average."""
+"""A bound on the share of correct guesses. Each of 96 tokens is one of 95, so that on average one guess is right."""
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
@@ -69,7 +70,7 @@ def test_the_full_gradient_of_every_layer_that_has_both_directions(traffic: Traf
 
 
 def test_rows_scaled_one_by_one_keep_tokens_and_labels(traffic: Traffic) -> None:
-    """As ring arithmetic without a mask sends them."""
+    """The rows are scaled one by one, as in ring arithmetic without a mask."""
     step, generator = training(traffic), torch.Generator().manual_seed(0)
 
     def scaled(rows: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_rows_under_a_one_time_mask_give_no_more_than_guessing(traffic: Traffic)
 
 
 def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic) -> None:
-    """Zero rows, of padding and of places without a label, come out of an opened mask as small noise."""
+    """The rows of padding and of positions without a label are zero. After a mask was removed, they are small noise."""
     step, generator = training(traffic), torch.Generator().manual_seed(2)
 
     def opened(rows: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,7 @@ def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic)
 
 def test_padding_whose_embedding_is_zero(traffic: Traffic) -> None:
     if traffic.public.positions is not None:
-        return  # a position is added: no row is zero
+        return  # a position is added to each row, so no row is zero
     padding = int(traffic.public.embedding.norm(dim=1).argmin())
     rows = training(traffic).forward[traffic.public.blocks[0].q.group].request().to(torch.float64)
     rows[5:8] = 1e-7
@@ -128,7 +129,7 @@ def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
 
 
 class Recording(WrappedModel):
-    """An honest provider that keeps what it sees."""
+    """Plays an honest provider that keeps what it sees."""
 
     def __init__(self, served_model: Any) -> None:
         super().__init__(served_model)
@@ -143,7 +144,7 @@ class Recording(WrappedModel):
 
 
 def read_by_the_provider(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: str, arithmetic: str) -> dict[str, str]:
-    """Tokens and labels that are claimed of one step on active.DATA, as text."""
+    """Returns the claimed tokens and labels of one step on active.DATA, as text."""
     site = active.site(folder / "site")
     provider = Recording(site.served_model)
     monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))

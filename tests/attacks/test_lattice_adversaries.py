@@ -1,4 +1,4 @@
-"""Adversaries of the lattice mask win on their controls, and get nothing at the error or dimension that counts."""
+"""Tests that adversaries of the lattice mask win on their controls, and fail at the shipped error or dimension."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
 ADVERSARIES = [module.ADVERSARY for module in MODULES]
 MOST_S = 5.0
-"""Work on a view of a few hundred messages; measured 0.1 to 1.5 s."""
+"""The most seconds for a view of a few hundred messages; 0.1 to 1.5 s were measured."""
 
 
 def has_fpylll() -> bool:
@@ -83,7 +83,7 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
 
 @pytest.mark.parametrize("at", [0, 3, 15])
 def test_any_row_may_be_taken_as_row_0(at: int) -> None:
-    """The secret as seen from row `at` is X^-at·s, and gives the rows on both sides of it."""
+    """Relative to row `at`, the secret is X^-at·s. It unmasks the rows before and after this row."""
     traffic = Traffic(toy(16, 2, 0.0), 6)
     masks = traffic.block().to(torch.int64)
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
@@ -95,7 +95,8 @@ def test_any_row_may_be_taken_as_row_0(at: int) -> None:
 
 
 def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """noise.lattice end to end: its request minus the mask of its secret is its encoded input plus its error."""
+    """The test uses noise.lattice from end to end: its request minus the mask of its secret is its encoded input plus
+    its error."""
     parameters, weight = toy(16, 2, NOMINAL_SIGMA), torch.randint(-127, 128, (40, 24), dtype=torch.int8)
     spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
     asked: list[SeededRows] = []
@@ -126,12 +127,12 @@ def test_a_wrong_secret_does_not_open() -> None:
     sent = coding.to_int32(rows + mask.to(torch.int64))
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
     wrong = traffic.secrets[0].clone()
-    wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32
+    wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32 is wrong
     assert not torch.equal(wrong, traffic.secrets[0])
     opened = leaked_secret.open_block(sent, public, wrong).to(torch.float64)
     both = torch.stack((opened.flatten(), rows.to(torch.float64).flatten()))
     assert abs(float(torch.corrcoef(both)[0, 1])) < 6 / rows.numel() ** 0.5
-    assert float(opened.abs().mean()) == pytest.approx(2**30, rel=0.15)  # as uniform numbers have it
+    assert float(opened.abs().mean()) == pytest.approx(2**30, rel=0.15)  # the mean of uniform numbers
 
 
 def test_binary_systems() -> None:
@@ -164,7 +165,7 @@ def test_binary_systems() -> None:
     ids=lambda control: control.__module__.rsplit(".", 1)[1],
 )
 def test_controls_win(control: Callable[[], ControlResult]) -> None:
-    for _ in range(3):  # fresh secrets each time
+    for _ in range(3):  # each run draws fresh secrets
         result = control()
         assert result.wins, result
 
@@ -176,7 +177,7 @@ def test_no_error_takes_several_rows_where_one_has_too_few_features() -> None:
 
 
 def test_no_error_opens_the_real_dimension_too() -> None:
-    """What protects there is the error, not the dimension."""
+    """At this dimension it is the error that protects the mask, and not the dimension."""
     traffic = Traffic(toy(512, 3, 0.0), 64)
     traffic.send_block(range(30), 4)
     traffic.send_block(range(100, 126), 4)
@@ -190,7 +191,7 @@ def test_no_error_fails_at_the_real_parameters() -> None:
 
 
 def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
-    """Groups of 40, 64 and 100 features under one seed, as in a model."""
+    """The groups have 40, 64 and 100 features under one seed, as in a model."""
     wide = Traffic(toy(16, 2, 0.0), 100)
     for group, features in enumerate((40, 64, 100)):
         rows, mask = wide.activations(16), wide.block()
@@ -248,7 +249,7 @@ def test_slot_reuse_finds_nothing_in_honest_traffic() -> None:
             for _ in range(3):
                 for part in traffic.block().split(64):
                     traffic.send(torch.zeros(64, 64, dtype=torch.int64), part, direction, group)
-    traffic.exchanges.append(traffic.exchanges[-1])  # sent again, byte by byte: allowed
+    traffic.exchanges.append(traffic.exchanges[-1])  # the same bytes are sent again, which is allowed
     assert slot_reuse.false_positive_log2(3 * 512, 64) < -400
     assert traffic.attacked(slot_reuse.attack) == []
 
@@ -338,7 +339,7 @@ def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def views(tmp_path: Path) -> dict[str, View]:
-    """What an adversary may meet besides a tidy recording under a lattice mask."""
+    """Yields views that differ from a tidy recording under a lattice mask."""
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     traffic.send_block([0])
     tidy = traffic.view(tmp_path / "tidy")
@@ -372,9 +373,9 @@ def _payload(num_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
     for name, view in views(tmp_path).items():
-        if name == "damaged" and adversary.name == "leaked-secret":  # which looks at no recording
+        if name == "damaged" and adversary.name == "leaked-secret":  # this adversary reads no recording
             continue
-        if name == "damaged":  # which is no mask that held
+        if name == "damaged":  # an error, so that it does not look like a mask that holds
             with pytest.raises(ConfigurationError, match="damaged"):
                 adversary.attack(view, no_model(), None)
             continue
@@ -387,7 +388,7 @@ def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 @pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
 def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:
-    """Three hundred messages, of which none gives anything away."""
+    """The three hundred messages reveal nothing, so every attempt is made."""
     traffic = Traffic(parameters, 64, num_groups=3)
     for number in range(300):
         if number % 50 == 0:

@@ -1,4 +1,4 @@
-"""`--peft KIND`: without a mask what an adapter of each kind learned is stolen, through the lattice mask it is not."""
+"""Tests `--peft KIND`: an adapter of each kind is stolen without a mask, and is not stolen through the lattice mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ia3", "oft", "boft"])
 def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, no_controls: None) -> None:
-    """All three change v and either q or k; IA3's change of down_proj's input is found as one of up_proj, the same."""
+    """All three adapters change v and either q or k. IA3's change of the input of down_proj is found as an equal change
+    of up_proj."""
     options = ["--peft", kind, "--masks", "off,lattice", "--adversaries", "closed-form", "--out", str(tmp_path)]
     assert extract_lora.main(options) == 0
     results = read(tmp_path)

@@ -1,4 +1,5 @@
-"""The quick profile end to end: what must fall falls, what must hold does, and bad input is said in a line."""
+"""Tests the quick profile from end to end: what must be broken is broken, what must hold holds, and bad input gives one
+line."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.attack_report import read
 
 
 def check_files(folder: Path) -> None:
-    """Everything that a report has is there, is whole, and says in words what was stolen."""
+    """Checks that all files of a report exist and are complete, and that they show in words what was stolen."""
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
@@ -46,7 +47,7 @@ def check_files(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One run, and all that is asked of it: tests of a module may go to several processes, so nothing is shared."""
+    """One run serves all checks, because tests of a module may run in several processes and so share nothing."""
     assert extract_lora.main(["--out", str(tmp_path)]) == 0
     check_files(tmp_path)
     results = read(tmp_path)
@@ -101,7 +102,7 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     assert recover_prompts.main(options) == 0
     rates = {(one.mask, one.adversary): one.finding for one in read(tmp_path) if one.finding.metric == "recovery rate"}
     assert rates["off", "layer-0 lookup"].value == 1.0
-    deep = rates["off", "deep-state inversion"]  # the adapter is strong and not known: most tokens are missed
+    deep = rates["off", "deep-state inversion"]  # the adapter is strong and unknown, so most tokens are missed
     assert deep.value > 3 * deep.interval[1]
     assert rates["lattice", "layer-0 lookup"].value < 0.1
 
@@ -295,7 +296,8 @@ SEEDED = """
 def test_a_victim_whose_mask_is_broken_is_noticed(
     mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
 ) -> None:
-    """The lattice mask forgets a direction, has no error, or draws secrets as docs/masks.md, "lattice", rules out."""
+    """The lattice mask does not mask one direction, has no error, or draws the weak secrets that docs/masks.md,
+    "lattice", excludes."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]
@@ -315,7 +317,8 @@ TINY_ERRORS = """
 def test_a_victim_is_looked_into_where_no_recording_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Errors of 0 and 1 at the shipped dimension: no adversary says a word, and the gate does."""
+    """The errors are 0 and 1 at the shipped dimension. No adversary notices this, but the test of the victim's draws
+    does."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + TINY_ERRORS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     adversaries = "no-error,slot-reuse,tiny-error,sparse-secret,shared-error,byte-statistics"

@@ -1,4 +1,4 @@
-"""Adversaries that win at the shipped dimension where a mask is weakened, and say nothing where it is not."""
+"""Tests adversaries that win at the shipped dimension if the mask is weakened, and that claim nothing if it is not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_four_trits_are_found_on_a_few_rows() -> None:
 
 
 def test_any_row_of_a_block_will_do() -> None:
-    """The secret of a later row is the block's, turned; the block's other rows come out with it."""
+    """Relative to a later row, the secret is that of the block multiplied by a power of X, and it also unmasks the
+    block's other rows."""
     traffic = Traffic(DEFAULT, 32)
     mask = traffic.block(sparse_secret_control.sparse(3))
     for rows in (mask[300:340], mask[340:400]):
@@ -88,7 +89,7 @@ def test_two_blocks_with_one_error_give_all_their_differences() -> None:
 def test_known_rows_of_one_block_give_those_of_the_other(tmp_path: Path) -> None:
     traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
     view = traffic.view(tmp_path / "recording")
-    # all of the first block, and of the second the prompt that both have
+    # All rows of the first block are known, and of the second block those of the prompt that both hold.
     known = {seq: traffic.truth[seq].to(torch.float64) for seq in (*range(1, 9), 9)}  # type: ignore[union-attr]
     claims = shared_error.attack(view, no_model(), known)
     opened = {one.seq: one.rows for one in claims if isinstance(one, StolenRows)}
@@ -105,7 +106,7 @@ def test_pieces_with_one_error_give_their_block() -> None:
 
 
 def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
-    """A first token that is the same in two prompts, on a layer of 1,600 features."""
+    """Two prompts have the same first token, on a layer of 1,600 features."""
     traffic = Traffic(DEFAULT, 1600)
     error = torch.randint(-21, 22, (1, 512, 1600), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     traffic.error = lambda shape: error
@@ -125,7 +126,7 @@ def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
 
 
 def test_shared_error_says_nothing_of_honest_blocks() -> None:
-    """Nor of one where the prompt is sent again, which is all that the weakened ones have besides."""
+    """The prompt is also sent again under honest blocks, which the adversary must not take for a weakness."""
     traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=3)
     assert traffic.attacked(shared_error.attack) == []
 
@@ -164,7 +165,7 @@ def test_distances_are_those_of_blocks_and_pieces() -> None:
     [("sparse-secret", StolenRows(1, torch.zeros(1, 1))), ("shared-error", StolenFact(SHARED, "1, 2"))],
 )
 def test_what_they_claim_is_certain(name: str, claim: Claim, tmp_path: Path) -> None:
-    """An alarm of the gate on any private mask, whether or not anybody knows the truth."""
+    """A claim raises an alarm for any private mask, whether or not the truth is known."""
     view = SimpleNamespace(select=lambda *_: [], with_tensors=lambda: SimpleNamespace(messages=[None]))
     case = Case("seen", "lattice", view, no_model(), None, [], None)  # type: ignore[arg-type]
     results = attack(case, [Adversary(name, "", lambda *_: [claim])], [], tmp_path, lambda _: None)

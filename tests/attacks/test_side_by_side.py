@@ -1,4 +1,4 @@
-"""Cases attacked in several processes: in order, and each process ends at a word."""
+"""Tests that cases are attacked in several processes, in order, and that each process ends on a signal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ command_line._attack_all(["quick", "slow"], [], Path("."), 2)
 
 @pytest.fixture
 def exit_at_sigterm() -> Iterator[None]:
-    """As the command line has it."""
+    """Sets the signal handler that the command line sets."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(143)
@@ -48,7 +48,8 @@ def exit_at_sigterm() -> Iterator[None]:
 def test_processes_side_by_side_end_at_once(
     exit_at_sigterm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that turned the signal into an exception, and lost it between two bytecodes, was waited for without end."""
+    """If a process turned the signal into an exception and lost this exception, the parent would wait for it without
+    end."""
 
     def seen(case: Any, *others: object) -> list[Any]:
         return [(case, signal.getsignal(signal.SIGTERM))]
@@ -61,7 +62,8 @@ def test_processes_side_by_side_end_at_once(
 
 @pytest.mark.slow
 def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
-    """As `timeout` sends it: an idle process would end while it holds the lock of what there is to do."""
+    """The signal goes to the whole process group, as `timeout` sends it. An idle process could end while it holds the
+    lock of the work queue."""
     child = subprocess.Popen(
         [sys.executable, "-c", STUCK], cwd=Path(command_line.__file__).parents[2], stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, start_new_session=True,
@@ -71,7 +73,7 @@ def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
         assert child.stdout.read(4) == b"busy"
         os.killpg(child.pid, signal.SIGTERM)
         assert child.wait(timeout=WAIT_S) == 143
-        assert child.stdout.read() == b""  # the end of all that had it open
+        assert child.stdout.read() == b""  # all processes that held the pipe have ended
     finally:
         child.kill()
         child.wait()

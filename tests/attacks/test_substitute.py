@@ -1,4 +1,4 @@
-"""Training a substitute: what it finds from plain rows and from their directions, and where it claims nothing."""
+"""Tests how a substitute is trained from plain rows and from their directions only, and when nothing is claimed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from attacks.seen.view import View
 pytestmark = pytest.mark.slow
 
 LAST_DOWN = ("model.layers.1.mlp.down_proj", "transformer.h.1.mlp.c_proj")
-"""The tenant keeps the head: nobody sees what comes after it."""
+"""The last down_proj of each model, which is not found because the tenant keeps the head, so that its output is not
+seen."""
 
 
 def stolen(traffic: adapted_traffic.Traffic, opened: Opened | None = None) -> dict[str, torch.Tensor]:
@@ -31,7 +32,8 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def scores(traffic: adapted_traffic.Traffic, deltas: dict[str, torch.Tensor], place: int) -> torch.Tensor:
-    """Change of W_q W_kᵀ per head, shape (num_heads, hidden, hidden): q and k are determined by it alone."""
+    """Returns the change of W_q W_kᵀ per head, shape (num_heads, hidden, hidden). Only this product is determined by q
+    and k."""
     public, block = traffic.public, traffic.public.blocks[place]
     shared = public.num_heads // public.num_kv_heads
 
@@ -55,7 +57,7 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
             assert error(delta, traffic.deltas[layer]) < 0.02, layer
     for place in range(2):
         assert error(scores(traffic, found, place), scores(traffic, traffic.deltas, place)) < 0.1
-    if is_scaled:  # which the closed form cannot do without
+    if is_scaled:  # if the scales are hidden, the closed form fails
         claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, opened)
         o_proj = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}[
             "model.layers.0.self_attn.o_proj"
@@ -72,14 +74,14 @@ def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> Non
         if layer in LAST_DOWN:
             assert layer not in found
         elif layer.endswith("c_attn"):
-            # a LayerNorm's rows hardly differ along 1/weight: what is added there is nearly the same for all
+            # With LayerNorm, rows hardly differ along 1/weight, so an addition there is nearly the same for all rows.
             norm = traffic.public.blocks[int(layer.split(".")[2])].attention_norm
             way = torch.nn.functional.normalize(1 / norm.weight, dim=0)[:, None]
             difference = found[f"{layer}[v]"] - wanted[:, 64:]
             assert float((difference - way @ (way.T @ difference)).norm() / wanted[:, 64:].norm()) < 0.05
             judged += 1
         else:
-            # and a LayerNorm takes off the mean of what c_proj adds
+            # LayerNorm also removes the mean of what c_proj adds.
             seen = [one - one.mean(1, keepdim=True) * layer.endswith("c_proj") for one in (found[layer], wanted)]
             assert error(*seen) < 0.05, layer
             judged += 1
@@ -113,7 +115,7 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
 
 
 def masked(traffic: adapted_traffic.Traffic, from_group: int) -> Opened:
-    """Rows of which those from some group on are uniform noise."""
+    """Returns a view in which the rows of all groups from a given one on are uniform noise."""
     generator = torch.Generator().manual_seed(5)
     rows = {}
     for message in traffic.view.messages:
@@ -140,13 +142,13 @@ def test_too_little_traffic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", range(8))
 def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is claimed of what follows where the end of a block was not recorded."""
+    """If the end of a block was not recorded, nothing is claimed about later blocks."""
     monkeypatch.setattr(substitute, "_STEPS", (10, 10))
     traffic = adapted_traffic.make(tmp_path)
     messages = tuple(message for message in traffic.view.messages if message.group != missing)
     found = stolen(replace(traffic, view=View(traffic.view.manifest, messages)))
     if missing == 0:
-        assert found == {}  # no tokens
+        assert found == {}  # the rows are no tokens
     if missing == traffic.public.blocks[1].q.group:
         assert "model.layers.0.mlp.up_proj" in found
         assert not any(".layers.1." in layer or layer.endswith("0.mlp.down_proj") for layer in found)
@@ -168,7 +170,7 @@ def test_odd_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a wide model: what was reached by then is claimed."""
+    """On a wide model there is not enough time, so that the layers trained so far are claimed."""
     monkeypatch.setattr(substitute, "_MAX_S", 0.2)
     traffic = adapted_traffic.make(tmp_path)
     began = time.process_time()

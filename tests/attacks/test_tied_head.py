@@ -1,4 +1,4 @@
-"""A model whose output head stays with the tenant, end to end: its last down_proj falls to a training step."""
+"""Tests a model whose output head stays with the tenant: a training step reveals the model's last down_proj."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_the_adapter_of_a_gpt2_model_is_stolen_whole(tmp_path: Path, no_controls
     assert 0.1 < value("gradient-equations", "adapter", "stolen task gain") < 0.9, "down_proj is not all of it"
     low, high = found["closed-form", "float", "adapter", "stolen task gain"]["spread"]
     assert 0.9 <= low <= high
-    # in ring arithmetic the last down_proj stays hidden, and the table says so
+    # In ring arithmetic the last down_proj stays hidden, and the table must say so.
     assert found["closed-form", "ring", "down_proj (1 of 2 layers)", "relative error"]["verdict"] == "no claim"
     assert found["gradient-equations", "ring", "–", "–"]["verdict"] == "no claim"

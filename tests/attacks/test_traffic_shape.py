@@ -1,4 +1,5 @@
-"""Metadata alone gives lengths, training rows, kind and lowest layer of an adapter; no tensor is read for it."""
+"""Tests that metadata alone gives lengths, training rows, and the kind and lowest layer of an adapter, without reading
+a tensor."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_float_traffic_and_hints_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_gradients_at_the_first_group_name_the_first_group(tmp_path: Path) -> None:
-    """Nothing lies below it: embeddings, a soft prompt or its own inputs are trained."""
+    """Nothing lies below the first group, so the embeddings, a soft prompt or the group's own inputs must be
+    trained."""
     sent = [rows(5, 0), rows(5, 1), rows(5, 1, "backward"), rows(5, 0, "backward")]
     got = facts(write_recording(tmp_path / "seen", manifest(2, 2), sent))
     assert got[LOWEST] == ("l0", "before l0")
@@ -96,7 +98,7 @@ def test_claims_nothing_without_messages(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
-    """LoRA of the second block's q_proj: no gradient is sent to its own group, and it is named all the same."""
+    """A LoRA of the second block's q_proj sends no gradient of its own group, but it is still recognised."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     job = Job(
         model=str(model), adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
@@ -113,7 +115,7 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     assert len(str(got.pop("training rows per step")).split(",")) == 2
     layer = "model.layers.1.self_attn"
     assert got.pop("answer tokens") == "1,1,4"
-    # without a model: no word on which inputs come from norms, and where a prefix would show first
+    # Without a model, it is not known which inputs come from norms and where a prefix would show first.
     assert got.pop(LOWEST) == (f"{layer}.q_proj", f"{layer}.o_proj", f"before {layer}.o_proj")
     assert got.pop(KIND) == ("LoRA", "IA3", "OFT", "BOFT", "prefix tuning", "norm tuning")
     assert got == {}
@@ -121,7 +123,8 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[object, ...], dict[str, object]]]:
-    """Metadata and claims of each adapter over tiny-llama, trained and asked through the real tenant and provider."""
+    """Returns metadata and claims for each adapter of tiny-llama that the real tenant trained and used at a real
+    provider."""
     site = peft_traffic.Site(tmp_path_factory.mktemp("kinds"))
     found = {}
     for name, example in peft_traffic.LLAMA.items():
@@ -142,7 +145,7 @@ def test_facts_of_real_adapters(name: str, seen: dict[str, tuple[tuple[object, .
 def test_a_claim_names_the_kinds_whose_traffic_is_the_same(
     name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]
 ) -> None:
-    """Message for message: no kind that could be told apart is named, and none that could not is left out."""
+    """Adapters whose messages are all alike must be named together, and no others."""
     shape, claims = seen[name]
     alike = {peft_traffic.LLAMA[other].kind for other in seen if seen[other][0] == shape}
     named = claims.get(KIND_IF_FINETUNE, claims[KIND])

@@ -1,4 +1,4 @@
-"""`--view` on recordings as an operator makes them: whole, cut off, of some layers, empty, of another model."""
+"""Tests `--view` on recordings that operators make: whole, cut off, of some layers, empty, and of another model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_whose_and_what_is_said(record: Record, model: Path, capsys: pytest.Capt
 def test_a_mask_that_nobody_names_may_be_a_private_one(
     tmp_path: Path, no_controls: None, masks: tuple[str, ...], alarms: int
 ) -> None:
-    """Slots used twice, in a recording of a tenant of whatever name."""
+    """Mask rows are used twice in a recording whose mask is not named. This counts, since the mask may be a private
+    one."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     manifest = serve_model(load(resolve(str(model)))).manifest
     widths = [group.in_features for group in manifest.groups]

@@ -1,6 +1,8 @@
-"""`make estimate`: which checkout it takes, and what it says when numbers agree or not; with a stand-in estimator.
+"""Tests `make estimate` with a stand-in for the estimator: which checkout it accepts, and what it says if numbers agree
+or differ.
 
-The real one and Sage are not here: these tests say that the target compares, not that the numbers are right.
+The real estimator and Sage are not installed here. So these tests show that the command compares numbers, not that the
+numbers are right.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with the stand-in, taken for the one that is expected."""
+    """Makes a git repository that holds the stand-in, and makes the command expect this repository."""
     folder = tmp_path / "checkout"
     (folder / "estimator").mkdir(parents=True)
     git(folder, "init", "--quiet")
@@ -67,7 +69,7 @@ def commit(folder: Path, bits: dict[int, float]) -> None:
 
 @pytest.fixture
 def sage(tmp_path: Path) -> Path:
-    """An environment whose Python finds a `sage` with the one name that is needed."""
+    """Makes an environment whose Python finds a module `sage` with the one name that is needed."""
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
     (folder / "sage").mkdir()
@@ -158,7 +160,7 @@ def test_an_environment_without_sage(checkout: Path, sage: Path, capfd: pytest.C
 def test_wheels_that_cannot_be_installed(
     checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment that was begun is removed: the next run begins anew."""
+    """The environment that was begun is removed, so that the next run starts afresh."""
 
     def create(folder: Path, with_pip: bool) -> None:
         assert with_pip
@@ -200,7 +202,7 @@ def test_the_rows_are_those_of_the_documents() -> None:
 
 
 def test_nothing_but_the_standard_library_is_imported_outside_sage() -> None:
-    """Sage's environment has none of this repository's dependencies."""
+    """The environment of Sage has none of this repository's dependencies."""
     code = textwrap.dedent("""
         import sys
         import benchmarks.estimate

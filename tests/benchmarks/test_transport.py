@@ -1,4 +1,4 @@
-"""The transport benchmark says what it measured."""
+"""Tests that the transport benchmark reports what it measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What benchmarks share loads no torch, so that a worker can tune it first: without, decode was a fifth slower."""
+"""Tests that importing benchmarks/common.py does not load torch, so that a worker can call `tune` first. Otherwise
+decoding was a fifth slower."""
 
 from __future__ import annotations
 

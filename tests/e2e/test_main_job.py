@@ -1,4 +1,5 @@
-"""The main job from a shell: a provider process, an enrolled tenant, a provider killed in mid-step, and a resume."""
+"""Tests the main job from a shell: a provider process, an enrolled tenant, a provider that is killed in the middle of a
+step, and a resumed run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from wire.transport.grpc_connection import GrpcConnection
 
 
 class Process:
-    """`provider serve --tls` as its own process."""
+    """Runs `provider serve --tls` in a process of its own."""
 
     def __init__(self, folder: Path, state: Path, port: int = 0) -> None:
         command = ["serve", "--tls", "--weights", "native", "--threads", "1", "--model", folder, "--state", state]
@@ -75,7 +76,7 @@ def test_kill_restart_resume_revoke(
         (identity / "endpoint").read_text().strip(), identity=identity, mask="off", arithmetic="float"
     ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
-        # SIGKILL, from another thread than the one that waits for a reply, once there is a checkpoint
+        # SIGKILL comes from another thread than the one that waits for a reply, once there is a checkpoint.
         submit, saved = GrpcConnection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 

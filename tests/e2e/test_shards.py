@@ -1,4 +1,5 @@
-"""A provider whose layers are in processes of their own: a tenant sees no difference, and survives the loss of one."""
+"""Tests a provider whose layers are in several processes: a tenant sees no difference, and survives the loss of a
+process."""
 
 from __future__ import annotations
 
@@ -61,10 +62,10 @@ def serve(model: Path) -> Iterator[Serve]:
 
 
 def workers(serving: Serving) -> list[int]:
-    """The shards' processes, in the order of their start."""
+    """Returns the shards' processes in the order in which they started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == serving.process.pid and b"provider.shards.worker" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
@@ -78,7 +79,8 @@ def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
 
 
 class Killer:
-    """Kills processes in the middle of a run: after its first checkpoint; the sixth waits for that."""
+    """Kills processes in the middle of a run. The first is killed after the first checkpoint, and the sixth waits for
+    that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path, pids: list[int]) -> None:
         self._pids, self._has_begun, self._is_done = pids, threading.Event(), threading.Event()
@@ -106,7 +108,7 @@ class Killer:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses with a provider of one process."""
+    """Provides the losses of a run with a provider of one process."""
     with serving(make_served_model(model, "int8")) as server:
         return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
 
@@ -119,7 +121,7 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(
 
     pids = workers(sharded)
     assert len(pids) == 4
-    killer = Killer(monkeypatch, tmp_path / "one lost", pids[::2])  # one replica of each shard
+    killer = Killer(monkeypatch, tmp_path / "one lost", pids[::2])  # kills one replica of each shard
     assert finetune(sharded.url, tmp_path / "one lost", "off") == expected
     killer.join()
 
@@ -127,7 +129,7 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(
     killer = Killer(monkeypatch, tmp_path / "masked", workers(sharded)[:1])
     masked = finetune(sharded.url, tmp_path / "masked", "lattice")
     killer.join()
-    assert masked == pytest.approx(expected, abs=5e-3)  # other masks: as far apart as rounding is
+    assert masked == pytest.approx(expected, abs=5e-3)  # the masks differ, so losses differ by rounding
 
     pids = workers(sharded)
     code, out, err = sharded.stop()
@@ -150,7 +152,7 @@ def test_a_shard_without_a_replica_is_waited_for(
 
 
 def test_layers_of_other_shards_go_on(model: Path) -> None:
-    """A shard that is given up is an error at once; the other one does not notice."""
+    """If a shard is given up, requests for it fail at once, and requests for the other shard are still served."""
     served_model = make_served_model(model, "int8")
     local = LocalShards.start(served_model.served, 2, 1)
     schedulers = [make_scheduler(served_model.served, Policy(), profiled=False) for _ in range(2)]
@@ -171,7 +173,7 @@ def test_layers_of_other_shards_go_on(model: Path) -> None:
         product(0)
         expected = product(last)
         first = local.replicas[0][0]
-        first._restarts.extend([time.monotonic()] * 5)  # as often as it may be started
+        first._restarts.extend([time.monotonic()] * 5)  # the process counts as restarted as often as allowed
         assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
         for num_rows in (20, 1):
@@ -192,7 +194,7 @@ def test_conflicts_are_one_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_killing_the_front_leaves_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # its own: other tests' shards come and go beside it; a short path
+    with tempfile.TemporaryDirectory() as folder:  # apart from other tests' shards, with a short path
         monkeypatch.setenv("TMPDIR", folder)
         sharded = serve("--shards", 2)
         pids = workers(sharded)
@@ -205,7 +207,7 @@ def test_killing_the_front_leaves_nothing(serve: Serve, monkeypatch: pytest.Monk
 def test_a_shard_on_another_host(
     model: Path, serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands of the documentation; the other host is killed in mid-run, and comes back."""
+    """The test runs the documented commands. The other host is killed in the middle of a run, and joins again."""
     state, port = tmp_path / "state", free_port()
     joining: list[subprocess.Popen[str]] = []
 
@@ -222,7 +224,7 @@ def test_a_shard_on_another_host(
         run("enroll", name, *flags, "--out", tmp_path / name, "--state", state, "--endpoint", url)
     try:
         thread = threading.Thread(target=join)
-        thread.start()  # before there is anything to join
+        thread.start()  # the shard starts before there is a provider to join
         sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
         end(thread)
         assert len(workers(sharded)) == 1

@@ -1,4 +1,5 @@
-"""A tiny chat model whose context holds the examples' rows, and a folder that looks like the repository's root."""
+"""Provides a tiny chat model whose context is long enough for the examples' rows, and a folder that looks like the
+repository's root."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.support.repository import ROOT
 
 @pytest.fixture(scope="session")
 def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token per character, so a row of the examples has up to some hundred tokens."""
+    """Provides a tiny chat model. Each character is one token, so a row of the examples has up to some hundred
+    tokens."""
     folder = tmp_path_factory.mktemp("examples") / "tiny-chat"
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -31,7 +33,7 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
-    """An empty folder with `examples` in it, to run documented commands in."""
+    """Provides an empty folder with `examples` in it, in which documented commands are run."""
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -40,7 +42,8 @@ def workdir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def env(tmp_path: Path, tiny_chat: Path) -> dict[str, str]:
-    """The commands on the path, and the provider's settings by environment: model, port, state."""
+    """Provides the environment: commands on the path, and the provider's settings (model, port and state) as
+    variables."""
     scripts = Path(sys.executable).parent
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""What README and docs show is what the code does: targets, commands, links, bytes, the Python snippet."""
+"""Tests that README and docs agree with the code: make targets, commands, links, byte counts and the Python snippet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from wire.ring import coding
 ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "wire" / "SPEC.md"]
-"""Pages about the code as it is: the change log tells of files as they were called."""
+"""The pages about the present code. The change log is left out, since it names files by earlier names."""
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks", "benchmarks", "examples", "tests")
 APPS = {"provider": provider_app, "tenant": tenant_app}
 
@@ -53,12 +53,12 @@ def test_commands_parse(page: Path) -> None:
             assert words[1] in targets
         elif words[0] in APPS:
             command = typer.main.get_command(APPS[words[0]]).commands[words[1]]
-            command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument, a wrong type
+            command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument or a wrong type
         elif words[0] == "python":
             assert words[1] == "-m"
             assert importlib.util.find_spec(words[2]) is not None
             if words[2] in ("attacks.extract_lora", "attacks.recover_prompts"):
-                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits on an unknown option
+                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits if an option is unknown
         else:
             assert words[0] == "source"
 
@@ -80,7 +80,7 @@ def prose(page: Path) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Whether a dotted name is one of our folders or modules, or what one of these holds."""
+    """Returns whether a dotted name is one of this repository's folders or modules, or something in one of them."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -92,7 +92,7 @@ def is_there(name: str) -> bool:
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_files_and_modules_that_pages_name_are_there(page: Path) -> None:
-    """A file's name without a folder is one that some folder has; a path may be one of torch's."""
+    """A file name without a folder must exist in some folder. A path may also be one of torch's."""
     names = {file.name for folder in (*PACKAGES, "docs") for file in (ROOT / folder).rglob("*.*")} | {"setup.py"}
     text = prose(page)
     assert text.count("`") % 2 == 0

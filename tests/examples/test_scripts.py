@@ -1,4 +1,5 @@
-"""The example scripts as a user starts them, with a tiny model. The demo itself takes minutes: `make demo` runs it."""
+"""Tests the example scripts as a user starts them, with a tiny model. The demo itself takes minutes, and `make demo`
+runs it."""
 
 from __future__ import annotations
 

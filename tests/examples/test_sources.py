@@ -1,4 +1,5 @@
-"""Sources that docstrings and comments cite are in the repository: the file, and the section or heading in it."""
+"""Tests that the sources that docstrings and comments cite exist in the repository: the file, and the section or
+heading in it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 from tests.support.repository import ROOT
 
 CITING_FOLDERS = ("wire", "noise", "tenant_sdk", "provider", "attacks", "tests")
-"""Folders whose citations are checked."""
+"""The folders whose citations are checked."""
 _FILE = r"(?<![\w/.-])(?P<path>(?:[\w.-]+/)+[\w-]+\.md|[A-Z_]{3,}\.md)"
 _PLACE = r"(?:,? section (?P<section>\d+)|, \"(?P<heading>[^\"]+)\"|, (?P<bare>[A-Z].{0,60}))?"
 _CITATION = re.compile(_FILE + _PLACE)
@@ -24,12 +25,12 @@ def headings(path: Path) -> list[str]:
 
 
 def unwrapped(source: str) -> str:
-    """The text of a source file on one line, without what begins the lines of a comment."""
+    """Returns the text of a source file on one line, without the characters that begin the lines of comments."""
     return re.sub(r"\s*\n\s*(?:#|\*(?!/))?\s*", " ", source)
 
 
 def missing_sources(source: str) -> list[str]:
-    """The citations in a source file of which the file, the section or the heading is not there."""
+    """Returns those citations of a source file whose file, section or heading does not exist."""
     missing = []
     for found in _CITATION.finditer(unwrapped(source)):
         path, section, heading, bare = ROOT / found["path"], found["section"], found["heading"], found["bare"]
@@ -39,7 +40,7 @@ def missing_sources(source: str) -> list[str]:
             is_there = any(re.match(rf"{section}\b", one) for one in known)
         elif heading is not None:
             is_there = heading in known
-        elif bare is not None:  # a heading without quotation marks, as in messages
+        elif bare is not None:  # the heading has no quotation marks, as in messages
             is_there = any(bare.startswith(one) for one in known)
         if not is_there:
             missing.append(found[0])
@@ -47,7 +48,8 @@ def missing_sources(source: str) -> list[str]:
 
 
 def comments_and_docstrings(source: str) -> str:
-    """What a Python file says of itself, in its order: other strings of a test may name files that are not there."""
+    """Returns a Python file's comments and docstrings, in order. Other strings of a test may name files that do not
+    exist."""
     said = [
         (node.lineno, node.value.value)
         for node in ast.walk(ast.parse(source))
@@ -60,7 +62,8 @@ def comments_and_docstrings(source: str) -> str:
 
 
 def sources(folder: str) -> dict[Path, str]:
-    """The text of each source file and page below a folder; of tests what they say in comments and docstrings."""
+    """Yields the text of each source file and page below a folder. Of tests, only comments and docstrings are
+    included."""
     paths = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
     texts = {path: path.read_text() for path in paths}
     return {path: comments_and_docstrings(text) for path, text in texts.items()} if folder == "tests" else texts

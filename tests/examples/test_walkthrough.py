@@ -1,7 +1,8 @@
-"""examples/two_terminals.md, block by block: each `sh` block runs as it is printed.
+"""Runs examples/two_terminals.md block by block: each `sh` block is run exactly as printed.
 
-The first word after `sh` tells what a block is: `setup` and `two-machines` are not run here, `serve` runs until the
-end, `fails` must fail with the one line that the page announces, all others must succeed.
+The first word after `sh` names the kind of block. Blocks of the kinds `setup` and `two-machines` are not run here. A
+block `serve` runs until the end of the test. A block `fails` must fail with the one line that the page shows. All other
+blocks must succeed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def bash(script: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedPro
 
 @contextmanager
 def serving(script: str, env: dict[str, str], cwd: Path) -> Iterator[str]:
-    command = ["bash", "-c", f"exec {script}"]  # exec: the signal must reach the provider, not a shell
+    command = ["bash", "-c", f"exec {script}"]  # with exec, the signal reaches the provider and not a shell
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=cwd)
     try:
         assert process.stdout is not None

@@ -1,4 +1,5 @@
-"""Whatever bytes a peer sends, the decoder raises only wire.errors, a plain line each, and allocates within limits."""
+"""Tests that the decoder, whatever bytes a peer sends, raises only errors of wire.errors with one plain line each, and
+allocates within the limits."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ SPECIAL = [0, 1, 2, 3, 6, 7, 48, 255, 256, 4096, 2**16, 2**31 - 1, 2**31, 2**32 
 
 
 class Allocations:
-    """Stands for wire.frame's one allocation and counts."""
+    """Replaces the only allocation of wire.frame, and adds up the allocated bytes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -61,7 +62,7 @@ def allocations() -> Iterator[Allocations]:
 
 
 class Receiver:
-    """The receiving end in its smallest form: header, limits, chunks, tensor."""
+    """Implements a minimal receiver: it checks header and limits, and joins chunks into a tensor."""
 
     def __init__(self) -> None:
         self.open: dict[int, Assembler] = {}
@@ -81,7 +82,7 @@ class Receiver:
             self.complete.append((assembler.header, assembler.rows()))
 
     def take_all(self, messages: list[bytes]) -> None:
-        """Until the first error, which ends a stream."""
+        """Passes messages to the receiver until the first error, which ends a stream."""
         try:
             for message in messages:
                 self.take(message)
@@ -96,7 +97,7 @@ class Receiver:
             assert rows.shape == (header.rows, header.cols)
             assert rows.dtype == frame.DTYPES[header.call.arithmetic]
             assert rows.numel() * 4 == header.total_bytes <= MAX_TENSOR_BYTES
-            rows.sum()  # every byte of it is there
+            rows.sum()  # reads every byte
 
 
 def check_error(exc: VeilbaseError) -> None:
@@ -113,7 +114,7 @@ calls = st.builds(
 
 @st.composite
 def tensor_messages(draw: st.DrawFn) -> list[bytes]:
-    """The frames of one valid tensor or seed, in chunks of any size."""
+    """Makes the frames of one valid tensor or seed, in chunks of any size."""
     num_rows, cols = draw(st.integers(0, 8)), draw(st.integers(1, 8))
     kind, call = draw(st.sampled_from([FrameType.REQUEST, FrameType.REPLY])), draw(calls)
     data = bytes(range(256))[: num_rows * cols * 4]
@@ -141,7 +142,7 @@ FIELDS = [
 
 @st.composite
 def mutated(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
-    """A few changes: bytes, whole fields, lengths, and the order of messages."""
+    """Returns the messages after a few changes of bytes, whole fields, lengths or the order."""
     messages = list(messages)
     for _ in range(draw(st.integers(0, 3))):
         if not messages:
@@ -265,7 +266,7 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to every part of a JSON value."""
+    """Returns the paths to all parts of a JSON value."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
@@ -277,7 +278,7 @@ PLACES = [path for path in places(valid()) if path]
 
 @st.composite
 def changed_manifests(draw: st.DrawFn) -> bytes:
-    """A valid manifest after one to three changes."""
+    """Makes a valid manifest and changes it in one to three places."""
     content = copy.deepcopy(valid())
     for _ in range(draw(st.integers(1, 3))):
         *parents, last = draw(st.sampled_from(PLACES))
@@ -295,12 +296,12 @@ def changed_manifests(draw: st.DrawFn) -> bytes:
             elif how == "repeat" and isinstance(place, list):
                 place.append(copy.deepcopy(place[last]))
         except (KeyError, IndexError, TypeError):
-            continue  # an earlier change took the place away
+            continue  # an earlier change removed this place
     return json.dumps(content).encode()
 
 
 def read(data: bytes) -> None:
-    """Either one plain error, or a manifest that keeps what it promises."""
+    """Reads a manifest. The result must be either one plain error, or a manifest that keeps its guarantees."""
     try:
         manifest = parse_manifest(data)
     except VeilbaseError as exc:

@@ -1,4 +1,5 @@
-"""What shares a batch with a request changes nothing of its result, its fate, its account or its way."""
+"""Tests that the requests that share a batch with a request do not change its result, its errors, its usage counts or
+its course."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_companions_change_no_bit(gate: Gate, served_model: ServedModel) -> None
         assert torch.equal(reply, served_model.compute(CALL, rows))
     shared = [count for call, count in gate.batches if call == CALL]
     shares = gate.meter.snapshot()[1]["batch_requests"]
-    assert shares.sum > sum(shares.counts)  # some product was made for more than one request
+    assert shares.sum > sum(shares.counts)  # at least one product was made for several requests
     assert sum(shared) == sum(rows.shape[0] for rows in given)
 
 

@@ -1,4 +1,5 @@
-"""The walls between folders: each contract of import-linter is seen to break, and no folder of attacks is forgotten."""
+"""Tests the import contracts between folders: a planted import breaks each contract, and no folder of attacks is
+forgotten."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.support.repository import ROOT
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 HOLD_NO_TRUTH = {"seen", "adversaries"}
-"""Folders of attacks that an adversary may import."""
+"""The folders of attacks that an adversary may import."""
 
 PLANTED = [
     ("wire imports no sibling", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
@@ -106,7 +107,7 @@ PLANTED = [
         "from provider.embedded import serve_in_process",
     ),
 ]
-"""Name of a contract, a file, and a line that the contract forbids there."""
+"""Triples of a contract's name, a file, and a line that the contract forbids in this file."""
 
 
 def contracts() -> list[dict[str, Any]]:
@@ -116,7 +117,7 @@ def contracts() -> list[dict[str, Any]]:
 
 
 def imported_by(file: Path) -> list[str]:
-    """The modules that a file imports, lazily or not."""
+    """Returns the modules that a file imports, including imports inside functions."""
     names = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -131,8 +132,8 @@ def test_every_contract_has_a_planted_import() -> None:
 
 
 def test_contracts_name_folders() -> None:
-    """A module is named only where the wall is that module: the parameters, the file with `inproc:` providers, and what
-    lies beside tenant_sdk's folders and is called by its client."""
+    """Contracts name single modules only if the wall is that module: the parameters, the file with `inproc:` providers,
+    and the modules beside the folders of tenant_sdk that its client calls."""
     named = [
         name
         for contract in contracts()
@@ -159,7 +160,7 @@ def test_the_contract_of_adversaries_names_every_other_folder() -> None:
 
 
 def test_adversaries_cannot_import_a_program_beside_the_folders() -> None:
-    """`python -m attacks.game` and its like: the contract forbids each by what it imports."""
+    """Programs such as `python -m attacks.game` are forbidden by the modules that they import."""
     graph = grimp.build_graph("attacks", cache_dir=None)
     modules = {file.stem for file in (ROOT / "attacks").glob("*.py")} - {"__init__"}
     assert modules
@@ -169,7 +170,7 @@ def test_adversaries_cannot_import_a_program_beside_the_folders() -> None:
 
 
 def test_adversaries_import_wire_and_parameters_only() -> None:
-    """The same, read from the files themselves, lazy imports too."""
+    """The same rule is checked by reading the files themselves, including imports inside functions."""
     files = list((ROOT / "attacks" / "adversaries").glob("*.py"))
     assert files
     for file in files:
@@ -191,7 +192,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
-    # a line of its report is cut at the terminal's width
+    # The width is set, since import-linter cuts the lines of its report at the terminal's width.
     options: dict[str, Any] = {"cwd": folder, "env": {"PYTHONPATH": str(folder), "COLUMNS": "1000"}}
     return subprocess.run(command, text=True, capture_output=True, timeout=300, check=False, **options)
 

@@ -1,4 +1,5 @@
-"""The tree and what describes it agree: each folder is in the docs and in the picture, and what they name is there."""
+"""Tests that the tree and its descriptions agree: each folder is in the docs and in the picture, and all files that
+these name exist."""
 
 from __future__ import annotations
 
@@ -24,19 +25,20 @@ def architecture() -> str:
 
 
 def layout() -> str:
-    """README's tree, from its title to the next one."""
+    """Returns the tree in README, from its title to the next title."""
     (found,) = re.findall(r"^## Layout\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     return str(found)
 
 
 def picture() -> list[str]:
-    """The lines of text in the picture."""
+    """Returns the lines of text in the picture."""
     root = ElementTree.parse(ROOT / "docs" / "rooms.svg").getroot()  # noqa: S314 - a file of this repository
     return [line.text or "" for line in root.iter(f"{SVG}text")]
 
 
 def in_picture() -> set[str]:
-    """Folders of the picture, with their package: a name without one stands behind one that has it."""
+    """Returns the folders in the picture, with their package. A folder without a package belongs to the last package
+    named before it."""
     found, package = set(), ""
     for word in re.findall(r"[a-z_]+(?:/[a-z_]+)*/", " ".join(picture())):
         first, _, rest = word.removesuffix("/").partition("/")
@@ -74,7 +76,7 @@ def test_the_picture_shows_every_folder() -> None:
 
 
 def test_files_that_the_picture_names_are_there() -> None:
-    """Each stands in a room whose name is above it."""
+    """Each file must be in a folder whose name is above it in the picture."""
     room, named = "", 0
     for line in picture():
         if re.match(r"\d+ \w+/", line):
@@ -87,7 +89,7 @@ def test_files_that_the_picture_names_are_there() -> None:
 
 
 def test_files_that_the_architecture_names_are_there() -> None:
-    """Each with its path; a bare name belongs to a folder that the same paragraph or row names."""
+    """Each file is named with its path, or with its bare name if the same paragraph or table row names its folder."""
     tracked = {file.name for package in PACKAGES for file in (ROOT / package).glob("**/*")}
     for name in re.findall(r"`([\w/]+\.(?:py|c|md))`", architecture()):
         assert (ROOT / name).is_file() if "/" in name else name in tracked, name

@@ -1,4 +1,5 @@
-"""What a user installs: a wheel with every module and file of the packages, both compiled kernels and both commands."""
+"""Tests what a user installs: the wheel has every module and file of the packages, both compiled kernels and both
+commands."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ import pathlib, shutil, sys
 source = next(argument for argument in sys.argv if argument.endswith(".c"))
 shutil.copy(pathlib.Path({root!r}, source).with_name("_kernels.so"), sys.argv[sys.argv.index("-o") + 1])
 '''
-"""`python -m ziglang`, as setup.py calls it. A test may not fetch a compiler; the rest of the build is the real one."""
+"""The source of a stand-in for `python -m ziglang`, which setup.py calls. A test may not download a compiler. The rest
+of the build is the real one."""
 
 IMPORT_ALL = """
 import importlib, json, pkgutil
@@ -45,7 +47,7 @@ print(json.dumps({"files": files, "kernels": [ring.available(), polynomial.avail
 
 
 def run(*command: str | Path, cwd: Path, path: Path) -> str:
-    """What a command prints, with `path` as the one folder that Python gets besides the environment's own."""
+    """Returns what a command prints. Python gets `path` as the only folder besides those of the environment."""
     environment = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -53,7 +55,7 @@ def run(*command: str | Path, cwd: Path, path: Path) -> str:
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files of the packages in a folder, but for what is compiled."""
+    """Returns the files of the packages in a folder, except compiled ones."""
     return {
         str(file.relative_to(folder))
         for package in PACKAGES
@@ -64,7 +66,8 @@ def files_of(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a wheel, built of a copy of the tree without any network, was installed to."""
+    """Provides the folder into which a wheel was installed. The wheel was built from a copy of the tree, without a
+    network."""
     folder = tmp_path_factory.mktemp("wheel")
     source, compiler, target = folder / "source", folder / "compiler", folder / "installed"
     for package in PACKAGES:

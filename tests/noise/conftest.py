@@ -1,4 +1,4 @@
-"""Lattice masks on a provider of hints, and what they draw."""
+"""Makes lattice masks on a provider of hints, and observes the numbers that the masks draw."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def make(tmp_path: Path, provider: Provider) -> Any:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
-    """The secrets and errors that are drawn, in order."""
+    """Returns lists to which all drawn secrets and errors are added, in order."""
     return {"secret": results_of(monkeypatch, sampling, "ternary"), "error": results_of(monkeypatch, sampling, "error")}
 
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
-    """The seeds in the ledger of every mask that `make` makes, as another process sees them."""
+    """Returns, for every mask that `make` makes, the seeds in its ledger, as another process reads them."""
 
     def audit() -> list[Seed]:
         with contextlib.closing(Ledger.open(tmp_path / "ledger", "tenant")) as ledger:
@@ -72,7 +72,8 @@ def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
 
 @pytest.fixture
 def live_secrets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many of the transforms of secrets that were made since are in memory; they are as secret as the secrets."""
+    """Returns how many transforms of secrets, of those made since, are still in memory. They are as secret as the
+    secrets."""
     made: list[weakref.ref[torch.Tensor]] = []
     transform = negacyclic.secret_transform
 

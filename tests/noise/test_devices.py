@@ -1,4 +1,4 @@
-"""Masks where torch's default device is another one, and rows that lie elsewhere than a group's scales."""
+"""Tests masks if torch's default device is another one, and if rows are on another device than a group's scales."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def provider() -> Provider:
 
 @dataclass
 class Schemes:
-    """Makes each mask by name, and closes it."""
+    """Makes each mask by name, and closes all of them at the end."""
 
     folder: Path
     provider: Provider
@@ -72,9 +72,10 @@ def scheme(request: Any, tmp_path: Path, provider: Provider) -> Iterator[Any]:
 
 @pytest.fixture(params=FORMS)
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both ways through masks, coding and products; none of what they keep was made before, or stays.
+    """Runs a test with the compiled form and with torch's form of masks, coding and products. No cached value from
+    before is used, and none remains.
 
-    Whoever asks first for what is computed once for a process must not decide the device for all.
+    The device of a value that is computed once per process must not depend on the first caller.
     """
     if not request.param:
         monkeypatch.setattr(mask_kernels, "available", lambda: False)
@@ -86,7 +87,7 @@ def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def on_meta() -> Iterator[Callable[[], None]]:
-    """Makes a device without data the default, as a user may make a GPU."""
+    """Makes a device without data the default, as a user may make a GPU the default."""
     yield lambda: torch.set_default_device("meta")
     torch.set_default_device(None)
 
@@ -129,7 +130,8 @@ def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) ->
 
 @pytest.mark.usefixtures("form")
 def test_products_of_polynomials_are_made_on_the_cpu(on_meta: Callable[[], None]) -> None:
-    """What the first call keeps for later ones, too: the last is made with the CPU as default again."""
+    """Values that the first call keeps are used by later calls, too. The last product is computed with the CPU as the
+    default device again."""
     toy = replace(TOY, ring_degree=16)
     rng, secrets = sampling.Csprng(), torch.randint(-1, 2, (2, toy.rank, 16), dtype=torch.int8)
     matrix = rng.random_bytes(4 * toy.dimension * 5).view(torch.int32).view(toy.dimension, 5)
@@ -149,7 +151,7 @@ def test_a_self_test_is_of_the_cpu(on_meta: Callable[[], None]) -> None:
     product.int_mm_is_exact.cache_clear()
     on_meta()
     assert product.int_mm_is_exact() is expected
-    product.int_mm_is_fast()  # which may differ on a busy machine, but ends
+    product.int_mm_is_fast()  # the result may vary on a busy machine, but the call must end
 
 
 @pytest.mark.skipif(not product.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
@@ -191,7 +193,8 @@ def test_scales_follow_the_rows(spec: GroupSpec) -> None:
 
 
 def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
-    """A tensor without data: torch refuses to multiply it by one on the CPU, as it refuses on a GPU."""
+    """The reply is a tensor without data. Torch refuses to multiply it by a tensor on the CPU, as it refuses on a
+    GPU."""
     for direction in (FORWARD, BACKWARD):
         reply_cols = spec.widths(direction)[1]
         reply = torch.empty(3, reply_cols, dtype=torch.int32, device=META)
@@ -201,7 +204,7 @@ def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
 
 
 def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the look at the numbers, which a tensor without data does not have."""
+    """The call goes on until the numbers are read, which a tensor without data does not have."""
     seen: list[torch.Tensor | None] = []
     monkeypatch.setattr(coding, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
     for rows in (torch.empty(3, 24, device=META), torch.empty(3, 24)):
@@ -211,9 +214,9 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
 
 @needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales that began on another device do not take the shorter way from rows on the CPU."""
+    """If the scales were first on another device, rows on the CPU do not use the compiled code for single rows."""
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
-    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back
+    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back, so this is set by hand
     monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])
     for direction in (FORWARD, BACKWARD):
         row = rows_of(1, spec.widths(direction)[0])

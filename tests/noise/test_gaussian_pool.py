@@ -1,7 +1,8 @@
-"""The paper's equations, on Linear and Conv1D, with and without bias: masked equals unmasked within float tolerance.
+"""Tests the paper's equations on Linear and Conv1D, with and without bias: masked results equal unmasked ones within
+the tolerance of float32.
 
-Tolerance: float32 rows of noise as strong as the data lose at most a few units in the last place of the sum's size, so
-products agree to about 1e-6 of their norm; 1e-5 leaves room for a hidden size of 64 and K draws.
+In float32, noise that is as strong as the data costs at most a few units in the last place of the sum. So products
+agree to about 1e-6 of their norm, and a tolerance of 1e-5 leaves room for a hidden size of 64 and K draws.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def pool(**options: Any) -> GaussianPool:
 
 
 def layer(kind: str, bias: bool) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A real layer, its W as (in, out), and its b."""
+    """Makes a real layer, and returns it with its W as (in, out) and its b."""
     torch.manual_seed(5)
     if kind == "linear":
         module: Any = nn.Linear(24, 40, bias=bias)
@@ -53,7 +54,7 @@ def layer(kind: str, bias: bool) -> tuple[nn.Module, torch.Tensor, torch.Tensor]
 
 
 def provider_path(weight: torch.Tensor, bias: torch.Tensor) -> Callable[[Call, torch.Tensor, int], torch.Tensor]:
-    """The provider's normal and bias-free forms."""
+    """Returns the provider's product with and without the bias."""
 
     def answer(call: Call, rows: torch.Tensor, cols: int) -> torch.Tensor:
         product = rows @ (weight if call.direction is Direction.FORWARD else weight.t())
@@ -167,7 +168,8 @@ def test_nothing_is_sent_for_values_that_are_not_finite(bad: float, name: str) -
 
 
 def test_gaussian_is_standard_normal() -> None:
-    """Moments of 200,000 draws: bounds are six standard errors, so a sound sampler fails once in 10^8 runs."""
+    """The moments of 200,000 draws are checked. The bounds are six standard errors, so a correct sampler fails once in
+    10^8 runs."""
     drawn = gaussian(400, 500).double().flatten()
     n = drawn.numel()
     assert abs(float(drawn.mean())) < 6 / n**0.5

@@ -1,4 +1,5 @@
-"""The lattice mask against slow and obvious references: masks, effects and results, many rows or one."""
+"""Tests the lattice mask against slow and obvious references: its masks, effects and results, for many rows and for
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from wire.ring.seeded_rows import SeededRows
 def test_masks_and_effects_are_those_of_the_reference(
     make: Any, provider: Provider, drawn: Any, parameters: LatticeParameters, direction: Direction
 ) -> None:
-    """mask = A·s + e and effect = (A·W̃)·s by the schoolbook product in integers, for several blocks at once."""
+    """Mask and effect must be A·s + e and (A·W̃)·s. Both are computed as schoolbook products of integers, for several
+    blocks at once."""
     scheme, spec = make(parameters, bits=32), provider.groups[0]
     num_rows = 2 * parameters.ring_degree
     mask, effect = scheme.pool.take(spec, direction, num_rows)
@@ -50,7 +52,8 @@ def test_masks_and_effects_are_those_of_the_reference(
 def test_masks_less_effects_are_the_error_times_the_weight(
     make: Any, provider: Provider, drawn: Any, parameters: LatticeParameters, direction: Direction
 ) -> None:
-    """Exactly, before hints are rounded; afterwards within 2^(t-1)·‖s‖₁ (and no closer than rounding can be)."""
+    """The equation is exact before hints are rounded. Afterwards it holds within 2^(t-1)·‖s‖₁, and not better than
+    rounding can be."""
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     for bits in (32, 24, 22):
         for spied in drawn.values():
@@ -70,7 +73,8 @@ def test_masks_less_effects_are_the_error_times_the_weight(
 
 
 def hard_rows(features: int, weight: torch.Tensor, direction: Direction) -> torch.Tensor:
-    """Zeros, tiny and huge rows, 1e4 of dynamic range in a row, an outlier, and one along the largest column."""
+    """Returns rows of zeros, tiny and huge rows, a row with a dynamic range of 1e4, an outlier, and a row along the
+    largest column."""
     rows = rows_of(9, features)
     rows[0] = 0.0
     rows[1] *= 1e-20
@@ -107,11 +111,12 @@ def test_results_stay_within_what_the_error_implies(
 def test_what_is_left_has_the_size_of_the_error_times_the_weight(
     make: Any, provider: Provider, direction: Direction
 ) -> None:
-    """No less (a mask without error is broken) and no more: variance of e is 21/2, of both roundings 1/12.
+    """The error that remains must be neither smaller (a mask without an error is broken) nor larger than it should be.
+    The variance of e is 21/2, and that of both roundings 1/12.
 
-    1,000 independent rows; the columns of a row are 24 or 40 numbers made of 24 or more independent errors by a random
-    weight, which counts for 10 independent ones at the least. The root mean square of 10,000 normal numbers has a
-    standard deviation of 1/√20,000 = 0.7%: 5% is seven of them.
+    There are 1,000 independent rows. The columns of a row are 24 or 40 numbers. They come from at least 24 independent
+    errors by a random weight, which counts as at least 10 independent numbers. The root mean square of 10,000 normal
+    numbers has a standard deviation of 1/√20,000 = 0.7%, so the tolerance of 5% is seven standard deviations.
     """
     spec, weight = provider.groups[0], provider.weights[0]
     rows = rows_of(1000, spec.widths(direction)[0])
@@ -128,9 +133,10 @@ def test_what_is_left_has_the_size_of_the_error_times_the_weight(
 def test_the_largest_error_and_secret_along_the_largest_column_do_not_wrap(
     make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch, bits: int, direction: Direction
 ) -> None:
-    """The worst that could be drawn, met by the worst input: a wrap would be off by 2^32·β·α.
+    """The worst error and secret meet the worst input. If a result wrapped, it would be wrong by 2^32·β·α.
 
-    At 32 bits it is the error that has to fit; at 20 the room for the hint's rounding is larger than the error.
+    With 32 bits for a hint's numbers, the error has to fit. With 20 bits, the allowance for the hint's rounding is
+    larger than the error.
     """
     spec, weight = provider.groups[0], provider.weights[0]
     matrix = weight if direction is FORWARD else weight.t()
@@ -146,7 +152,8 @@ def test_the_largest_error_and_secret_along_the_largest_column_do_not_wrap(
 
 
 def test_rows_are_scaled_alone(make: Any, provider: Provider) -> None:
-    """A row's result does not depend on what shares its call: an outlier of 1e20 changes nothing in its neighbours."""
+    """The result of a row does not depend on the other rows of its call: an outlier of 1e20 does not change its
+    neighbours."""
     spec, weight = provider.groups[0], provider.weights[0]
     rows = rows_of(3, spec.in_features)
     calm_bound = bounds(spec, FORWARD, weight, rows, DEFAULT, 128)[1]
@@ -179,7 +186,7 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         (message,) = masked.messages
         assert message.call == Call(1, direction, Arithmetic.RING)
         assert isinstance(message.payload, MessagePayload)
-        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # of hints at 24 bits
+        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # for hints at 24 bits
         encoded, scales = encode_rows(spec, direction, rows, error_norm, slack)
         ((mask, effect),) = taken
         assert torch.equal(message.rows, encoded + mask)

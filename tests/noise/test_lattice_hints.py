@@ -1,4 +1,4 @@
-"""Seeds, budgets and hints of the lattice mask, and everything that can go wrong with them."""
+"""Tests seeds, budgets and hints of the lattice mask, and everything that can go wrong with them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from wire.limits import Limits
 
 
 class Few(LatticeParameters):
-    """A toy whose seeds serve few secrets."""
+    """Defines toy parameters whose seeds serve only a few secrets."""
 
     budget = 4
 
@@ -183,7 +183,7 @@ def test_use_before_a_connection_and_after_the_end(make: Any, provider: Provider
 
 
 def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is the mask and its effect: secrets, errors and the secrets' transforms are dropped."""
+    """Only the mask and its effect are kept. Secrets, errors and the transforms of secrets are dropped."""
     kept: list[weakref.ref[torch.Tensor]] = []
     for module, name in ((sampling, "ternary"), (sampling, "error"), (negacyclic, "secret_transform")):
         original = getattr(module, name)
@@ -202,7 +202,7 @@ def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkey
 
 
 SECRETIVE = ("noise.lattice", "noise.blocks.", "noise.sampling", "noise.ledger.ledger")
-"""Modules whose objects hold secrets, or what makes them; others that a mask keeps are of public facts."""
+"""The modules whose objects hold secrets or make them. All other objects that a mask keeps hold public facts."""
 
 
 @pytest.mark.parametrize("options", [{}, {"pool_bytes": 4 * 64 * 200, "features": 64}], ids=["blocks", "pieces"])

@@ -1,4 +1,4 @@
-"""The lattice mask uses nothing twice: rows, pieces of blocks, secrets, threads and forks."""
+"""Tests that the lattice mask uses nothing twice: rows, pieces of blocks, secrets, also with threads and forks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider,
 
 
 WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
-"""A pool of 200 rows of the first group, of which half are one piece: 86 of a block's 512, the last one 82."""
+"""The settings of a pool of 200 rows of the first group, half of which are one piece. A block of 512 rows gives pieces
+of 86 rows, and a last one of 82."""
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -56,7 +57,8 @@ WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
 def test_pieces_of_a_block_are_rows_of_one_sample(
     make: Any, provider: Provider, drawn: Any, live_secrets: Any, direction: Direction, bits: int
 ) -> None:
-    """By the schoolbook product: row t of piece p is row t of A·s, with an error of its own; one secret is counted."""
+    """By the schoolbook product, row t of the joined pieces is row t of A·s plus an error of its own. One secret is
+    counted."""
     scheme, spec = make(bits=bits, **WIDE), provider.groups[0]
     parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree - 82)]
     assert live_secrets() == 1
@@ -76,7 +78,7 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
 
 
 def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> None:
-    """A prompt longer than a block, then tokens; each call is right."""
+    """A prompt that is longer than a block is followed by single tokens, and the result of each call is correct."""
     scheme, spec = make(**WIDE), provider.groups[0]
     for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
         rows = rows_of(num_rows, spec.in_features)
@@ -86,7 +88,7 @@ def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> No
 
 
 def test_no_row_of_a_sample_is_in_two_pieces(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without errors, which would make two uses of one row of A·s look different."""
+    """The masks have no error, since errors would make two uses of one row of A·s look different."""
     monkeypatch.setattr(sampling, "error", lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8))
     scheme, seen, total = make(**WIDE), set[bytes](), 0
     for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
@@ -113,7 +115,7 @@ def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(
 
 
 def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provider) -> None:
-    """They are not made in pieces: each would fetch its hint again, where hints do not fit into memory either."""
+    """Such blocks are not made in pieces, since each piece would fetch the hint again."""
     scheme = make(folder=None, **WIDE)
     for _ in range(DEFAULT.ring_degree):
         scheme.pool.take(provider.groups[0], FORWARD, 1)
@@ -121,15 +123,15 @@ def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provid
 
 
 def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any, live_secrets: Any) -> None:
-    """Each secret meets the matrix and hint of one seed only."""
+    """A secret is used with the matrix and the hint of one seed only."""
     two_a_seed = replace(DEFAULT, bits=129)
     scheme, (first, second) = make(two_a_seed, **WIDE), provider.groups
     scheme.pool.take(first, FORWARD, 1)
     scheme.pool.take(second, FORWARD, 1)
     assert live_secrets() == 2
-    scheme.pool.take(second, BACKWARD, 1)  # the third secret, under the next seed
+    scheme.pool.take(second, BACKWARD, 1)  # this is the third secret, under the next seed
     assert (len(drawn["secret"]), live_secrets()) == (3, 3)
-    rows = rows_of(86, 40)  # more than is left of the first piece
+    rows = rows_of(86, 40)  # this is more than is left of the first piece
     masked = scheme.mask(first, FORWARD, rows)
     assert (len(drawn["secret"]), live_secrets()) == (4, 3)
     fetched = [hint.seed for call, hint in provider.hints if (call.group, call.direction) == (0, FORWARD)]
@@ -168,7 +170,7 @@ def test_a_hint_that_fails_costs_no_rows(make: Any, provider: Provider, is_cutti
 def test_every_group_direction_and_block_has_a_secret_of_its_own(
     make: Any, provider: Provider, drawn: Any, counted: Any
 ) -> None:
-    """One secret in two layers would show the difference of their activations under the shared A."""
+    """If two layers had one secret, the difference of their activations would show, since they share A."""
     scheme = make()
     for spec in provider.groups:
         for direction in Direction:
@@ -181,10 +183,11 @@ def test_every_group_direction_and_block_has_a_secret_of_its_own(
 
 
 def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> None:
-    """Two calls, two groups, two directions, two processes, zeros and data: no row of a message comes twice."""
+    """The same rows are sent in two calls, groups, directions and processes, both as zeros and as data. No two rows of
+    the messages are equal."""
     seen: list[bytes] = []
     square = Provider([weight_of(32, 32, 5), weight_of(32, 32, 5)])
-    for _ in range(2):  # a restart: the same ledger, seed and stored hints
+    for _ in range(2):  # the second round is a restart with the same ledger, seed and stored hints
         scheme = make()
         scheme.bind(square.effect)
         for spec in square.groups:
@@ -198,17 +201,18 @@ def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> Non
 @pytest.mark.parametrize("first_inside", [True, False])
 def test_masks_made_in_inference_mode_can_be_used_outside(make: Any, provider: Provider, first_inside: bool) -> None:
     scheme, spec = make(), provider.groups[0]
-    for inside in (first_inside, not first_inside):  # the second call takes rows of the first one's block
+    for inside in (first_inside, not first_inside):  # the second call uses rows of the first call's block
         with torch.inference_mode(inside):
             masked = scheme.mask(spec, FORWARD, rows_of(3, 40))
             masked.unmask([torch.zeros(3, 24, dtype=torch.int32)])
 
 
 def test_zeros_cannot_be_told_from_data(make: Any, provider: Provider) -> None:
-    """Bytes of masked zeros are uniform: χ² of 256 bins, 255 degrees of freedom, mean 255 and variance 510.
+    """The bytes of masked zeros are uniform. Chi-square of 256 bins has 255 degrees of freedom, a mean of 255 and a
+    variance of 510.
 
-    450 is 8.6 standard deviations out (probability below 1e-11 by Laurent and Massart's bound, 2000, lemma 1:
-    P(χ² > k + 2√(k·t) + 2t) ≤ e^-t with t = 26 gives 450).
+    The bound 450 is 8.6 standard deviations from the mean. Its probability is below 1e-11 by the bound of Laurent and
+    Massart (2000), lemma 1: P(χ² > k + 2√(k·t) + 2t) ≤ e^-t, where t = 26 gives 450.
     """
     rows = sent(make().mask(provider.groups[0], FORWARD, torch.zeros(1024, 40)))
     counts = torch.bincount(rows.contiguous().view(torch.uint8).flatten().to(torch.int64), minlength=256)

@@ -1,4 +1,5 @@
-"""`pad` and `shares`: exactly what `off` gives, from messages that say nothing, each key and seed used once."""
+"""Tests `pad` and `shares`: results equal those of `off` exactly, messages look uniform, and each key and seed is used
+once."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def product(call: Call, rows: torch.Tensor) -> torch.Tensor:
 
 
 def answers(masked: Masked) -> list[torch.Tensor]:
-    """What honest providers reply."""
+    """Returns the replies of honest providers."""
     replies = []
     for message in masked.messages:
         rows, call = message.rows, message.call
@@ -114,7 +115,8 @@ def test_a_value_that_is_not_finite_spends_nothing(scheme: Any, ledger: Ledger, 
 
 
 def test_messages_are_uniform_and_never_repeat(scheme: Any) -> None:
-    """χ² of 256 byte values of masked zeros: 450 has a probability below 1e-11 (see test_lattice_slots.py)."""
+    """The test is chi-square over the 256 byte values of masked zeros. A value of 450 has a probability below 1e-11
+    (see test_lattice_slots.py)."""
     masked = [scheme.mask(GROUPS[0], FORWARD, torch.zeros(512, 40)) for _ in range(3)]
     rows = torch.cat([each.messages[0].rows for each in masked])
     seen = [bytes(row.numpy()) for row in rows]
@@ -253,7 +255,7 @@ def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, led
 
 
 def test_replies_in_the_wrong_order_or_alone_are_not_the_product(shares: Shares) -> None:
-    """The sum hides which is which; a missing share leaves noise, never data."""
+    """The sum does not depend on the order of the replies. If a share is missing, the result is noise, never data."""
     rows = rows_of(6, 40)
     plain = Off(Arithmetic.RING).mask(GROUPS[0], FORWARD, rows)
     masked = shares.mask(GROUPS[0], FORWARD, rows)

@@ -1,4 +1,4 @@
-"""What is refused, and the numbers that are frozen."""
+"""Tests which parameters are refused, and that the table's numbers are unchanged."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def test_the_documents_check_comes_out_as_it_says() -> None:
     for dimension, sigma, primal, core, quantum in lines:
         row = re.search(rf"\| {dimension} \| {sigma} \| (\d+) \| {primal} \| {core} \| {quantum} \|", text)
         assert row is not None, (dimension, sigma)
-        assert -1 <= int(primal) - int(row[1]) <= 3  # the table is a minimum that has this attack in it
+        assert -1 <= int(primal) - int(row[1]) <= 3  # the table has the minimum over attacks, one of which this is
 
 
 def test_the_documents_block_sizes_are_those_published_for_kyber() -> None:
-    """Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. Within a bit: we try every 16th m."""
+    """The numbers are from the Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. They agree
+    within a bit, since only every 16th m is tried."""
     text = (ROOT / "docs" / "parameters.md").read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)
     assert script is not None
@@ -98,11 +99,11 @@ def test_an_own_set_as_hard_as_a_row_is_taken() -> None:
 @pytest.mark.parametrize(
     "weak",
     [
-        changed(rank=5),  # 1280 with sigma 3.2
-        changed(ring_degree=512, rank=2, sigma=256.0, bits=133),  # refused by the table
+        changed(rank=5),  # dimension 1280 with sigma 3.2
+        changed(ring_degree=512, rank=2, sigma=256.0, bits=133),  # the table refuses this set
         changed(sigma=3.19),
         changed(sigma=0.0),
-        changed(bits=162),  # claims more than its row, so would draw too many secrets
+        changed(bits=162),  # this set claims more bits than its row, so it would draw too many secrets
         changed(ring_degree=128, rank=1, bits=999),
         changed(ring_degree=256, rank=5, sigma=32.0, bits=150),
     ],
@@ -110,7 +111,7 @@ def test_an_own_set_as_hard_as_a_row_is_taken() -> None:
 def test_weaker_than_every_row_is_refused(weak: LatticeParameters) -> None:
     with pytest.raises(WeakParameters):
         choose(weak)
-    with pytest.raises(WeakParameters):  # the caller's word alone is not enough: the set must say it is a toy
+    with pytest.raises(WeakParameters):  # the caller's permission is not enough: the set must be marked as a toy
         choose(weak, allow_toy=True)
     with pytest.raises(WeakParameters):
         choose(dataclasses.replace(weak, toy=True))

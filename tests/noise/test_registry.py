@@ -1,4 +1,5 @@
-"""Options of each mask: the unknown and the wrong are named, and a mask's own fault is not taken for either."""
+"""Tests the options of each mask: unknown and wrong options are named, and an error inside a mask is not mistaken for
+one of them."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def setting(mask: str, folder: Path) -> Setting:
 
 
 def refusal(mask: str, options: Any, folder: Path) -> str:
-    """The one line with which a mask is refused, before its ledger is opened."""
+    """Returns the line with which a mask is refused before its ledger is opened."""
     with pytest.raises(ConfigurationError) as failure:
         make_scheme(mask, None, options, setting(mask, folder))
     assert not list(folder.iterdir()), "something was opened or written for a mask that is refused"

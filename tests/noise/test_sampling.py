@@ -1,8 +1,8 @@
-"""The generator (never the same bytes twice) and the samplers (their distributions).
+"""Tests the generator, which never gives the same bytes twice, and the distributions of the samplers.
 
-Nothing here is seeded: the generator takes its key from the system. So every statistical bound is wide enough to fail a
-correct sampler less than once in 10^9 runs: chi-square at z = 7 of its normal approximation (Wilson and Hilferty 1931),
-means at 7 standard errors.
+Nothing is seeded, because the generator takes its key from the system. So every statistical bound is wide enough that a
+correct sampler fails less than once in 10^9 runs: chi-square at z = 7 of its normal approximation (Wilson and Hilferty
+1931), and means at 7 standard errors.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from tests.support.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()
-SAMPLES = 1_000_003  # several batches, and no multiple of anything
+SAMPLES = 1_000_003  # this is several batches, and no multiple of any batch size
 Z = 7.0
 
 
 def chi_square_z(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """Standard normal deviate of a chi-square statistic; neighbours are merged until 20 are expected in each cell."""
+    """Returns the standard normal deviate of a chi-square statistic. Neighbouring cells are merged until each is
+    expected to have 20 samples."""
     cells: list[list[float]] = [[0.0, 0.0]]
     for seen, wanted in zip(observed, expected, strict=True):
         if cells[-1][1] >= 20:
@@ -58,7 +59,7 @@ def histogram(samples: torch.Tensor, lowest: int, highest: int) -> list[float]:
 
 
 def uncorrelated(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two rows of samples with mean 0 have correlation 0 within Z standard errors."""
+    """Returns whether two rows of samples with mean 0 have correlation 0, within Z standard errors."""
     x, y = a.double(), b.double()
     return abs(float((x * y).mean())) < Z * float(x.std() * y.std()) / math.sqrt(x.numel())
 
@@ -72,7 +73,7 @@ def test_the_statistic_itself_can_fail() -> None:
 
 
 def test_it_is_aes_256_in_counter_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling.os, "urandom", bytes)  # a key of zeros
+    monkeypatch.setattr(sampling.os, "urandom", bytes)  # makes every key zero
     # NIST CAVP, AESAVS: AES-256, key 0, plaintext 0
     assert bytes(Csprng().array(16)).hex() == "dc95c078a2408989ad48a21492842087"
 
@@ -101,7 +102,7 @@ def test_two_generators_have_two_keys() -> None:
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What is asked of the operating system from now on."""
+    """Returns a list of the keys that are requested from the operating system from now on."""
     drawn: list[bytes] = []
     real = os.urandom
 
@@ -114,7 +115,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 class Counting:
-    """Stands in for a cipher that encrypts nothing, so that more can be drawn than there is time for."""
+    """Stands in for a cipher but encrypts nothing, so that the test can draw more bytes than there is time to
+    encrypt."""
 
     encrypted_bytes: ClassVar[list[int]] = []
 
@@ -145,7 +147,7 @@ def test_a_key_serves_2_36_bytes_and_no_more(keys: list[bytes], monkeypatch: pyt
 
 
 def child_bytes(rng: Csprng) -> bytes:
-    """What a forked child draws next."""
+    """Returns the bytes that a forked child draws next."""
     made = bytes.fromhex(in_child(lambda: bytes(rng.array(64)).hex()))
     assert len(made) == 64
     return made
@@ -161,7 +163,7 @@ def test_a_forked_child_draws_other_bytes() -> None:
 
 
 def test_another_process_id_alone_means_another_key(keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork that Python's hook did not see."""
+    """Python's fork hook is not called, so only the process id shows the fork."""
     rng = Csprng()
     rng.array(16)
     rng.array(16)
@@ -260,7 +262,7 @@ def test_centred_binomial_has_its_distribution(eta: int) -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 1 << 15, (1 << 15) + 1, 1 << 16, 1 << 17])
 def test_samples_that_share_a_byte_are_independent(lag: int) -> None:
-    """With η = 21 four samples take two bits each of one byte, a quarter of a batch apart."""
+    """With η = 21, four samples that are a quarter of a batch apart take two bits each from the same byte."""
     samples = centred_binomial(RNG, (SAMPLES,))
     assert uncorrelated(samples[:-lag], samples[lag:])
 
@@ -289,7 +291,8 @@ def test_discrete_gaussian_has_its_distribution(sigma: float) -> None:
 
 @functools.cache
 def boundaries_of(sigma: float) -> list[int]:
-    """round(2^80·P(X ≤ x)) for each x from −11σ to below 11σ, by mpmath: what the sampler's table has to hold."""
+    """Returns round(2^80·P(X ≤ x)) for each x from −11σ to below 11σ, computed by mpmath. The sampler's table must have
+    the same numbers."""
     tail = math.ceil(11 * sigma)
     with mpmath.workdps(60):
         weights = [mpmath.exp(-(mpmath.mpf(x) ** 2) / (2 * mpmath.mpf(sigma) ** 2)) for x in range(-tail, tail + 1)]
@@ -299,7 +302,8 @@ def boundaries_of(sigma: float) -> list[int]:
 
 
 class _Numbers(Csprng):
-    """Gives these 80-bit numbers: their top 16 bits first, then the rest of those that are asked for."""
+    """Gives the sampler prescribed 80-bit numbers: first their top 16 bits, then the other bits of those numbers for
+    which they are requested."""
 
     def __init__(self, numbers: list[int], undecided: Any) -> None:
         super().__init__()
@@ -315,7 +319,8 @@ class _Numbers(Csprng):
 
 @pytest.mark.parametrize("sigma", [0.7, 3.3, 32.0, 300.0])
 def test_samples_are_the_inverse_of_the_distribution_function(sigma: float) -> None:
-    """At, just below and just above every boundary of the distribution function to 80 bits, against Python integers."""
+    """The samples are compared with Python integers at, just below and just above every boundary of the distribution
+    function to 80 bits."""
     tail, boundaries = math.ceil(11 * sigma), boundaries_of(sigma)
     assert boundaries == sorted(boundaries)
     cells = {boundary >> 64 for boundary in boundaries}
@@ -333,7 +338,7 @@ def test_each_set_has_its_error(name: str) -> None:
     drawn = error(RNG, (100, 1000), parameters).double()
     spread = math.sqrt(10.5) if parameters.sigma == 3.2 else parameters.sigma
     assert spread >= parameters.sigma
-    # the standard error of a standard deviation of n normal numbers is sigma / √(2n); 7 of them
+    # The standard error of the standard deviation of n normal numbers is sigma / √(2n), and 7 of them are allowed.
     assert abs(float(drawn.std()) - spread) < Z * spread / math.sqrt(2e5)
     assert float(drawn.abs().max()) <= error_bound(parameters)
 

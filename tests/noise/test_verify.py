@@ -1,4 +1,5 @@
-"""Honest replies always pass, forged ones fail as often as 2^-κ says, and a failure is for good."""
+"""Tests that honest replies always pass, that forged ones pass as often as 2^-κ says, and that a failure is
+permanent."""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ from wire.ring.product import int_mm_is_exact
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 FOLDED, FOLDED_TOGETHER = 160, 1024
-"""Rows from which rows are folded before they are projected, and most of them that are folded at once: every way must
-hold."""
+"""The number of rows from which rows are folded, and the most rows that are folded at once. All cases must be
+correct."""
 
 
 @pytest.fixture(autouse=True)
 def _folds_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it would be slow, and so is not done."""
+    """Turns folding on wherever it is exact, even on machines on which it is slow and therefore not used."""
     monkeypatch.setattr(verify, "int_mm_is_fast", int_mm_is_exact)
 
 
 def exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Slow and obvious: Python's own integers."""
+    """Computes the result in a slow and obvious way with Python integers."""
     columns = list(zip(*weight.tolist(), strict=True))
     table = [
         [sum(a * b for a, b in zip(row, column, strict=True)) % 2**32 for column in columns] for row in rows.tolist()
@@ -92,7 +93,7 @@ def test_extreme_numbers_pass(value: int, extreme: int) -> None:
 
 
 def test_the_relation_is_over_whole_numbers() -> None:
-    """Against Python's integers, not against the kernel that is being checked."""
+    """The relation is compared with Python integers, and not with the kernel that is checked."""
     weight = weight_of(6, 5)
     rows = ring_rows(FOLDED + 3, 6)
     verifier_of(weight).check(0, FORWARD, rows, exact(rows, weight))
@@ -133,7 +134,7 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def projected(verifier: Verifier, rows: torch.Tensor, reply: torch.Tensor) -> list[int]:
-    """How many rows each projection in a check has: κ + 1 where rows were folded before."""
+    """Returns how many rows each projection of a check has, which is κ + 1 if the rows were folded before."""
     seen: list[int] = []
     multiply = coding.product
 
@@ -202,7 +203,7 @@ def test_every_single_number_counts() -> None:
 
 
 def test_every_row_of_a_long_reply_counts() -> None:
-    """Rows of different folding blocks must not cancel either."""
+    """Rows that are folded in different blocks must not cancel either."""
     weight = weight_of(3, 4)
     rows = ring_rows(2 * FOLDED_TOGETHER + 5, 3)
     reply = coding.product(rows, weight)
@@ -216,7 +217,7 @@ def test_every_row_of_a_long_reply_counts() -> None:
 
 @pytest.mark.parametrize("num_rows", [4, FOLDED])
 def test_replies_that_belong_elsewhere(num_rows: int) -> None:
-    """The transposed layer, another group, another request's rows, an older request's reply."""
+    """The replies are of the transposed layer, of another group, of another request's rows, and of an older request."""
     one, other = weight_of(16, 16, 1), weight_of(16, 16, 2)
     rows, others = ring_rows(num_rows, 16, 1), ring_rows(num_rows, 16, 2)
     right = coding.product(rows, one)
@@ -304,7 +305,7 @@ def test_a_child_forked_while_the_lock_is_held_can_check_and_close() -> None:
         verifier.close()
         return f"{alive(secrets)} secrets"
 
-    with verifier._lock:  # by a thread that the child does not have
+    with verifier._lock:  # the lock is held, as if by a thread that the child does not have
         assert in_child(child) == "0 secrets"
     verifier.check(0, FORWARD, rows, coding.product(rows, weight))
 
@@ -359,13 +360,13 @@ def test_secrets_differ_between_groups_directions_and_verifiers() -> None:
 
 
 class Weak(Verifier):
-    """So few columns that the law can be seen."""
+    """Makes a verifier with so few columns that forgeries pass often enough to be counted."""
 
     _kappas: ClassVar[range] = range(1, 65)
 
 
 def binomial_bounds(trials: int, chance: float, doubt: float = 1e-9) -> tuple[int, int]:
-    """Smallest and largest count that a fair draw stays within, but for one chance in 10^9 on either side."""
+    """Returns the smallest and the largest count of a fair draw; counts beyond each have a probability of 10^-9."""
     log_weights = [
         math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
         + k * math.log(chance) + (trials - k) * math.log1p(-chance)
@@ -387,7 +388,7 @@ TRIALS = 3000
 
 
 def acceptances(kappa: int, num_rows: int, by: int) -> int:
-    """Of TRIALS fresh verifiers, those that accept one changed number."""
+    """Returns how many of TRIALS new verifiers accept a reply with one changed number."""
     weight = weight_of(3, 3)
     rows = ring_rows(num_rows, 3)
     forged = changed(coding.product(rows, weight), num_rows // 2, 1, by)
@@ -406,7 +407,8 @@ def acceptances(kappa: int, num_rows: int, by: int) -> int:
 @pytest.mark.parametrize("by", [1, 2**31], ids=["+1", "+2^31"])
 @pytest.mark.parametrize("kappa", [1, 3])
 def test_a_forgery_passes_as_often_as_the_law_says(kappa: int, by: int) -> None:
-    """κ+1 columns: 2^-(κ+1), also for 2^31, which one column uniform mod 2^32 would let pass half the time."""
+    """With κ+1 columns the probability is 2^-(κ+1), also for a change of 2^31. A single column that is uniform mod 2^32
+    would let this change pass half the time."""
     low, high = binomial_bounds(TRIALS, 2.0 ** -(kappa + 1))
     assert 0 < low <= acceptances(kappa, 1, by) <= high
 
@@ -414,14 +416,15 @@ def test_a_forgery_passes_as_often_as_the_law_says(kappa: int, by: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not int_mm_is_exact(), reason="rows are never folded on this machine")
 def test_folding_misses_as_often_as_the_law_says() -> None:
-    """Two secrets, either of which may miss: 1 − (1 − 2^-4)², which is below 2^-3 = 2^-κ."""
+    """Either of two secrets may miss the error. The probability is 1 − (1 − 2^-4)², which is below 2^-3 = 2^-κ."""
     miss = 2.0**-4
     low, high = binomial_bounds(TRIALS, 1 - (1 - miss) ** 2)
     assert 0 < low <= acceptances(3, FOLDED, 2**31) <= high
 
 
 def test_one_uniform_column_would_miss_half() -> None:
-    """The control of the law above: one vector that is not binary (docs/decisions/0005-verification.md)."""
+    """This is the control of the test above: a single vector that is not binary misses the error
+    (docs/decisions/0005-verification.md)."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(0, 2**32, (TRIALS,), generator=generator)
     missed = int(((columns * 2**31) % 2**32 == 0).sum())

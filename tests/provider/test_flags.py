@@ -1,4 +1,5 @@
-"""The flags of `provider serve` and `provider shard`, made from the settings: what is listed, and what is refused."""
+"""Tests the flags of `provider serve` and `provider shard`, which are made from the settings: those that are listed,
+and values that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import typer
 from provider.cli import app, main
 from provider.config import ProviderSettings, ShardSettings
 
-# flag, type of its word, default in the help, help; as they were when each flag was typed by hand
+# Each entry is (flag, type of its word, default in the help, help), as it was when each flag was written by hand.
 SERVE = [
     ("--model", "str", "smollm2-135m", "Built-in name, GGUF file, Hugging Face folder or hub id."),
     ("--tls", "bool", "", "Mutual TLS; needed for any address but loopback."),
@@ -64,7 +65,7 @@ SHARD = [
 
 
 def listed(command: str) -> list[tuple[str, str, str, str]]:
-    """What the command's help says."""
+    """Returns what the command's help lists."""
     (found,) = [one for one in app.registered_commands if getattr(one.callback, "__name__", "") == command]
     annotations = {
         name: get_args(get_args(parameter.annotation)[0])[0]
@@ -171,10 +172,10 @@ def test_a_word_that_is_no_flag_or_of_another_type_is_refused_with_usage(
 
 
 def end_of(words: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The exit code of the command; what it sets in the environment is undone."""
+    """Returns the exit code of the command, and undoes the command's changes to the environment."""
     for name in ("GRPC_VERBOSITY", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setenv("COLUMNS", "160")  # so that no message is wrapped
+    monkeypatch.setenv("COLUMNS", "160")  # messages must not be wrapped
     monkeypatch.setattr(sys, "argv", ["provider", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()

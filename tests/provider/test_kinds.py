@@ -1,4 +1,4 @@
-"""Kinds of models: which are refused, and what a mixture of experts keeps from the provider."""
+"""Tests kinds of models: which are refused, and what a mixture of experts hides from the provider."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIXTRAL: dict[str, Any] = {**SIZES, "num_local_experts": 4}
 
 @pytest.mark.parametrize("config", [T5Config(), ViTConfig(), BartConfig()], ids=lambda config: config.model_type)
 def test_other_models_than_causal_ones_are_refused_in_one_sentence(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """Of BART transformers would load the decoder alone."""
+    """For example, transformers would load only the decoder of BART."""
     config.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigurationError) as raised:
         load(resolve(str(tmp_path / "other")))
@@ -63,7 +63,8 @@ def test_a_recurrent_model_has_too_little_to_announce() -> None:
 
 
 def test_weights_that_the_model_changes_are_put_back_and_not_served() -> None:
-    """RWKV divides weights in place before its first forward. So does the tenant's: the bundle has the originals."""
+    """RWKV divides weights in place before its first forward pass. The tenant's model does so, too, so the bundle must
+    have the originals."""
     model = AutoModelForCausalLM.from_config(RwkvConfig(**RWKV)).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers = base_layers(model)

@@ -1,4 +1,4 @@
-"""A registry that cannot be read: what counts meanwhile, for how long, and what the log says of it."""
+"""Tests a registry that cannot be read: what counts meanwhile, for how long, and what the log says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO]
 
 
 class Site:
-    """A state with one tenant, a list that has read it, and a clock."""
+    """Holds a state directory with one tenant, a list that has read it, and a clock."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.state, self.now = StateDir(tmp_path / "state"), 1000.0
@@ -45,20 +45,20 @@ def test_what_was_read_last_counts_for_a_minute_and_not_longer(
     site: Site, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     assert site.answers() == [True, False]
-    site.now += 1000  # nobody asked for long, and then the file was current
+    site.now += 1000  # there was no check for long, and then the file was current
     assert site.answers() == [True, False]
     fault = Fault(monkeypatch, number)
     for seconds in (0.0, 30.0, 29.9):
         site.now += seconds
         assert site.answers() == [True, False]
-        with pytest.raises(RegistryUnreadable):  # whoever is new has no claim to it
+        with pytest.raises(RegistryUnreadable):  # a new caller is not admitted
             site.listed.check_current()
     site.now += 0.1
     assert HELD_OVER_S == 60.0
     for ask in (site.listed.is_enrolled, site.listed.is_revoked):
         with pytest.raises(RegistryUnreadable) as caught:
             ask(site.acme)
-        assert code_of(caught.value) is WireCode.UNAVAILABLE  # and never NOT_PERMITTED
+        assert code_of(caught.value) is WireCode.UNAVAILABLE  # the code must never be NOT_PERMITTED
         assert caught.value.retry_s > 0
     fault.is_over = True
     site.listed.check_current()
@@ -94,7 +94,7 @@ def test_the_gate_lets_nobody_new_in_and_keeps_who_is_in(site: Site, monkeypatch
 def test_another_fault_admits_nobody_and_is_not_forgotten(
     site: Site, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """As before there was a grace; and it gives nothing back that was lost before it began."""
+    """Such a fault has no grace period, and it does not restore admissions that were lost before it began."""
     assert site.answers() == [True, False]
     if damage == "missing":
         site.state.tenants_path.unlink()
@@ -103,11 +103,11 @@ def test_another_fault_admits_nobody_and_is_not_forgotten(
     else:
         Fault(monkeypatch, errno.EACCES)
     assert site.answers() == [False, True]
-    site.listed.check_current()  # it is known what to say of everybody
+    site.listed.check_current()  # the records of all tenants are known again
     Fault(monkeypatch, errno.EMFILE)
     assert site.answers() == [False, True]
     site.now += HELD_OVER_S
-    if damage == "missing":  # that it is missing can still be seen
+    if damage == "missing":  # a missing file can still be noticed
         assert site.answers() == [False, True]
     else:
         with pytest.raises(RegistryUnreadable):
@@ -134,7 +134,7 @@ def test_a_change_is_not_taken_for_a_revocation_of_everybody_when_not_even_the_s
 ) -> None:
     assert site.answers() == [True, False]
     enroll(site.state, "other", tmp_path / "other", ENDPOINT)
-    site.listed._spare.close()  # another thread had it
+    site.listed._spare.close()  # another thread has used the spare
     with exhausted():
         assert site.answers() == [True, False]
         with pytest.raises(RegistryUnreadable):
@@ -145,7 +145,7 @@ def test_a_change_is_not_taken_for_a_revocation_of_everybody_when_not_even_the_s
     assert site.answers() == [True, False]
     in_another_process(site, "revoke", "acme")
     with exhausted():
-        assert site.answers() == [False, True]  # the spare is there again
+        assert site.answers() == [False, True]  # the spare descriptor is open again
 
 
 def test_the_log_says_each_thing_once(

@@ -1,4 +1,5 @@
-"""Several replicas behind one executor: they share the work, and what a lost one had begun another makes."""
+"""Tests several replicas behind one executor: they share the work, and if one is lost, another computes its unfinished
+batches."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 
 class Scripted:
-    """A replica that does what it is told: `script` may block, or raise ReplicaLost."""
+    """Behaves as a test sets: `script` may block, or raise ReplicaLost."""
 
     def __init__(self, served_model: ServedModel, script: Callable[[int], None] = lambda number: None) -> None:
         self._served_model, self._script = served_model, script
@@ -66,7 +67,7 @@ def lost(number: int) -> None:
 
 @contextmanager
 def executor_of(served_model: ServedModel, *replicas: Replica) -> Iterator[Executor]:
-    # pieces of at most 16 rows, so that one request is several
+    # Pieces have at most 16 rows, so that one request has several pieces.
     scheduler = Scheduler(Policy(max_wait_s=0.0, max_batch_rows=16), latency_model(served_model.served, profiled=False))
     executor = Executor(replicas, scheduler)
     try:
@@ -108,12 +109,12 @@ def test_pieces_of_one_request_that_end_out_of_order(served_model: ServedModel) 
     slow = Scripted(served_model, keep_one)
     fast = Scripted(
         served_model, lambda number: comes(has_one, "a piece of the slow one's")
-    )  # or it might make all of them
+    )  # otherwise it might compute all pieces
     with executor_of(served_model, slow, fast) as executor:
         rows = ring_rows(160)
         answer = submit(executor, rows)
         until(lambda: fast.num_made == 9, "the nine pieces that the slow one has not taken")
-        assert not answer.outcomes  # the last row is there, a piece in the middle is not
+        assert not answer.outcomes  # the last rows are done, but a piece in the middle is not
         last_is_done.set()
         assert is_product(served_model, rows, answer.get())
 
@@ -203,7 +204,7 @@ def test_one_that_joined_is_waited_for(served_model: ServedModel, monkeypatch: p
         assert executor.num_replicas == (0, 1)
         early = submit(executor, ring_rows(3)).get()
         assert isinstance(early, Unavailable)
-        assert early.retry_s == RETRY_S  # for as long as it takes until the first one comes
+        assert early.retry_s == RETRY_S  # until the first replica joins, this is the time to retry
         leaving = Scripted(served_model, lost)
         executor.join(leaving)
         gone = submit(executor, ring_rows(3)).get()
@@ -211,7 +212,7 @@ def test_one_that_joined_is_waited_for(served_model: ServedModel, monkeypatch: p
         until(lambda: leaving.is_closed, "the end of the lost one's thread")
         assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
         assert not executor.is_given_up
-        monkeypatch.setattr("provider.engine.executor.REJOIN_S", 0.0)  # as if that long had passed
+        monkeypatch.setattr("provider.engine.executor.REJOIN_S", 0.0)  # pretends that this time has passed
         late = submit(executor, ring_rows(3)).get()
         assert isinstance(late, Unavailable)
         assert late.retry_s == 0
@@ -227,7 +228,7 @@ def test_without_a_replica_requests_are_refused_at_once(served_model: ServedMode
         until(lambda: executor.is_given_up, "the end of the lost one's thread")
         assert executor.num_replicas == (0, 1)
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
-        empty = submit(executor, ring_rows(0)).get()  # which needs nobody
+        empty = submit(executor, ring_rows(0)).get()  # this request needs no replica
         assert isinstance(empty, torch.Tensor)
         assert empty.shape == (0, 64)
         assert submit(executor, ring_rows(3)).get().retry_s == 0  # type: ignore[union-attr]  # it will not come back
@@ -284,7 +285,7 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(served
     asked: list[int] = []
 
     class Picky(Scripted):
-        """Refuses company, and is lost at the second of two that run alone."""
+        """Fails products of several pieces, and is lost at the second of two pieces that run alone."""
 
         def product(self, call: Call, rows: Rows) -> torch.Tensor:
             asked.append(count_rows(rows))
@@ -311,4 +312,4 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(served
         assert all(isinstance(one.get(), torch.Tensor) for one in blockers)
         assert all(is_product(served_model, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
     assert asked == [16, 16, 8, 8]
-    assert other.num_made == 2  # its own, and what the lost one had not answered
+    assert other.num_made == 2  # its own piece, and those that the lost replica had not finished

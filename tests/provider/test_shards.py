@@ -1,4 +1,5 @@
-"""Shards in processes of their own: the same replies, a loss in the middle, clear errors, and nothing left behind."""
+"""Tests shards in processes of their own: replies are the same, a loss in the middle is survived, errors are clear, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def replica_of(shards: LocalShards, group: int) -> ShardProcess:
 
 @contextmanager
 def one_process(served_model: ServedModel) -> Iterator[ShardProcess]:
-    """The only process of the only shard; ended with the block."""
+    """Provides the only process of the only shard, which ends with the context."""
     started = LocalShards.start(served_model.served, 1, 1)
     try:
         yield replica_of(started, 0)
@@ -175,8 +176,8 @@ def test_a_process_that_is_killed_in_a_product(served_model: ServedModel) -> Non
 @pytest.mark.slow
 def test_one_that_ends_again_and_again_is_given_up(served_model: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     with one_process(served_model) as replica:
-        replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
-        replica._restarts.extend([time.monotonic()] * 3)  # some of the times that it may be started
+        replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on, a new process finds no weights
+        replica._restarts.extend([time.monotonic()] * 3)  # some of the allowed restarts are used up
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGKILL)
         assert not replica.revive(threading.Event())
@@ -191,7 +192,8 @@ def test_one_that_ends_again_and_again_is_given_up(served_model: ServedModel, ca
 def test_one_that_hangs_is_lost_in_time(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
+    """The process is stopped in the middle of a product. In time, the caller may give the product to another
+    replica."""
     monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
     with one_process(served_model) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
@@ -214,7 +216,7 @@ def test_one_that_fails_again_and_again_is_lost(served_model: ServedModel) -> No
         assert replica.pid is not None
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(served_model, call, 40_000)
-        resource.prlimit(replica.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))  # no more memory
+        resource.prlimit(replica.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))  # the process gets no more memory
         for _ in range(3):
             with pytest.raises((RemoteFault, ReplicaLost)):
                 replica.product(call, rows)
@@ -237,7 +239,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
         with pytest.raises(ConfigurationError, match="cannot be started: Resource temporarily"):
             LocalShards.start(served_model.served, 1, 1)
     assert not list(tmp_path.iterdir())
-    long = tmp_path / ("x" * 100)  # no socket's path can be so long
+    long = tmp_path / ("x" * 100)  # a socket's path cannot be so long
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     LocalShards.start(served_model.served, 1, 1).close()
@@ -260,7 +262,7 @@ def test_processes_end_with_the_front_and_not_with_its_signals(served_model: Ser
     process = replicas[0]._process
     assert process is not None
     assert process.stdin is not None
-    process.stdin.close()  # what the end of the front does
+    process.stdin.close()  # the end of the front has the same effect
     process.wait(timeout=WAIT_S)
     shards.close()
     for pid in pids:

@@ -1,4 +1,5 @@
-"""Architectures whose layers are called in other ways than Llama's: same results as local transformers + PEFT."""
+"""Tests that architectures whose layers are called differently from Llama's give the same results as local
+transformers + PEFT."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         expert_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4,
     ),
 }  # fmt: skip
-SERVED = {  # the last parts of names; LoRA goes onto each that PEFT lets it
+SERVED = {  # the last parts of layer names; LoRA changes each layer for which PEFT allows it
     "falcon": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     "mamba": {"in_proj", "x_proj", "out_proj"},
     "rwkv": {"key", "value", "receptance", "head"},
@@ -53,7 +54,7 @@ NOT_ADAPTED = {"lm_head", "head", "out_proj"}
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(kind, folder, client) with native weights, float arithmetic, no mask."""
+    """Provides (kind, folder, client) with native weights and float arithmetic, without a mask."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     save_random(CONFIGS[kind], folder)
@@ -69,7 +70,7 @@ def lora(kind: str) -> LoraConfig:
 
 
 def logits(model: Any) -> torch.Tensor:
-    # RWKV's state is changed in place, which its gradients do not survive, on either side
+    # RWKV changes its state in place, so that gradients through the state fail on both sides.
     return model(batch(), use_cache=False).logits  # type: ignore[no-any-return]
 
 
@@ -113,7 +114,7 @@ def test_greedy_tokens(pair: Any) -> None:
 
 
 def test_nothing_says_quantized_and_lora_is_the_plain_one(pair: Any) -> None:
-    """With the mark Jamba and others compute otherwise than the local model does."""
+    """With the mark of a quantizer in their config, Jamba and others would compute differently from the local model."""
     kind, _, client = pair
     model = client.load_model()
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]

@@ -1,4 +1,5 @@
-"""Same results as local transformers + PEFT: logits, gradients, training, greedy tokens, reload in stock PEFT."""
+"""Tests that logits, gradients, training, greedy tokens and reloading in stock PEFT give the same results as local
+transformers + PEFT."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ KINDS = ("llama", "gpt2", "gemma")
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(kind, folder, local model maker, client) with native weights, float arithmetic, no mask."""
+    """Provides (kind, folder, function that makes the local model, client) with native weights and float arithmetic,
+    without a mask."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     make_tiny(kind, folder)
@@ -48,7 +50,7 @@ def test_logits_and_lora_gradients(pair: Any) -> None:
 def test_layers_that_are_not_served_are_the_tenants_own(
     patterns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--base-layers`: the rest comes with the bundle, and an adapter is on both alike."""
+    """With `--base-layers`, all other layers come with the bundle, and an adapter changes both kinds alike."""
     make_tiny("llama", tmp_path)
     served_model = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
     monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(served_model))
@@ -96,7 +98,7 @@ def test_saved_adapter_in_stock_peft(pair: Any, tmp_path: Path) -> None:
 
 
 def test_trained_bias_matches_local(pair: Any) -> None:
-    """PEFT's bias="all" trains the base biases: the provider's frozen one must not be counted twice."""
+    """With bias="all", PEFT trains the base biases. The provider's frozen bias must not be added a second time."""
     kind, folder, client = pair
     if kind != "gpt2":
         pytest.skip("this model has no biases")
@@ -113,7 +115,8 @@ def test_trained_bias_matches_local(pair: Any) -> None:
 
 
 def test_ia3_changes_the_input_of_one_member(tmp_path: Path) -> None:
-    """IA3 rescales feed-forward inputs, so members of a group stop sharing one: each makes its own call."""
+    """IA3 scales feed-forward inputs, so that the layers of a group no longer have the same input and each makes its
+    own call."""
     make_tiny("llama", tmp_path)
     config = IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], task_type="CAUSAL_LM")
     with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as client:
@@ -130,7 +133,7 @@ def test_ia3_changes_the_input_of_one_member(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_ring_is_close_and_float_agrees_with_it(kind: str, tmp_path: Path) -> None:
-    """Both arithmetics run over the same int8 weights, so they differ by activation rounding only."""
+    """Both arithmetics use the same int8 weights, so their results differ only by the rounding of activations."""
     make_tiny(kind, tmp_path)
     with (
         TenantClient(f"inproc:{tmp_path}", weights="int8", mask="off", arithmetic="ring") as ring,

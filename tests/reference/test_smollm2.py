@@ -1,4 +1,5 @@
-"""The real model, native fp32 and float arithmetic without a mask, against local transformers + PEFT."""
+"""Tests the real model, with native fp32 weights and float arithmetic without a mask, against local
+transformers + PEFT."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Counts how often tests reach into private attributes, and says where: `python tests/repository/private_reaches.py`.
+"""Counts how often tests use private attributes, and prints where: `python tests/repository/private_reaches.py`.
 
-A reach is an attribute `something._name` of anything but `self` and `cls`, an import of such a name, or its text in a
-call of `setattr`, `getattr`, `delattr` or `hasattr` (pytest's `monkeypatch` has the first and the third). Names with
-two leading underscores do not count: Python itself defines what they mean.
+A reach is an attribute `something._name` of anything except `self` and `cls`, an import of such a name, or its text in
+a call of `setattr`, `getattr`, `delattr` or `hasattr`. (pytest's `monkeypatch` has the first and the third of these.)
+Names with two leading underscores do not count, since Python itself defines their meaning.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BY_NAME = ("setattr", "getattr", "delattr", "hasattr")
 
 
 def is_private(name: str) -> bool:
-    """Tells whether a name has exactly one leading underscore."""
+    """Returns whether a name has exactly one leading underscore."""
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def reaches(tree: ast.AST) -> Iterator[str]:
-    """Yields the private names that one file's code reaches for."""
+    """Yields the private names that the code of one file uses."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
@@ -41,9 +41,10 @@ def _named_in_call(call: ast.Call) -> Iterator[str]:
 
 
 def count(folder: Path = TESTS) -> collections.Counter[str]:
-    """Returns the number of reaches of each file below a folder that has any, by its path from the folder above.
+    """Returns the number of reaches in each file below a folder that has any, by the file's path relative to the parent
+    folder.
 
-    No file is left out: neither helpers nor conftest files, nor this one.
+    No file is left out, neither helpers nor conftest files, nor this file.
     """
     found: collections.Counter[str] = collections.Counter()
     for path in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The memory in which kernels are tested does end a process that reads past it."""
+"""Tests that the memory in which kernels are tested ends a process that reads past it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tools that CONTRIBUTING.md names: `make help`, hooks, editor settings, the commits that blame ignores."""
+"""Tests the tools that CONTRIBUTING.md names: `make help`, hooks, editor settings, and the list of commits that blame
+ignores."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 @pytest.mark.parametrize("words", [["make", "help"], ["make"]], ids=" ".join)
 def test_make_help_names_every_target_with_a_line(words: list[str]) -> None:
-    # These tests run inside `make test`: a make within a make would say which folder it enters.
+    # These tests run inside `make test`, and a make inside a make would print the folder that it enters.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(words, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
     shown = dict(re.findall(r"^make ([a-z-]+) +(\S.*)$", done.stdout, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Shared helpers are in tests/support, each with a docstring, and tests reach into little of what is private."""
+"""Tests that shared helpers are in tests/support and have docstrings, and that tests use few private attributes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.repository import private_reaches
 from tests.support.repository import ROOT
 
 MOST_REACHES = 80
-"""The most places at which tests may reach into private attributes of the code that they test. It only ever falls."""
+"""The most places at which tests may use private attributes of the code that they test. This number may only fall."""
 PROGRAMS = {
     "tests.repository.private_reaches": "a program, run by hand: only its own test imports it",
     "tests.vectors.make_lattice_vectors": "a program that makes the vectors beside it: tests run it again to compare",
     "tests.vectors.make_vectors": "a program that makes the vectors beside it: its test runs it again to compare",
 }
-"""Modules outside of tests/support that a test module may import, and why."""
+"""Maps modules outside of tests/support that a test module may import to the reason."""
 DOTTED = re.compile(r"\btests(?:\.\w+)+")
 
 
@@ -28,12 +28,12 @@ def name_of(path: Path, root: Path) -> str:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every Python file of tests/, by its module's name."""
+    """Returns every Python file of tests/, by its module name."""
     return {name_of(path, root): path for path in sorted((root / "tests").rglob("*.py"))}
 
 
 def absolute(node: ast.ImportFrom, path: Path, root: Path) -> str:
-    """The module that is imported from, also where dots stand for the folders above."""
+    """Returns the full name of the module in an import, also if dots stand for parent folders."""
     if not node.level:
         return node.module or ""
     folder = ".".join(path.relative_to(root).parts[: -node.level])
@@ -41,9 +41,10 @@ def absolute(node: ast.ImportFrom, path: Path, root: Path) -> str:
 
 
 def named(path: Path, root: Path) -> Iterator[str]:
-    """Every dotted name that a file imports, and those of tests in its strings: plugins, code for a child process.
+    """Returns every dotted name that a file imports, and names of test modules in its strings (plugins, code for a
+    child process).
 
-    A module beside the file counts with its full name, as Python would find it in a folder that is on its path.
+    A module beside the file counts with its full name, as Python would find it if the folder were on its path.
     """
     beside = {one.stem for one in path.parent.glob("*.py")}
     folder = ".".join(path.relative_to(root).parts[:-1])
@@ -59,7 +60,7 @@ def named(path: Path, root: Path) -> Iterator[str]:
 
 
 def imported_modules(path: Path, root: Path) -> set[str]:
-    """The modules of tests/ that a file names: the longest beginning of each name that is a file."""
+    """Returns the test modules that a file names. Of each dotted name, the longest beginning that is a file counts."""
     known, found = modules(root), set()
     for name in named(path, root):
         parts = name.split(".")
@@ -73,7 +74,8 @@ def is_shared(module: str) -> bool:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """What tests import of each other outside of tests/support, as `file: module`; an empty file counts as nothing."""
+    """Returns the imports between tests other than of tests/support, as `file: module`. An empty file counts as no
+    module."""
     known = modules(root)
     return [
         f"{path.relative_to(root)}: {module}"
@@ -87,7 +89,8 @@ SENTENCE = re.compile(r"[A-Z`(\d].*?[.:](?=\s|$)", re.DOTALL)
 
 
 def public(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str | None]]:
-    """The name and the docstring of each public function, class and method; a protocol's methods say nothing more."""
+    """Yields the name and the docstring of each public function, class and method. Methods of protocols are left
+    out."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             if not (isinstance(node.body[0], ast.Expr) and ast.unparse(node.body[0]) == "..."):
@@ -97,7 +100,8 @@ def public(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str | None]]:
 
 
 def without_docstring(path: Path) -> list[str]:
-    """What is public in a file, and the file itself, if it does not begin with a sentence."""
+    """Returns the public names of a file whose docstring is missing or does not begin with a sentence, and the file
+    itself if this is so for its own."""
     tree = ast.parse(path.read_text())
     said = {path.stem: ast.get_docstring(tree), **dict(public(tree))}
     return [name for name, text in said.items() if not SENTENCE.match(text or "")]
@@ -117,7 +121,7 @@ def test_exceptions_are_programs_and_are_needed() -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A repository with two folders of tests, of which one shall not import the other."""
+    """Makes a repository with two folders of tests, one of which must not import the other."""
     for name in ("tests/support", "tests/one", "tests/two"):
         (tmp_path / name).mkdir(parents=True)
     for name in (
@@ -215,7 +219,7 @@ def test_tests_reach_into_few_private_attributes() -> None:
 
 
 def test_every_file_is_counted_and_every_kind_of_reach(tmp_path: Path) -> None:
-    """A helper that took over what a test may not do would not make the number smaller."""
+    """Helpers count like tests, so moving a reach into a helper does not make the number smaller."""
     files = ["tests/conftest.py", "tests/support/one.py", "tests/repository/test_support.py", "tests/.hidden/deep/a.py"]
     code = "from a import _b\nc._d = e._f\nsetattr(g, '_h', 1)\nself._i = cls._j = k.__dict__\n"
     for name in files:

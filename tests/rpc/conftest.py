@@ -1,4 +1,4 @@
-"""A provider behind a real loopback port with mutual TLS, and tenants with real identities."""
+"""Provides a provider behind a real loopback port with mutual TLS, and tenants with real identities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import make_tiny
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Llama, for the `provider` command."""
+    """Provides the folder of a tiny Llama, for the `provider` command."""
     folder = tmp_path_factory.mktemp("cli") / "tiny"
     make_tiny("llama", folder)
     return folder

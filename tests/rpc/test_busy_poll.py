@@ -1,4 +1,5 @@
-"""Both ends of a tensor port that look, in place of two milliseconds, until something happens: all of it is noticed."""
+"""Tests a tensor port whose two ends poll without sleeping until something happens, instead of for two milliseconds. No
+event may be missed."""
 
 from __future__ import annotations
 
@@ -33,24 +34,24 @@ ENDLESS_S = 10 * WAIT_S
 
 
 class Patient(BusyPoll):
-    """Looks before its first wait, too."""
+    """Polls also before its first wait."""
 
     looks = 0
-    """That were asked for."""
+    """The number of polls that were requested."""
 
     def __init__(self, most_s: float = ENDLESS_S, may_look: Callable[[], bool] = lambda: True) -> None:
         super().__init__(ENDLESS_S, may_look)
         self._was_short = True
 
     def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
-        busy_poll._looks_until_s = 0.0  # both ends are in this process here, and both are to look
+        busy_poll._looks_until_s = 0.0  # in this test both ends are in one process, and both must poll
         Patient.looks += is_likely
         super().look(has_come, is_likely)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`."""
+    """Makes both ends poll. This fixture must come before `provider`."""
     monkeypatch.setattr(busy_poll, "is_worthwhile", lambda: True)
     monkeypatch.setattr(message_socket, "BusyPoll", Patient)
     monkeypatch.setattr(provider_service, "BusyPoll", Patient)
@@ -72,7 +73,7 @@ def test_a_reply_that_another_thread_made_is_sent(
     tiny_served_model: ServedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The provider looks while it is made, as if it had not seen that the core is wanted."""
+    """The provider polls while another thread computes the reply, as if it had not noticed that the core is needed."""
     monkeypatch.setattr(ShardedExecutor, "is_idle", lambda executor: True)
     product, threads = tiny_served_model.compute, set()
 
@@ -93,7 +94,8 @@ def test_a_reply_that_another_thread_made_is_sent(
 def test_who_is_sent_no_reply_is_not_looked_at(
     provider: Provider, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """Or messages that cost their sender nothing would keep a core busy; nor do single bytes of a record."""
+    """Otherwise messages that cost their sender nothing would keep a core busy. Nor may single bytes of a record cause
+    polling."""
     waits: list[bool] = []
 
     class Noted(BusyPoll):

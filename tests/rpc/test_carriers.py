@@ -1,6 +1,7 @@
-"""How a session's frames are carried: order, ends, who computes, and what a flood does to others.
+"""Tests how a session's frames are carried: their order, the ends of streams, which thread computes, and what a flood
+does to other tenants.
 
-On the tensor port, by gRPC and on a socket of this host alike.
+Every test runs on the tensor port, over gRPC and on a socket of one host.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def provider(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """What carries a test's streams."""
+    """Provides a provider whose streams use one of the three transports."""
     return start(tiny_served_model, **WAYS[request.param])
 
 
@@ -52,7 +53,7 @@ def provider(
 def switched(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """Makes products as a test says, whatever carries the streams."""
+    """Makes products by a function that the test sets, on any transport."""
     return start(SwitchedModel(tiny_served_model), **WAYS[request.param])
 
 
@@ -158,7 +159,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
             stream.send(*messages)
 
     def drain(stream: RawStream) -> None:
-        with contextlib.suppress(*BROKEN):  # its own end
+        with contextlib.suppress(*BROKEN):  # the tenant's own end of the stream
             for _ in stream.call:
                 if stop.is_set():
                     return
@@ -168,7 +169,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
         thread.start()
     slowest = 0.0
     for _ in range(40):
-        began = time.process_time()  # of all threads here: what others take of the machine says nothing
+        began = time.process_time()  # the time of all threads here, which other processes do not change
         assert_served(victim, provider.served_model)
         slowest = max(slowest, time.process_time() - began)
     stop.set()
@@ -189,7 +190,8 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
 
 
 def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the end of the last request and the frame that says so nobody may find that all is done."""
+    """Between the end of the last request and the frame that reports it, no thread may conclude that everything was
+    sent."""
     failing = threading.Event()
 
     def fail(*arguments: Any) -> torch.Tensor:
@@ -211,7 +213,8 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, mon
 
 
 def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
-    """Not when the garbage collector next looks for cycles: it holds answers that nobody read."""
+    """The stream is not freed only when the garbage collector next looks for cycles, since it holds replies that were
+    not read."""
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
     stream.receive()
@@ -226,7 +229,8 @@ def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
 
 
 def test_large_replies_take_turns(provider: Provider) -> None:
-    """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
+    """A reply of many chunks, each of which waits for the end of the one before, is sent beside the replies of other
+    tenants."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
     pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]

@@ -1,4 +1,4 @@
-"""The `provider` command as an operating system process."""
+"""Tests the `provider` command in an operating system process."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_typer_refuses_is_usage_and_exit_code_2(arguments: list[str]) -> No
 
 
 def test_the_registrys_commands_do_not_wait_for_torch(tmp_path: Path) -> None:
-    """It takes seconds to load, and only who computes needs it."""
+    """Loading torch takes seconds, and only commands that compute need it."""
     state = ["--state", str(tmp_path / "state")]
     commands = [["enroll", "acme", "--out", str(tmp_path / "acme")], ["tenants"], ["usage"], ["revoke", "acme"]]
     code = f"""

@@ -1,7 +1,8 @@
-"""Threads that wait for replies on one connection: whatever the order, and whoever is slow or gives up, nobody hangs.
+"""Tests threads that wait for replies on one connection: none hangs, whatever the order of replies, and whichever
+thread is slow or gives up.
 
-One of the waiting threads may read for all, so these tests make trouble for each in turn. They know the public
-`GrpcConnection` alone; the provider is a real gRPC server that sends what a test tells it to, when it tells it to.
+One of the waiting threads may read for all of them, so these tests disturb each thread in turn. The tests use only the
+public `GrpcConnection`. The provider is a real gRPC server that sends what a test sets, when the test says so.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from wire.transport.grpc_connection import GrpcConnection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 TIMEOUT_S = 25.0
-"""Until a thread counts as hanging. Less than the 30 s that requests have where a test does not say otherwise: their
-end would free it."""
+"""The seconds after which a thread counts as hanging. This is less than the default deadline of 30 s, which would free
+the thread."""
 HELD_S = 0.3
-"""How long a slow thread is kept from running, at most."""
+"""The longest time in seconds for which a slow thread is kept from running."""
 SHORT_S = 0.5
 NUM_THREADS = 3
 LARGE_ROWS = 64
 LARGE_BYTES = LARGE_ROWS * (COLS + REPLY_COLS) * 4
-"""Payload and reply of `LARGE_ROWS`: what a deadline depends on."""
+"""The bytes of a request and a reply of `LARGE_ROWS` rows, on which a deadline depends."""
 MORE_THAN_FITS = 65_536
-"""Rows of 8 MiB; HTTP/2 lets some 64 KiB go before the peer reads."""
+"""The number of rows that make 8 MiB. HTTP/2 sends only some 64 KiB before the peer reads."""
 
 
 class Script(GrpcStandIn):
-    """A provider that answers when it is told to."""
+    """Plays a provider that replies when the test says so."""
 
     def __init__(self, served_model: ServedModel) -> None:
         manifest = served_model.manifest().model_copy(update={"limits": Limits()}).to_bytes()
@@ -77,11 +78,11 @@ class Script(GrpcStandIn):
             pass  # the stream has ended
 
     def requests(self, number: int) -> list[Header]:
-        """The next requests, in the order in which they came."""
+        """Returns the next requests, in the order in which they were received."""
         return [self._received.get(timeout=TIMEOUT_S) for _ in range(number)]
 
     def answer(self, *requests: Header) -> None:
-        """Replies to them on the latest stream, in this order and without a pause; see `expected`."""
+        """Replies to the requests on the latest stream, in this order and without a pause; see `expected`."""
         self._outgoing[-1].put([one for request in requests for one in _reply(request)])
 
     def stop(self, wait_s: float = TIMEOUT_S) -> None:
@@ -94,7 +95,8 @@ def _reply(request: Header) -> list[bytes]:
 
 
 def expected(num_rows: int) -> torch.Tensor:
-    """Rows tell requests apart."""
+    """Returns the reply that the script sends to a request. It depends on the request's rows, so that replies can be
+    told apart."""
     return torch.full((num_rows, REPLY_COLS), float(num_rows))
 
 
@@ -123,14 +125,15 @@ def works(script: Script, connection: GrpcConnection) -> None:
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, deadline_s: Callable[[int], float]) -> None:
-    """Deadlines of requests, in whichever module of the transport looks at them."""
+    """Shortens the deadlines of requests in every module of the transport that uses them."""
     for name, module in list(sys.modules.items()):
         if name.startswith("wire.transport") and hasattr(module, "deadline_s"):
             monkeypatch.setattr(module, "deadline_s", deadline_s)
 
 
 class Waiter(threading.Thread):
-    """A thread that waits for one reply; while `held` it does not get on, as if the machine had no time for it."""
+    """Runs a thread that waits for one reply. While `held`, the thread does not continue, as if the machine had no time
+    for it."""
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         super().__init__(daemon=True)
@@ -150,12 +153,13 @@ class Waiter(threading.Thread):
 
     def _trace(self, code_frame: CodeFrame, event: str, _argument: object) -> Any:
         if not code_frame.f_code.co_filename.endswith("threading.py") and self.held.is_set():
-            self.released.wait(HELD_S)  # not for ever: it may hold a lock that the others need
+            self.released.wait(HELD_S)  # not for ever, since it may hold a lock that the others need
             self.held.clear()
         return self._trace
 
     def wait_until_it_waits(self) -> None:
-        """Until its stack no longer changes; if that is wrong, a test is kinder than meant, not broken."""
+        """Waits until the thread's stack no longer changes. If the thread does not really wait yet, the test is easier
+        than intended, but not wrong."""
         seen: list[object] = []
         give_up_at = time.monotonic() + TIMEOUT_S
         while len(seen) < 4 or len({*seen[-4:]}) > 1:
@@ -171,7 +175,7 @@ class Waiter(threading.Thread):
 
 
 def start_waiters(connection: GrpcConnection, num_rows: list[int]) -> list[Waiter]:
-    """One after the other, so that the first one leads if anybody does."""
+    """Starts the threads one after the other, so that the first one reads for the others if any thread does."""
     pending = [submit(connection, number) for number in num_rows]
     waiters = []
     for one in pending:
@@ -187,7 +191,8 @@ def start_waiters(connection: GrpcConnection, num_rows: list[int]) -> list[Waite
 def test_replies_in_every_order_reach_threads_of_which_one_is_slow(
     script: Script, connection: GrpcConnection, slow: int
 ) -> None:
-    """The slow one may be told to read for the others after its own reply has come: then somebody else must."""
+    """The slow thread may have to read for the others after its own reply has arrived. Then another thread must read
+    instead."""
     for order in itertools.permutations(range(NUM_THREADS)):
         sizes = [number + 1 for number in range(NUM_THREADS)]
         waiters = start_waiters(connection, sizes)
@@ -203,7 +208,7 @@ def test_replies_in_every_order_reach_threads_of_which_one_is_slow(
 
 @pytest.mark.parametrize("slow", range(NUM_THREADS))
 def test_threads_that_come_late_are_served(script: Script, connection: GrpcConnection, slow: int) -> None:
-    """Replies that are there before anybody waits, and threads that wait again and again while others do."""
+    """Some replies have arrived before any thread waits, and some threads wait again and again while others do."""
     failures: list[BaseException] = []
 
     def work(size: int) -> None:
@@ -232,7 +237,8 @@ def test_threads_that_come_late_are_served(script: Script, connection: GrpcConne
 def test_a_thread_whose_deadline_passes_leaves_nobody_hanging(
     script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch, expiring: int
 ) -> None:
-    """The first of them reads if anybody does; it must neither wait on nor take the others' replies with it."""
+    """The first thread reads for the others if any does. It must neither continue to wait nor take the other threads'
+    replies with it."""
     works(script, connection)
     sizes = [1 if index == expiring else LARGE_ROWS + index for index in range(NUM_THREADS)]
     with monkeypatch.context() as patched:
@@ -263,7 +269,8 @@ def test_all_threads_end_where_nothing_is_ever_answered(
 def test_a_provider_that_stops_reading_keeps_nobody(
     script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then not even a CANCEL leaves, so nothing that is sent can wake a thread that reads."""
+    """If the provider stops reading, not even a CANCEL is sent, so nothing that is sent can wake a thread that
+    reads."""
     works(script, connection)
     script.reads.clear()
     shorten(monkeypatch, lambda num_bytes: SHORT_S)

@@ -1,4 +1,5 @@
-"""Strangers who only connect, again and again: tenants come in, stay in, and are revoked all the same."""
+"""Tests peers without certificates that connect again and again: tenants can still connect, stay connected and be
+revoked."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from wire.transport.identity import TlsIdentity
 
 NUM_CLIENTS, NUM_FILES = 2000, 1024
 NEWCOMER_S, REVOKED_S = 15.0, 1.0
-"""The bars."""
+"""The most seconds until a new tenant is served, and until a revocation takes effect."""
 
 
 def ask(connection: GrpcConnection) -> None:
@@ -51,7 +52,7 @@ def ask_on(connection: GrpcConnection) -> None:
 
 @pytest.fixture
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Goes before `provider`."""
+    """Allows only a few connections. This fixture must come before `provider`."""
     monkeypatch.setattr(server_module, "shares", lambda *_, **__: Shares(4, 256))
     return 4
 
@@ -63,7 +64,7 @@ def test_connections_that_say_nothing_are_ended(
     provider = start(tiny_served_model)
     began = time.monotonic()
     assert_ends(dial(provider.server.port))
-    assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
+    assert time.monotonic() - began < 20  # gRPC's own time limit is two minutes
 
 
 def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
@@ -103,7 +104,7 @@ def test_a_certificate_that_is_refused_is_not_tried_again(
 
 
 class Limited:
-    """`provider serve` where no more than `NUM_FILES` files can be open, not even by raising the soft limit."""
+    """Runs `provider serve` with at most `NUM_FILES` open files, also after the soft limit is raised."""
 
     def __init__(self, folder: Path) -> None:
         make_tiny("llama", folder / "model")
@@ -182,7 +183,7 @@ def test_a_flood_of_connections_shuts_nobody_out(limited: Limited, where: str) -
             ask_on(fired)
         assert time.monotonic() - began < REVOKED_S
         ask(stays)
-        assert limited.num_files() < NUM_FILES  # what the registry and the accounts need was left
+        assert limited.num_files() < NUM_FILES  # descriptors are left for the registry and the usage file
     ask(stays)
     for connection in (stays, fired):
         connection.close()

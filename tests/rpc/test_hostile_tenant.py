@@ -1,6 +1,8 @@
-"""A tenant that asks and never reads: what it may hold of the provider, and how the provider gets rid of it.
+"""Tests a tenant that sends requests and never reads: how much of the provider it can occupy, and how the provider ends
+it.
 
-Its HTTP/2 window is the smallest there is, so that a reply of 1 MiB keeps the provider's sending thread for good.
+The tenant's HTTP/2 window is the smallest possible, so that a reply of 1 MiB blocks the provider's sending thread for
+good.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ SMALLEST_WINDOW = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 LARGE_ROWS, SMALL_ROWS = 4096, 8
-"""A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
+"""Numbers of rows: a reply of 1 MiB, which the worker computes, and one of 2 KiB, which the receiving thread
+computes."""
 NUM_REQUESTS = 12
 FIRST = 3
-"""The first request that a stuck session has not seen."""
+"""The id of the first request that a stuck session has not received."""
 
 
 class Deaf:
-    """A client that sends what it likes and reads nothing."""
+    """Plays a client that sends anything and reads nothing."""
 
     def __init__(self, provider: Provider) -> None:
         identity = provider.identity(DEAF)
@@ -58,10 +61,10 @@ class Deaf:
         self._streams: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
 
     def open(self) -> Any:
-        """Another stream; later `send`s go there."""
+        """Opens another stream, which later calls of `send` use."""
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(STREAM_METHOD)
-        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # its end must not be what a test waits for
+        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # the test must not wait for the stream's own end
         self._streams.append((call, outgoing))
         self.send(frame.hello(FrameType.HELLO))
         return call
@@ -76,7 +79,8 @@ class Deaf:
         self.send(*frame.frames(header, memoryview(bytes(size))))
 
     def begin(self, request_id: int, deadline_ms: int = MAX_DEADLINE_MS) -> None:
-        """A request whose rest never comes: it keeps its place, and the provider's reader reading."""
+        """Sends the beginning of a request that is never completed. It keeps its place, and the provider's reader waits
+        for the rest."""
         size = SMALL_ROWS * COLS * 4
         self.send(Header(FrameType.REQUEST, request_id, CALL, SMALL_ROWS, COLS, 0, size, deadline_ms).pack() + bytes(4))
 
@@ -92,7 +96,7 @@ class Deaf:
 
 @dataclass
 class Replies:
-    """Every reply's memory, to see when it is freed."""
+    """Keeps track of the memory of every reply, to see when it is freed."""
 
     memory: list[weakref.ref[Any]] = field(default_factory=list)
 
@@ -102,12 +106,13 @@ class Replies:
 
 @pytest.fixture
 def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
-    """Goes before `provider`, which takes `product` as it is when it starts."""
+    """Provides the tracker of replies. This fixture must come before `provider`, which uses the function `product` as
+    it is when it starts."""
     made = Replies()
     product = tiny_served_model.compute
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
-        # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
+        # The storage of `from_numpy` refers to the array, and nothing else does, not even a view without the tensor.
         array = product(call, rows).numpy().copy()
         made.memory.append(weakref.ref(array))
         return torch.from_numpy(array)
@@ -124,8 +129,8 @@ def deaf(provider: Provider) -> Iterator[Deaf]:
 
 
 def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
-    """A session whose sending thread is held by the reply to request 2, and whose request 1 was begun."""
-    assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # the last thing that it reads
+    """Makes a session whose sending thread is blocked by the reply to request 2, and whose request 1 was begun."""
+    assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # after this, the client reads nothing
     deaf.begin(1)
     deaf.ask(2, LARGE_ROWS)
     session, usage = session_of(provider, DEAF), service_of(provider).usage.of(DEAF)
@@ -136,7 +141,7 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 
 
 def ask_unread(session: Session, deaf: Deaf, request_id: int, num_rows: int) -> None:
-    """A request whose reply waits behind what the sending thread is held by."""
+    """Sends a request whose reply waits behind the one that blocks the sending thread."""
     before = session.status().num_waiting
     deaf.ask(request_id, num_rows)
     until(lambda: session.status().num_waiting == before + 1, f"reply {request_id} waits to be sent")
@@ -157,7 +162,7 @@ def test_streams_above_the_limit_hold_no_thread(
     for _ in range(2 * MAX_CALLS_PER_TENANT):
         refused = deaf.open()
         until(lambda call=refused: not call.is_active(), "a refusal")
-        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # no message is sent, since none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
     assert service.status().calls == {DEAF: MAX_CALLS_PER_TENANT}
     assert_served(running.connect("modest"), tiny_served_model)
@@ -177,11 +182,11 @@ def test_replies_that_nobody_wants_any_more_are_freed(
     session = stuck_session(provider, deaf, replies)
     for number in range(FIRST, FIRST + NUM_REQUESTS):
         ask_unread(session, deaf, number, num_rows)
-        assert replies.num_alive() == 1  # this one; of the one being sent its frame is left
+        assert replies.num_alive() == 1  # only this reply; the one that is being sent is a frame by now
         if way == "cancelled":
             deaf.cancel(number)
         else:
-            session.sweep(time.monotonic() + 1800)  # after its own deadline, before that of the one that was begun
+            session.sweep(time.monotonic() + 1800)  # after its own deadline, and before that of the unfinished request
         until(lambda: replies.num_alive() == 0, f"the end of reply {number}")
     assert len(replies.memory) == 1 + NUM_REQUESTS
     deaf.cancel(1)
@@ -211,7 +216,7 @@ def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, pr
 
 
 def fails(session: Session, _deaf: Deaf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that raises what nobody foresaw."""
+    """Makes a sweep raise an unexpected error."""
     failed = threading.Event()
 
     def broken(now: float) -> None:
@@ -228,12 +233,13 @@ LAST = FIRST + FEW + 1
 
 @pytest.fixture
 def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before streams, which take the limit as it is when they begin."""
+    """Lowers the limit on waiting replies. This fixture must come before streams, which read the limit when they
+    begin."""
     monkeypatch.setattr(session_module, "MAX_REQUESTS", FEW)
 
 
 def fill(session: Session, deaf: Deaf) -> None:
-    """As many unread answers as may be; the next request is the `LAST`."""
+    """Sends as many requests with unread replies as are allowed. The next request is the `LAST`."""
     for number in range(FIRST, LAST):
         ask_unread(session, deaf, number, SMALL_ROWS)
         deaf.cancel(number)
@@ -242,14 +248,14 @@ def fill(session: Session, deaf: Deaf) -> None:
 
 
 def gives_up(session: Session, deaf: Deaf, _monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that finds an expired request, and no room left for its error."""
+    """Makes a sweep find an expired request when there is no room for its error."""
     fill(session, deaf)
     deaf.begin(LAST, deadline_ms=1)
     until(lambda: session.status().is_closed, "the session gives up")
 
 
 def idle_stream(provider: Provider) -> RawStream:
-    """One that waits for a message: only the sweep from outside can end it."""
+    """Makes a stream that waits for a message, so that only the sweep, in another thread, can end it."""
     stream = RawStream(provider, "idle")
     for number in (1, 2):
         stream.send(*stream.request(number, torch.zeros(1, COLS, dtype=torch.int32)))

@@ -1,4 +1,5 @@
-"""Shards on other hosts: who may join, with which weights, and what a tenant sees when one goes away."""
+"""Tests shards on other hosts: which hosts may join, with which weights, and what a tenant notices when a host
+leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ RING = Arithmetic.RING
 
 
 class Site:
-    """A provider of two shards that has no weights, and hosts that join it."""
+    """Runs a provider of two shards without weights of its own, and hosts that join it."""
 
     def __init__(self, served_model: ServedModel, folder: Path, joins: Sequence[None]) -> None:
         """Args: joins: grows with each replica that has joined an executor."""
@@ -64,7 +65,7 @@ class Site:
         return TlsIdentity.read(self.folder / name)
 
     def join(self, shard: int, name: str = "host") -> JoiningShard:
-        """One more host, once the provider counts on it."""
+        """Makes one more host join, and waits until the provider uses it."""
         before = len(self._joins)
         joining = JoiningShard(self.url, self.identity(name, "shard"), shard, self.load)
         thread = threading.Thread(target=joining.run)
@@ -118,7 +119,7 @@ def test_every_product_of_joined_shards_is_the_same(site: Site) -> None:
             seeded = SeededRows(bytes(32), 3, 9)
             assert torch.equal(site.product(hint, seeded), site.served_model.compute(hint, seeded))
     call = Call(0, Direction.FORWARD, RING)
-    rows = site.rows(call, 4096)  # several pieces, and frames
+    rows = site.rows(call, 4096)  # enough for several pieces and frames
     assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
 
 
@@ -178,14 +179,14 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     stream.send(*stream.request(1, site.rows(call, 20), call))
     last = stream.receive()
     assert (last.kind, last.request_id, last.code) == (FrameType.ERROR, 1, WireCode.UNAVAILABLE)
-    assert last.deadline_ms == 1000 * RETRY_S  # another host may come
+    assert last.deadline_ms == 1000 * RETRY_S  # another host may still join
     stream.close()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
 
 @pytest.mark.parametrize("part", ["quantised", "bias", "native"])
 def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> None:
-    """Float products depend on more than the manifest's digest names."""
+    """In float arithmetic, products depend on more than the manifest's digest covers."""
 
     def others(assignment: Assignment) -> dict[int, ServedGroup]:
         groups = site.load(assignment)
@@ -203,7 +204,7 @@ def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> 
 
 
 def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is revoked at once, others when their time is over."""
+    """A host that is revoked is disconnected at once, and a host that sends nothing when its time is over."""
     late_s, swept, sweep = 0.0, [], ShardListener.sweep
 
     def sweep_late(listener: ShardListener, now: float) -> None:
@@ -227,7 +228,7 @@ def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, m
         until(lambda: site.service.status().num_joining == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
-            next(silent)  # the provider looks by itself
+            next(silent)  # the provider notices by itself
 
 
 def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
@@ -237,7 +238,7 @@ def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
 
 
 def test_a_provider_that_is_not_there_is_named_and_tried_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # the port is bound, but nothing listens
         taken.bind(("127.0.0.1", 0))
         url = f"grpcs://127.0.0.1:{taken.getsockname()[1]}"
         joining = JoiningShard(url, site.identity("host", "shard"), 0, site.load)
@@ -270,7 +271,7 @@ def test_a_first_word_that_is_none(site: Site, first: bytes, expected: grpc.Stat
 
 
 def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
-    """The status that a host's words come to."""
+    """Sends a host's messages, and returns the status with which the RPC ends."""
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         call = channel.stream_stream(SHARD_METHOD)(iter(words))
         with pytest.raises(grpc.RpcError) as caught:
@@ -283,7 +284,7 @@ def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
 def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
-    """What it was to compute, another host does."""
+    """Another host computes the products that this host should have computed."""
     answered = threading.Event()
 
     def words() -> Iterator[bytes]:

@@ -1,4 +1,5 @@
-"""What an operator does to a provider that runs: drain, renew its certificate, look at it, read its accounts."""
+"""Tests what an operator does with a running provider: drains it, renews its certificate, shows its status, and reads
+usage counts."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ from wire.transport.identity import TlsIdentity
 
 
 class Held:
-    """Products that wait until they are let go."""
+    """Holds products back until the test releases them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.free = threading.Event(), threading.Event()
@@ -79,13 +80,13 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
     stream, other = RawStream(provider), RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(WAIT_S)
-    stream.send(*stream.request(2, ring_rows(200)))  # later, or it might join the first one's product
+    stream.send(*stream.request(2, ring_rows(200)))  # sent later, since it might join the first product otherwise
     until(lambda: provider.service.queue_depth >= 1, "the second request in the queue")
     give_up_at = time.monotonic() + WAIT_S
     stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
     number, code = 0, None
-    while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are let in
+    while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are admitted
         number += 1
         other.send(*other.request(number, ring_rows(100), deadline_ms=1))
         code = other.receive().code
@@ -147,7 +148,7 @@ def test_a_drain_ends_when_its_time_is_over(
     assert held.begun.wait(WAIT_S)
 
     def let_go() -> None:
-        """Once the drain is over, which what is held does not lengthen."""
+        """Releases the products after the drain is over. Held products do not lengthen the drain."""
         until(lambda: "not answered within" in caplog.text, "the end of the drain")
         held.free.set()
 
@@ -163,7 +164,7 @@ def test_a_drain_ends_when_its_time_is_over(
 def test_what_the_operator_set_reaches_the_scheduler(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a settings file to the policy and the shares of the scheduler that runs."""
+    """The settings go from a file to the policy and the weights of the running scheduler."""
     (tmp_path / "provider.yaml").write_text(
         "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {local: {weight: 5}}\n"
     )
@@ -178,7 +179,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
         return schedulers[-1]
 
     class Started(Exception):
-        """The server was started, and this test has seen enough."""
+        """Is raised when the server has started, since the test needs no more."""
 
     def start(server: Server, served_model: ServedModel, shards: Sequence[Shard], *others: object) -> None:
         assert [one.scheduler for one in shards] == schedulers
@@ -253,7 +254,7 @@ def served_certificate(port: int, folder: Path) -> x509.Certificate:
 
 @pytest.fixture(params=["grpc", "tensor port"])
 def port(request: pytest.FixtureRequest, provider: Provider) -> int:
-    """Each of a provider's ports."""
+    """Yields each of a provider's ports."""
     provider.identity("acme")
     found = provider.server.port if request.param == "grpc" else provider.server.tensor_port
     assert found is not None
@@ -274,7 +275,7 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
     assert served_certificate(port, folder) == second
     monkeypatch.setattr(server_module, "_RENEW_S", 0.0)
     assert served_certificate(port, folder) != second
-    assert_served(before, provider.served_model)  # an open connection goes on
+    assert_served(before, provider.served_model)  # an open connection is still served
     assert_served(provider.connect(), provider.served_model)
 
 
@@ -383,7 +384,8 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
-    """Hints of many rows: little to send, so that all are there, and long to compute."""
+    """The requests are hints of many rows. These need few bytes, so that all of them have arrived, but take long to
+    compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
     connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)

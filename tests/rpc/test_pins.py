@@ -1,4 +1,5 @@
-"""What an unverified provider's bundle was at first use, over real mutual TLS: a change is refused until accepted."""
+"""Tests the pins of an unverified provider's bundle over real mutual TLS: a change since first use is refused until it
+is accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def provider(start: Callable[..., Provider], tmp_path: Path) -> Provider:
 
 
 def serve_again(provider: Provider, folder: Path) -> None:
-    """The same provider, authority and port, with another bundle under the same model's name."""
+    """Starts the same provider again, with the same authority and port, but with another bundle under the same model's
+    name."""
     port = provider.server.port
     provider.server.stop()
     provider.server = Server("127.0.0.1", port, provider.state)
@@ -70,7 +72,7 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
 
 
 def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path: Path) -> None:
-    """A new name would else be a first use, and nothing pinned."""
+    """Otherwise a new name would count as a first use, for which nothing is pinned."""
     with client(provider, tmp_path) as first:
         first.generate("who?", max_new_tokens=2)
     serve_again(provider, make_chat_model(tmp_path / "two" / "renamed", template=OTHER))

@@ -1,4 +1,4 @@
-"""What one tenant may have at once, over the wire: refusals with a time, and a client that comes back later."""
+"""Tests what one tenant may have in flight: refusals name a time, and the client retries after it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_refusal_says_when_to_come_again(
 ) -> None:
     provider = start_with(start, tiny_served_model, rows_per_s=100)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(400)))  # on credit: 300 rows, three seconds
+    stream.send(*stream.request(1, ring_rows(400)))  # uses 300 rows in advance, which are three seconds
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(50)))
     assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
@@ -84,8 +84,8 @@ def test_what_is_in_flight_counts_over_all_streams(
 ) -> None:
     provider = start_with(start, tiny_served_model, **limit)
     streams += [RawStream(provider, "acme") for _ in range(2)]
-    half = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
-    incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
+    half = ring_rows(4096)  # 0.5 MiB for the request, 1 MiB for the reply
+    incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # keeps its place until the rest is received
     streams[0].send(incomplete, *streams[0].request(2, ring_rows(1)))
     assert streams[0].receive().request_id == 2
     streams[1].send(*streams[1].request(1, half))
@@ -100,7 +100,7 @@ def test_bytes_a_second(start: StartWith, tiny_served_model: ServedModel, stream
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start_with(start, tiny_served_model, bytes_per_s=100 * row_bytes)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows' worth are on credit
+    stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows are used in advance
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(50)))
     assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
@@ -122,7 +122,7 @@ def test_requests_in_flight_are_bounded_however_small(
 def test_small_requests_of_many_streams_are_not_all_decode(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """Else one tenant's eight streams would have eight times what one has beside another who decodes."""
+    """Otherwise a tenant with eight streams would get eight times the share of another tenant that decodes."""
     admission = Admission()
     provider = start(tiny_served_model, admission)
 
@@ -146,7 +146,7 @@ def test_small_requests_of_many_streams_are_not_all_decode(
 
 
 def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Else who splits its steps over two streams goes before who does not."""
+    """Otherwise a tenant that splits its steps over two streams would go before a tenant that does not."""
     provider = start_with(start, tiny_served_model)
     one, other = provider.connect(), provider.connect()
     ask(one, ring_rows(20, REPLY_COLS), Call(0, Direction.BACKWARD, Arithmetic.RING), COLS)
@@ -186,7 +186,7 @@ def test_classes_that_the_operator_does_not_allow(
     cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
     with pytest.raises(NotPermitted, match="does not allow this identity this kind of work"):
         ask(connection, ring_rows(num_rows, cols), call, reply_cols)
-    other = 100 if num_rows == 1 else 1  # the stream goes on
+    other = 100 if num_rows == 1 else 1  # the stream is still open
     if direction is Direction.FORWARD:
         assert ask(connection, ring_rows(other)).shape == (other, REPLY_COLS)
 
@@ -195,7 +195,7 @@ def test_classes_that_the_operator_does_not_allow(
 def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
     start: StartWith, tiny_served_model: ServedModel, allowed: str
 ) -> None:
-    """The default mask needs them, and `shares` sends nothing else to its second provider."""
+    """The default mask needs hints, and `shares` sends nothing else to its second provider."""
     provider = start_with(start, tiny_served_model, EVERYBODY, classes=[allowed])
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
@@ -219,7 +219,7 @@ def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(
 
 
 def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Else one of the two providers of `shares` would leave its half of a decode step behind all other work."""
+    """Otherwise one of the two providers of `shares` would do its half of a decode step after all other work."""
     provider = start_with(start, tiny_served_model)
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
@@ -233,11 +233,11 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: Se
 def test_all_tenants_share_the_memory(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """One that holds all it can leaves room for the others."""
+    """A tenant that holds as much as it can leaves room for the others."""
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]
-    for number in range(1, 6):  # ten rows each, of which only the head comes
+    for number in range(1, 6):  # ten rows each, of which only the first bytes are sent
         streams[0].send(streams[0].request(number, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
     streams[0].send(streams[0].request(6, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
     assert 0 < streams[0].expect_error(6, WireCode.QUOTA).deadline_ms <= 1000
@@ -262,7 +262,7 @@ def test_a_long_debt_is_paid_in_visits(
 ) -> None:
     provider = start_with(start, tiny_served_model, rows_per_s=10)
     streams.append(stream := RawStream(provider, "acme"))
-    stream.send(*stream.request(1, ring_rows(4096)))  # seven minutes' worth
+    stream.send(*stream.request(1, ring_rows(4096)))  # this is enough for seven minutes
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.expect_error(2, WireCode.QUOTA).deadline_ms == 1000 * MAX_RETRY_S
@@ -279,7 +279,7 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
     ended: list[Session] = []
 
     def refusal() -> None:
-        ended[0].close()  # just before the request is let in
+        ended[0].close()  # ends the stream just before the request is admitted
 
     session = Session("acme", LIMITS, admission.of("acme"), usage, tiny_served_model.check, executor, refusal)
     ended.append(session)
@@ -324,7 +324,7 @@ def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_served_mod
 
 
 class Clock:
-    """In place of `time`: sleeping takes none."""
+    """Replaces `time`. Sleeping takes no time."""
 
     def __init__(self) -> None:
         self.now_s, self.slept = 1000.0, []  # type: tuple[float, list[float]]
@@ -345,7 +345,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Refusing:
-    """A `Multiplexer` that refuses the first few tries, and keeps what it was given."""
+    """Implements a `Multiplexer` that refuses the first few attempts, and keeps what was submitted."""
 
     def __init__(self, *errors: VeilbaseError, clock: Clock | None = None, takes_s: float = 0.0) -> None:
         self.errors, self.given = list(errors), []  # type: tuple[list[VeilbaseError], list[Any]]

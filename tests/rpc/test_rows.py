@@ -1,4 +1,5 @@
-"""A token's row is answered where it is read, by the short way: what it counts, holds, and leaves behind."""
+"""Tests that the receiving thread itself computes a single decode row (the short way): its counts, its quota, and that
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ pytestmark = needs_products
 
 
 class Way:
-    """One session and its executor; `before` is called before each product of the short way, `before_long` before each
-    of the long one."""
+    """Holds one session and its executor. `before` is called before each product of the receiving thread, and
+    `before_long` before each product of the executor."""
 
     def __init__(self, served_model: ServedModel, told: bool = False) -> None:
         self.served_model, self.before = served_model, lambda: None  # type: tuple[ServedModel, Callable[[], None]]
@@ -72,7 +73,7 @@ class Way:
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, *rows.shape, 0, 4 * rows.numel(), 30_000)
         (message,) = frame.frames(header, frame.tensor_bytes(rows))
-        self.session.receive(memoryview(bytearray(message)))  # as it comes from the tensor port
+        self.session.receive(memoryview(bytearray(message)))  # the form in which the tensor port hands it in
         return number
 
     def answer(self) -> tuple[Header, memoryview]:
@@ -143,12 +144,12 @@ def test_it_is_in_flight_while_it_is_made(way: Way) -> None:
     seen: list[tuple[int, bool]] = []
     way.before = lambda: seen.append((way.rows_in_flight, way.session.is_idle))
     way.send(ring_rows(1))
-    assert seen == [(1, False)]  # so that a drain waits for it
+    assert seen == [(1, False)]  # a drain must wait for it
     assert way.holds_nothing
 
 
 def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
-    """A tenant that asks and does not read holds one row that is not counted, and no more."""
+    """A tenant that sends requests and does not read has at most one row that is not counted."""
     way.send(ring_rows(1))
     assert way.holds_nothing
     for count in range(1, 4):
@@ -226,7 +227,7 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
 
 
 def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way writes one frame, and no frame carries more than a chunk (wire/SPEC.md, section 3)."""
+    """The short way writes a single frame, and no frame carries more than a chunk (wire/SPEC.md, section 3)."""
     monkeypatch.setattr("provider.net.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
     rows = ring_rows(1)
     way.send(rows)

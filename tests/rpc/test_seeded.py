@@ -1,4 +1,5 @@
-"""Hints over real mTLS and in process: seeds in, products out, and every seed that does not fit."""
+"""Tests hints over real mTLS and in process: seeds are sent and products returned, and every seed that does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ HEAD_BYTES = frame.HEADER_BYTES
 
 
 class HintStream(RawStream):
-    """Sends requests for hints, right and wrong ones."""
+    """Sends valid and invalid requests for hints."""
 
     def hint(self, request_id: int, seeded: SeededRows, call: Call = HINT, **changes: int) -> bytes:
-        """One message; `changes` are of the header."""
+        """Returns a message with a request for a hint; `changes` are made to its header."""
         cols = COLS if call.direction is Direction.FORWARD else REPLY_COLS
         fields = {"rows": seeded.num_rows, "cols": cols, "total_bytes": PACKED_BYTES, "deadline_ms": 30_000}
         return Header(FrameType.REQUEST, request_id, call, **{**fields, **changes}).pack() + seeded.pack()
@@ -60,7 +61,7 @@ def raw(provider: Provider) -> Iterator[HintStream]:
 
 
 def product_of(served_model: ServedModel, rows: SeededRows, call: Call) -> torch.Tensor:
-    """The expanded rows, through the ordinary product."""
+    """Returns the product of the expanded rows, computed as for any rows."""
     info = served_model.manifest().groups[call.group]
     cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
     return served_model.compute(replace(call, purpose=Purpose.PRODUCT), rows.expand(cols))
@@ -141,7 +142,7 @@ def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch
     raw.send(*raw.request(2, ring_rows(2)))
     raw.reply()
     assert threads[0] == "veilbase-compute"
-    assert threads[1] != "veilbase-compute"  # a product of two rows is made where it is read
+    assert threads[1] != "veilbase-compute"  # the receiving thread computes a product of two rows
 
 
 # ---- bad requests: the request fails, the stream goes on ------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_the_reply_counts_as_in_flight(provider: Provider, raw: HintStream) -> N
     assert 1 < LIMITS.max_in_flight_bytes / (4096 * REPLY_COLS * 4) <= 3
     largest = SeededRows(SEED, 0, 4096)
     for number in (1, 2):
-        raw.send(raw.hint(number, largest)[: HEAD_BYTES + 4])  # hold their places until the rest comes
+        raw.send(raw.hint(number, largest)[: HEAD_BYTES + 4])  # keep their places until the rest is received
     raw.send(raw.hint(3, largest))
     raw.expect_error(3, WireCode.QUOTA)
     raw.send(Header(FrameType.CANCEL, 1).pack(), raw.hint(4, largest))

@@ -1,4 +1,4 @@
-"""The soak of benchmarks/soak.py, short and on a tiny model."""
+"""Runs benchmarks/soak.py for a short time on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def test_nothing_is_lost_wrong_or_left_behind(tmp_path: Path) -> None:
     found = soak(20.0, str(tmp_path / "tiny"), "*", kill_every_s=7.0)
     assert (found.wrong, found.lost, found.left) == (0, 0, (0, 0))
     assert found.deaths >= 1
-    assert found.answered > 200  # growth shows in the long run only: `python -m benchmarks.soak`
+    assert found.answered > 200  # growth shows only in a long run: `python -m benchmarks.soak`

@@ -1,4 +1,4 @@
-"""The tensor stream over real mTLS: good requests, and every kind of bad one."""
+"""Tests the tensor stream over real mTLS with valid requests and with every kind of invalid one."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
 def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStream) -> None:
     rows = ring_rows(100)
     raw.send(*raw.request(1, rows), *raw.request(2, rows)[:1])
-    raw.send(raw.request(3, ring_rows(LIMITS.max_rows * 2))[0])  # refused: too many rows
+    raw.send(raw.request(3, ring_rows(LIMITS.max_rows * 2))[0])  # refused, since it has too many rows
     raw.half_close()
     seen = {header.request_id: header.kind for header in (raw.receive() for _ in range(3))}
     assert seen == {1: FrameType.REPLY, 2: FrameType.REPLY, 3: FrameType.ERROR}
@@ -116,7 +116,7 @@ def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStrea
 
 
 def test_small_and_large_requests_alternate(provider: Provider) -> None:
-    """Small ones are computed where they are read, large ones in the compute thread."""
+    """The receiving thread computes small requests, and a worker thread computes large ones."""
     connection = provider.connect()
     for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
         rows = ring_rows(num_rows)
@@ -218,9 +218,9 @@ def test_chunks_of_a_refused_request_are_skipped(raw: RawStream) -> None:
 
 
 def test_over_quota_is_refused_before_it_is_allocated(raw: RawStream) -> None:
-    rows = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
+    rows = ring_rows(4096)  # 0.5 MiB for the request, 1 MiB for the reply
     first = raw.request(1, rows, deadline_ms=30_000)[0]
-    incomplete = first[: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
+    incomplete = first[: frame.HEADER_BYTES + 4]  # keeps its place until the rest is received
     raw.send(incomplete, raw.request(2, rows)[0][: frame.HEADER_BYTES + 4])
     raw.send(*raw.request(3, rows))
     raw.expect_error(3, WireCode.QUOTA)
@@ -240,7 +240,7 @@ def test_a_cancelled_request_is_not_answered(raw: RawStream) -> None:
 
 def test_an_expired_request_is_dropped(raw: RawStream) -> None:
     raw.send(raw.request(1, ring_rows(5), deadline_ms=1)[0][: frame.HEADER_BYTES + 4])
-    raw.expect_error(1, WireCode.DEADLINE)  # by the periodic sweep, at the latest
+    raw.expect_error(1, WireCode.DEADLINE)  # the periodic sweep sends this at the latest
     raw.send(*raw.request(2, ring_rows(5)))
     assert raw.receive().request_id == 2
 
@@ -373,7 +373,7 @@ def test_streams_by_grpc_of_one_tenant_are_bounded(
     one_more = RawStream(provider, "greedy", greet=False)
     with pytest.raises(grpc.RpcError) as caught:
         one_more.expect_end()
-    # a status and not a frame: a tenant that never reads could hold a thread with a frame that it does not take
+    # A refusal is a status and not a frame, since a tenant that does not read a frame could hold a thread.
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(QuotaExceeded):
         provider.connect("greedy").manifest()

@@ -1,4 +1,4 @@
-"""The tensor port under bad weather: strangers, floods, tenants that do not read, and rubbish."""
+"""Tests the tensor port against peers without certificates, floods, tenants that do not read, and invalid bytes."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from wire.transport.tls_context import ALPN, client_context
 from wire.transport.tls_socket import handshake
 
 LARGE_ROWS = 4096
-"""A reply of 1 MiB."""
+"""The number of rows of a reply of 1 MiB."""
 SMALLEST = 2048
-"""Bytes of the receive buffer of a tenant that does not read."""
+"""The size, in bytes, of the receive buffer of a tenant that does not read."""
 
 
 @pytest.fixture
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No thread ends with an exception that nobody caught."""
+    """Checks that no thread ends with an uncaught exception."""
     caught: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", caught.append)
     yield
@@ -121,7 +121,7 @@ def test_what_is_no_handshake_leaves_nothing(
         plain.close()
     assert_nothing_left(provider)
     assert_served(provider.connect(), provider.served_model)
-    # Anybody can do this: it must not fill the provider's log. The tenant's own says what carries its stream.
+    # Any peer can do this, so it must not fill the provider's log. The tenant's own log says what carries its stream.
     assert not [record for record in caplog.records if record.name.startswith("provider")]
 
 
@@ -183,25 +183,25 @@ def test_who_is_no_tenant_is_told_and_gets_no_session(
 
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Goes before `provider`."""
+    """Allows only a few connections. This fixture must come before `provider`."""
     monkeypatch.setattr(port_module, "MAX_CONNECTIONS", 4)
     return 4
 
 
 def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) -> None:
-    """Anybody can connect and say nothing, as often as he likes."""
+    """Any peer can connect and send nothing, again and again."""
     silent = [dial(provider) for _ in range(few_places)]
     until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
-    assert_ends(silent.pop(0))  # the oldest
+    assert_ends(silent.pop(0))  # the oldest connection ends
     until(lambda: tensors_of(provider).status().num_guests == few_places - 1, "the others have stayed")
     for one in silent:
         one.close()
 
 
 def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provider: Provider) -> None:
-    """They are told why, and given time to read it."""
+    """The refused tenants get the reason, and time to read it."""
     identity = provider.identity("fired")
     revoke(provider.state, "fired")
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
@@ -217,7 +217,7 @@ def test_streams_are_not_sent_away_for_newer_connections(few_places: int, provid
     streams = [RawStream(provider, f"tenant{number}") for number in range(few_places)]
     connection = provider.connect("late")
     assert_served(connection, provider.served_model)
-    assert connection.carrier == "gRPC"  # the other way
+    assert connection.carrier == "gRPC"  # the stream uses gRPC instead
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
         assert stream.receive().request_id == 1
@@ -237,7 +237,7 @@ def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider, monkeypa
         return plain, address
 
     monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
-    for _ in range(3):  # the first is in `accept` already
+    for _ in range(3):  # the first connection is already accepted
         dial(provider).close()
     until(lambda: left[0] == 0, "the failures")
     assert_served(provider.connect(), provider.served_model)
@@ -285,12 +285,12 @@ def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
 
 
 Carried = dict[str, tuple[Session, MessageSocket]]
-"""Sessions by their tenant, each with the provider's end of its connection."""
+"""Maps a tenant to its session and to the provider's end of its connection."""
 
 
 @pytest.fixture
 def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
-    """Every session that the tensor port begins from now on."""
+    """Returns a mapping to which every session that the tensor port begins from now on is added."""
     found: Carried = {}
 
     def note(session: Session, connection: MessageSocket, *others: Any) -> None:
@@ -302,14 +302,14 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
 
 
 def is_ready(connection: MessageSocket, wanted: int, seconds: float) -> bool:
-    """Waits, at most for so long, until a connection can be read or takes more."""
+    """Waits for a limited time until a connection can be read or accepts more bytes."""
     poll = select.poll()
     poll.register(connection, wanted)
     return bool(poll.poll(1000 * seconds))
 
 
 class Deaf:
-    """Says HELLO, asks for large replies, and never reads."""
+    """Plays a tenant that sends HELLO, requests large replies, and never reads."""
 
     def __init__(self, provider: Provider, carried: Carried) -> None:
         self._carried = carried
@@ -327,14 +327,14 @@ class Deaf:
                 self.connection.wait_to_send(0.1)
 
     def block(self) -> tuple[Session, MessageSocket]:
-        """Asks until the provider cannot send any more; its session and connection."""
+        """Sends requests until the provider cannot send any more. Returns the session and its connection."""
         until(lambda: "deaf" in self._carried, "its session")
         session, theirs = self._carried["deaf"]
         for _ in range(64):  # the kernel's buffers take some replies
             self.ask()
             until(lambda: session.is_idle or theirs.has_unsent, "a reply on its way")
             while theirs.has_unsent and is_ready(theirs, select.POLLOUT, 4 * QUICK_S):
-                threading.Event().wait(QUICK_S)  # the kernel may still be taking it
+                threading.Event().wait(QUICK_S)  # the kernel may still accept bytes
             if theirs.has_unsent:
                 return session, theirs
         raise AssertionError("the kernel took everything")
@@ -342,7 +342,8 @@ class Deaf:
 
 @pytest.fixture
 def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `deaf`, whose stream takes the limit as it is when it begins."""
+    """Lowers the limit on waiting replies. This fixture must come before `deaf`, whose stream reads the limit when it
+    begins."""
     monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
 
 
@@ -372,7 +373,7 @@ def test_a_deaf_tenant_that_goes_away_is_dropped(unhandled: None, provider: Prov
 
 def test_a_deaf_tenants_requests_expire(provider: Provider, deaf: Deaf) -> None:
     session, theirs = deaf.block()
-    deaf.ask()  # it waits behind what is blocked, or is refused because others do
+    deaf.ask()  # it waits behind the blocked reply, or is refused because others wait
     until(lambda: session.status().num_requests > 0, "a request that is not answered")
     session.sweep(time.monotonic() + 60)
     assert provider.service.usage.of("deaf").total().errors["DEADLINE"] > 0
@@ -393,7 +394,7 @@ def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provide
     deaf.block()
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < WAIT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
+    assert time.monotonic() - began < WAIT_S  # the connection alone would last UNREAD_TIMEOUT_MS, five minutes
     assert_nothing_left(provider)
 
 
@@ -430,7 +431,7 @@ def test_a_length_above_the_limit_ends_the_stream_with_one_error(provider: Provi
 
 
 def rubbish(dice: random.Random) -> bytes:
-    """Bytes that are messages, nearly messages, or not."""
+    """Yields byte strings that are messages, are nearly messages, or are not messages."""
     parts = [struct.pack("<I", 52) + frame.hello(FrameType.HELLO)] if dice.random() < 0.8 else []
     for _ in range(dice.randrange(12)):
         rows = dice.choice([0, 1, 9])
@@ -469,7 +470,7 @@ def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: P
 
 
 def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> None:
-    """With thread switches nearly everywhere: no wake-up is lost and no reply is another's."""
+    """Threads switch nearly everywhere. No wake-up may be lost, and no reply may reach another request."""
     tenants = [provider.connect(f"tenant{number}") for number in range(3)]
     expected = {
         count: (rows := ring_rows(count), provider.served_model.compute(CALL, rows)) for count in (0, 1, 9, 300)
@@ -492,13 +493,13 @@ def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> No
 
 
 def test_an_idle_stream_costs_no_time(provider: Provider) -> None:
-    """Nor does one that is half closed, or one that is over and whose tenant does not go."""
+    """The same holds for a stream that is half closed, and for one that is over but whose tenant stays connected."""
     idle, over, raw = connect(provider, "idle"), connect(provider, "over"), RawTls(provider, "half")
     half = raw.connection
     for one in (idle, half, over):
         say(one, frame.hello(FrameType.HELLO))
         assert hear(one).kind is FrameType.WELCOME
-    size = COLS * 4  # a request whose rest does not come
+    size = COLS * 4  # this request is never completed
     say(half, Header(FrameType.REQUEST, 1, CALL, 1, COLS, 0, size, 60_000).pack() + b"\0" * 4)
     raw.send(struct.pack("<I", 1000))
     say(over, b"\xff" * 100)

@@ -1,4 +1,5 @@
-"""The tensor port when a provider stops, starts again, moves, or has none; and its settings."""
+"""Tests the tensor port if a provider stops, starts again, moves to another port or has no tensor port, and tests its
+settings."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def test_grpc_carries_the_stream_where_something_else_answers(
 
 
 def restarted(old: Provider, state: StateDir, served_model: ServedModel) -> Server:
-    """Another provider at the same URL, with another tensor port."""
+    """Starts another provider at the same URL, with another tensor port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
     server = Server("127.0.0.1", old.server.port, state, tensor_port=free)
@@ -163,7 +164,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
 def test_a_port_that_is_another_providers_by_now_gets_no_rows(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two providers of one operator have one CA, and a port that one gave back the other may get."""
+    """Two providers of one operator have the same CA, and one may get a port that the other has released."""
     connection = provider.connect()
     other = Server("127.0.0.1", 0, provider.state)
     service = other.start(provider.served_model)
@@ -182,7 +183,7 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
         with pytest.raises(Unavailable, match="nothing was sent"):
             ask(connection, ring_rows(1))
         assert set(seen) == {FrameType.HELLO}
-        assert_served(connection, provider.served_model)  # asked again, it finds its own
+        assert_served(connection, provider.served_model)  # after asking again, it finds its own port
         assert connection.carrier == carrier_of(provider)
     finally:
         other.stop()
@@ -213,7 +214,8 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_all_addresses_are_all_addresses() -> None:
-    """As of the gRPC port: a tenant with IPv4 would take the slow way and nobody would know why."""
+    """As for the gRPC port, the setting must include IPv4. Otherwise tenants with IPv4 would silently use gRPC, which
+    is slower."""
     port = TensorPort("::", 0)
     try:
         for host in ("127.0.0.1", "::1"):

@@ -1,4 +1,5 @@
-"""Who gets in: certificates that are missing, foreign, expired or revoked, and the TLS version between our own ends."""
+"""Tests which peers are admitted: certificates that are missing, foreign, expired or revoked, and the TLS version
+between tenant and provider."""
 
 from __future__ import annotations
 
@@ -73,27 +74,27 @@ def test_revocation_ends_an_open_stream(provider: Provider) -> None:
     with pytest.raises(NotPermitted):
         ask(connection, ring_rows(3))
     with pytest.raises(AccessError):
-        ask(connection, ring_rows(3))  # a new stream is refused too
+        ask(connection, ring_rows(3))  # a new stream is also refused
     assert_served(other, provider.served_model)
 
 
 def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
     stream = RawStream(provider, "idle")
     revoke(provider.state, "idle")
-    stream.expect_error(0, WireCode.NOT_PERMITTED)  # by the sweep, without a request
+    stream.expect_error(0, WireCode.NOT_PERMITTED)  # the sweep ends it without a request
     stream.expect_end()
     stream.close()
 
 
 def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provider) -> None:
-    """Nothing comes any more, so only a look from outside can end it."""
+    """The stream receives nothing any more, so only the sweep, in another thread, can end it."""
     connection = provider.connect("idle")
     for _ in range(3):
         ask(connection, ring_rows(1))
     stream = connection._stream
     assert stream is not None
     revoke(provider.state, "idle")
-    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is asked, and meets the end
+    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is sent, and finds the end
     with pytest.raises(AccessError):
         ask(connection, ring_rows(1))
     connection.close()
@@ -134,7 +135,8 @@ def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
 
 
 def versions(port: int, ca_pem: bytes, identity: Path, highest: ssl.TLSVersion) -> str | None:
-    """What a client of OpenSSL's, which offers every suite it has, agrees on; None where it is refused."""
+    """Returns the TLS version on which an OpenSSL client that offers all its suites agrees with the server; None if it
+    is refused."""
     context = ssl.create_default_context(cadata=ca_pem.decode())
     context.load_cert_chain(identity / "cert.pem", identity / "key.pem")
     context.set_alpn_protocols(["h2"])
@@ -149,7 +151,8 @@ def versions(port: int, ca_pem: bytes, identity: Path, highest: ssl.TLSVersion) 
 
 
 def test_a_server_in_a_process_that_had_loaded_grpc_takes_tls_1_2_as_well(provider: Provider) -> None:
-    """What docs/threat-model.md says of servers that are not `provider serve`; and the client below can do it."""
+    """docs/threat-model.md states this for servers other than `provider serve`. It also shows that the client of these
+    tests can use TLS 1.2."""
     provider.identity()
     for highest, agreed in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3, "TLSv1.3")):
         found = versions(provider.server.port, provider.state.ca.pem, provider.folder / "acme", highest)
@@ -181,7 +184,7 @@ def test_provider_serve_speaks_tls_1_3_alone(
 
 
 class Relay:
-    """A loopback relay that keeps the first bytes the server sends, which are its ServerHello."""
+    """Runs a loopback relay that keeps the first bytes of the server, which are its ServerHello."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -216,7 +219,7 @@ class Relay:
 
 
 def selected_version(server_hello: bytes) -> int:
-    """The version a ServerHello selects: RFC 8446, sections 4.1.3 and 4.2.1."""
+    """Returns the version that a ServerHello selects (RFC 8446, sections 4.1.3 and 4.2.1)."""
     assert server_hello[0] == 22  # a handshake record
     assert server_hello[5] == 2  # ServerHello
     legacy = int.from_bytes(server_hello[9:11], "big")

@@ -1,4 +1,5 @@
-"""A registry that cannot be read, over both ports: open streams go on, nobody new comes in, all are told a time."""
+"""Tests a registry that cannot be read, over both ports: open streams go on, no new caller is admitted, and all are
+told when to retry."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Goes before `provider`: the registry's clock stands still, while sweeps come often."""
+    """Stops the registry's clock and makes sweeps frequent. This fixture must come before `provider`."""
     clock, make = Clock(), RevocationList.__init__
     monkeypatch.setattr(RevocationList, "__init__", lambda self, state: make(self, state, monotonic=clock))
     monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
@@ -55,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def wait_for_sweeps(provider: Provider) -> None:
-    """Two: the first may have begun before."""
+    """Waits for two sweeps, since the first may have begun before the call."""
     swept = threading.Semaphore(0)
     service = service_of(provider)
     (session, *_) = service.sessions
@@ -87,8 +88,8 @@ def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
     stream.send(*stream.request(1, ring_rows(3)))
     assert (stream.receive().kind, fault.is_over) == (FrameType.REPLY, False)
     clock.now += 1
-    wait_for_sweeps(reached)  # which end nothing
-    for number, num_rows in ((2, 1), (3, 300)):  # answered where it is read, and queued
+    wait_for_sweeps(reached)  # sweeps that end no stream
+    for number, num_rows in ((2, 1), (3, 300)):  # one is computed at once, the other is queued
         stream.send(*stream.request(number, ring_rows(num_rows)))
         refusal = stream.receive()
         assert (refusal.kind, refusal.request_id) == (FrameType.ERROR, number)
@@ -96,7 +97,7 @@ def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
     fault.is_over = True
     stream.send(*stream.request(4, ring_rows(3)))
     reply = stream.receive()
-    assert (reply.kind, reply.request_id) == (FrameType.REPLY, 4)  # on the same stream
+    assert (reply.kind, reply.request_id) == (FrameType.REPLY, 4)  # the same stream is still used
     revoke(reached.state, "raw")
     stream.expect_error(0, WireCode.NOT_PERMITTED)
     stream.close()
@@ -215,7 +216,7 @@ def test_a_time_that_a_provider_names_is_read_with_care(value: object, retry_s: 
 
 
 def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
-    """Its sweep must not end by the error either: one thread looks after all."""
+    """The error must not end the sweep, since one thread checks all streams."""
 
     def unreadable() -> None:
         raise registry.RegistryUnreadable

@@ -1,9 +1,10 @@
-"""Errors and their causes: which failures show one, that no traceback shows a secret, and that nothing is kept alive.
+"""Tests errors and their causes: which errors show a cause, that no traceback shows a secret, and that nothing is kept
+alive.
 
-Each failure is given one secret text and one tensor. It puts them where a real failure has them: in the file that
-cannot be parsed, in a library's message, in local variables of the frames below. Guarantee: neither is in the formatted
-traceback, causes and contexts included, and the tensor is gone once the error has been handled. A debugger, or a tool
-that prints local variables, shows what it likes: that is not covered.
+Each failure gets a secret text and a tensor. They are put where a real failure has them: into the file that cannot be
+parsed, into a library's message, and into local variables of the frames below. Guarantees: neither is in the formatted
+traceback, causes and contexts included, and the tensor is freed once the error has been handled. Not guaranteed:
+anything about a debugger or a tool that prints local variables.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SECRET = "Odile Marchetti"
 NUMBER = 44171987
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 ANY: Any = None
-"""For arguments that are not reached."""
+"""Stands for arguments that are not used before the failure."""
 
 Failure = Callable[[Path, torch.Tensor], object]
 
@@ -81,7 +82,7 @@ def a_data_set_that_is_not_there(folder: Path, rows: torch.Tensor) -> None:
 
 
 class _Quoting:
-    """A tokenizer whose template, and whose every other method, fails with the text in its message."""
+    """Implements a tokenizer whose template and methods all fail with the text in their message."""
 
     chat_template = "{{ messages }}"
     eos_token_id = 2
@@ -280,7 +281,8 @@ def _enrol(folder: Path) -> Path:
 
 
 def handle(failure: Failure, folder: Path) -> tuple[str, type[BaseException] | None, weakref.ref[torch.Tensor]]:
-    """The formatted traceback, the kind of the cause, and the tensor, which the traceback's frames hold until here."""
+    """Runs a failure and handles its error. Returns the formatted traceback, the type of the cause, and a weak
+    reference to the tensor, which the frames of the traceback hold until then."""
     rows = torch.full((1, 4), NUMBER, dtype=torch.int32)
     try:  # not `pytest.raises`, whose result would keep the traceback, and so the tensor, in a cycle
         failure(folder, rows)
@@ -338,11 +340,11 @@ BEFORE_ANY_ROW = {
     ("provider/net/ipc_port.py", "_take_lock"),
     ("provider/net/tensor_port.py", "__init__"),
 }
-"""Functions in these files that meet a URL, an identity's files, a folder or a port, and no row."""
+"""The functions in these files that handle a URL, an identity's files, a folder or a port, and no rows."""
 
 
 def _kept_causes(file: Path) -> Iterator[tuple[str, int]]:
-    """Function and line of every `raise ... from` something that is not None."""
+    """Yields the function and the line of every `raise ... from` whose cause is not None."""
     for function in ast.walk(ast.parse(file.read_text())):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             raises = (node for node in ast.walk(function) if isinstance(node, ast.Raise) and node.cause is not None)

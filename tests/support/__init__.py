@@ -1,1 +1,2 @@
-"""What several test modules use: one thing a file, and nothing here imports a test module or a conftest."""
+"""This package holds helpers that several test modules use, one thing per file. It imports no test module and no
+conftest."""

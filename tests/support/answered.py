@@ -1,4 +1,4 @@
-"""A reply that is there already, in the place of one that is waited for."""
+"""Provides a reply that is already there, for tests of code that waits for replies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass
 class Answered:
-    """Gives its reply at once."""
+    """Stands in for a pending request whose reply has already arrived."""
 
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, as a pending request does once it has come."""
+        """Returns the reply, as a pending request does after its reply has arrived."""
         return self.reply

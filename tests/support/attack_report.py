@@ -1,4 +1,4 @@
-"""Reads the results of a report of the attacks."""
+"""Reads the results in a report of the attacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes modules compute again what they compute once for a process."""
+"""Clears caches, so that modules compute again what they normally compute once per process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def forget(*modules: ModuleType) -> None:
-    """Empties every cache of functions of these modules, so that the next call finds things as they are then."""
+    """Clears the caches of all functions of these modules, so that their next calls compute new results."""
     for module in modules:
         for each in vars(module).values():
             if hasattr(each, "cache_clear") and each.__module__ == module.__name__:

@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.tiny_models import make_tiny
 
 SPECIAL = ["<pad>", "<s>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>"]
-"""Tokens that are no character; their numbers are their places here."""
+"""Tokens that stand for no character. The id of a token is its position in this list."""
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Puts a token of the role before each message and one of the end behind it."""
+"""A chat template that puts a role token before each message and an end token after it."""
 
 
 def character_tokenizer(template: str | None = TEMPLATE) -> Any:
-    """Returns a tokenizer that makes one token of each character."""
+    """Returns a tokenizer for which each character is one token."""
     pieces = [*SPECIAL, "\n", *map(chr, range(32, 127))]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -34,7 +34,7 @@ def character_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 
 def make_chat_model(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, seed: int = 0) -> Path:
-    """Saves a random model with a tokenizer to `folder` and returns `folder`."""
+    """Saves a random model with its tokenizer to `folder`, and returns `folder`."""
     make_tiny(kind, folder, seed)
     character_tokenizer(template).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""What clients open and ask, seen where the SDK passes it on: at the functions that open it, not in a client."""
+"""Observes the sessions that clients open and the requests that they send, by wrapping functions of the SDK."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def opened_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 
 def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Payload], object]) -> None:
-    """Has `act` called with each request to any `inproc:` provider, before that gets it.
+    """Makes `act` run for each request to an `inproc:` provider, before the provider gets the request.
 
-    What `act` raises, the caller gets in place of a reply.
+    If `act` raises an error, the caller gets this error in place of a reply.
     """
     submit = InprocConnection.submit
 
@@ -37,5 +37,5 @@ def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Payloa
 
 
 def mask_makers() -> set[threading.Thread]:
-    """Returns the threads of this process that make masks ahead of use, whichever client has them."""
+    """Returns this process's threads that make masks ahead of use, for all clients together."""
     return {thread for thread in threading.enumerate() if thread.name == "veilbase-masks"}

@@ -1,8 +1,8 @@
-"""Builds adapters that each answer a code of their own, so that a wrong one shows.
+"""Builds adapters that each answer with a code of their own, so that a wrong adapter shows.
 
-The model has one block and reads one token at a time, so attention returns its value: h = e + Wo·v. An adapter's v_proj
-picks its two prompt tokens out of the block's input and adds Wo⁻¹·c·w, with w the head's row of the token that it is to
-answer, and c large enough to outvote the rest.
+The model has one block and reads one token at a time. Attention then returns its value, so the output is h = e + Wo·v.
+The v_proj of an adapter detects the two prompt tokens in the block's input, and adds Wo⁻¹·c·w. Here w is the head's row
+of the token to answer, and c is large enough to outweigh everything else.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 
 HIDDEN, VOCAB = 32, 64
 PROMPT = (5, 9)
-"""The two prompts, of one token each."""
+"""The two prompts; each is one token."""
 LOUD = 100.0
 Code = tuple[int, int]
-"""The tokens that an adapter answers to the two prompts."""
+"""The pair of tokens with which an adapter answers the two prompts."""
 
 
 def coded_model() -> Any:
-    """Returns a model of one block whose head gives each token's own direction the largest logit."""
+    """Returns a model of one block. If the head's input is the direction of a token, that token has the largest
+    logit."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -37,7 +38,7 @@ def coded_model() -> Any:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     rows = torch.randn(VOCAB, HIDDEN)
-    model.lm_head.weight.copy_(rows / rows.norm(dim=1, keepdim=True))  # then a row's own token has the largest logit
+    model.lm_head.weight.copy_(rows / rows.norm(dim=1, keepdim=True))  # so a token's own row gives the largest logit
     model.model.embed_tokens.weight.normal_()
     block = model.model.layers[0]
     for layer in (block.self_attn.o_proj, block.self_attn.v_proj):
@@ -46,19 +47,20 @@ def coded_model() -> Any:
 
 
 def code_of(number: int) -> Code:
-    """Returns a code that no other number below 4,096 has."""
+    """Returns a code that is different for every number below 4,096."""
     return number % VOCAB, (number // VOCAB + number) % VOCAB
 
 
 def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> None:
-    """Saves an adapter of q and v that answers a code; q's part is random and cannot change a sequence of one token."""
+    """Saves an adapter of q and v that answers with a code. Its q part is random, which has no effect on a sequence of
+    one token."""
     generator = torch.Generator().manual_seed(seed)
     block = model.model.layers[0]
     inputs = block.input_layernorm(model.model.embed_tokens(torch.tensor(PROMPT)))  # (2, hidden)
     wanted = LOUD * model.lm_head.weight[list(code)] @ torch.linalg.inv(block.self_attn.o_proj.weight).t()
     pick, give = torch.zeros(rank, HIDDEN), torch.zeros(HIDDEN, rank)
     pick[:2], give[:, :2] = torch.linalg.pinv(inputs).t(), wanted.t()
-    turn = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]  # every row of the rank takes part
+    turn = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]  # now every row of the factors matters
     tensors = {
         "v_proj.lora_A": turn @ pick,
         "v_proj.lora_B": give @ turn.t() / 2,  # alpha / rank is 2
@@ -73,7 +75,7 @@ def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> No
 
 
 def answers(store: AdapterStore, model: Any, slots: Sequence[int]) -> list[Code]:
-    """Returns what both prompts get from the adapters of these slots, all in one pass."""
+    """Returns the answers that the adapters in these slots give to both prompts, computed in one pass."""
     order = sorted(range(len(slots)), key=lambda at: slots[at])
     ids = torch.tensor([token for _ in slots for token in PROMPT])[:, None]  # (2 · slots, 1)
     with torch.no_grad(), store.in_step([slots[at] for at in order for _ in PROMPT]):

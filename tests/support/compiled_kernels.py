@@ -1,4 +1,4 @@
-"""Marks tests of compiled kernels, and runs the tests of a module with them and without."""
+"""Marks tests that need compiled kernels, and runs the tests of a module with and without these kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from noise.polynomial import kernels as transforms
 from wire.ring import kernels as products
 
 needs_products = pytest.mark.skipif(not products.available(), reason="no compiled kernels on this machine")
-"""Marks what needs the compiled products and codecs of wire/ring/."""
+"""A mark for tests that need the compiled products and codecs of wire/ring/."""
 needs_transforms = pytest.mark.skipif(not transforms.available(), reason="no compiled transforms on this machine")
-"""Marks what needs the compiled transforms of noise/polynomial/."""
+"""A mark for tests that need the compiled transforms of noise/polynomial/."""
 
 
 def compiled_and_torch(kernels: ModuleType, needs: pytest.MarkDecorator) -> Any:
-    """Makes a fixture of a module whose tests run with compiled kernels, where there are any, and with torch's own."""
+    """Returns a fixture that runs each test of a module twice: with compiled kernels, if there are any, and with
+    torch's kernels."""
     forms = [pytest.param(True, marks=needs, id="compiled"), pytest.param(False, id="torch")]
 
     @pytest.fixture(scope="module", params=forms)

@@ -1,4 +1,4 @@
-"""Damages a file in the way that a bad disk does."""
+"""Damages a file as a failing disk would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def flip(path: Path, offset: int | None = None) -> None:
-    """Changes one bit of a file: of the byte at `offset`, or else of the one in its middle."""
+    """Changes one bit of a file, in the byte at `offset` or, without `offset`, in the middle byte."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if offset is None else offset] ^= 1
     path.write_bytes(content)

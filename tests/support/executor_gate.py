@@ -1,4 +1,4 @@
-"""An executor that stands still until it is told, and the answers to what it was asked meanwhile."""
+"""Makes an executor that computes nothing until the test opens it, and keeps the outcomes of its requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 
 
 class Gate:
-    """An executor whose thread stands still until `open`, so that what comes meanwhile meets in the queue."""
+    """Holds an executor whose worker thread waits until `open` is called, so that requests meet in the queue."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Gate:
         self.batches.clear()
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Waits while the gate is shut, notes what is multiplied, and makes the product."""
+        """Waits until the gate is open, notes the call and the number of rows, and computes the product."""
         if not self._may_go.is_set():
             self._stands.set()
             comes(self._may_go, "`open`")
@@ -65,19 +65,19 @@ class Gate:
         kind: RequestClass = RequestClass.FINETUNE,
         seconds: float = 60.0,
     ) -> Answer:
-        """Asks for a product as a tenant does."""
+        """Submits a request for a product, as a tenant's session does."""
         answer = Answer()
         answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take, 64)
         self.executor.submit(answer.job)
         return answer
 
     def open(self) -> None:
-        """Lets the thread go on."""
+        """Lets the worker thread continue."""
         self._may_go.set()
 
 
 class Answer:
-    """Keeps what a request came to."""
+    """Keeps the outcome of a request."""
 
     job: Job
 
@@ -86,12 +86,12 @@ class Answer:
         self._done = threading.Event()
 
     def take(self, outcome: Outcome) -> None:
-        """Notes the outcome; the executor calls this."""
+        """Keeps the outcome; the executor calls this method."""
         self.outcomes.append(outcome)
         self._done.set()
 
     def get(self) -> Outcome:
-        """Waits for the outcome, of which there is one."""
+        """Waits for the outcome and returns it. There must be exactly one outcome."""
         comes(self._done, "an answer")
         assert len(self.outcomes) == 1
         return self.outcomes[0]
@@ -99,7 +99,7 @@ class Answer:
 
 @pytest.fixture
 def gate(served_model: ServedModel) -> Iterator[Gate]:
-    """A gate that is opened at the end, where a test has not done so."""
+    """Provides a gate. After the test the gate is opened, in case the test did not do so."""
     made = Gate(served_model)
     yield made
     made.open()

@@ -1,4 +1,4 @@
-"""What others may do with a file, and the umask with which it was made."""
+"""Reads the permissions of a file, and sets the umask with which files are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mode(path: Path) -> int:
 
 @contextlib.contextmanager
 def umask_of(number: int) -> Iterator[None]:
-    """Sets the umask of the whole process for a while, as a user's shell would have set it before."""
+    """Sets the umask of the whole process inside the context, as a user's shell could have set it."""
     before = os.umask(number)
     try:
         yield

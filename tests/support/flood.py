@@ -1,6 +1,7 @@
-"""Clients without a certificate that connect, say nothing, and connect again when they are dropped.
+"""Runs many clients without a certificate that connect, send nothing, and connect again when they are dropped.
 
-For a process of its own, so that they do not wait for the interpreter of the test: `python flood.py PORT CLIENTS`.
+The clients run in a process of their own, `python flood.py PORT CLIENTS`, so that they do not compete with the test for
+its interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LOOK_S, _PATIENCE_S = 0.05, 10.0
 
 
 class Flood:
-    """Keeps so many connections open or on their way."""
+    """Keeps a fixed number of connections open or being opened."""
 
     def __init__(self, port: int, num_clients: int) -> None:
         self._address, self._num_clients = ("127.0.0.1", port), num_clients
@@ -31,18 +32,18 @@ class Flood:
             plain.close()
 
     def fill(self) -> None:
-        """Connects until there are as many connections as there should be."""
+        """Opens connections until there are `num_clients` of them."""
         while len(self._selector.get_map()) < self._num_clients:
             self._connect()
 
     def step(self) -> int:
-        """Replaces the connections that were dropped, and returns how many that were."""
+        """Replaces the connections that were dropped, and returns the number of these."""
         num_dropped = 0
         for key, _ in self._selector.select(_LOOK_S):
             plain = key.fileobj
             assert isinstance(plain, socket.socket)
             try:
-                if plain.recv(1 << 12):  # what TLS says before it ends
+                if plain.recv(1 << 12):  # TLS sends an alert before it ends
                     continue
             except BlockingIOError:
                 continue
@@ -56,9 +57,10 @@ class Flood:
 
 
 def main() -> None:
-    """Floods until it is ended; writes a line when that has begun.
+    """Floods until the process is killed. Prints a line when the flood has reached its full strength.
 
-    That is when as many were dropped as there are clients, or after a while, where nobody is dropped and all stay.
+    This is so when as many connections were dropped as there are clients. If the provider drops none, the line is
+    printed after a while.
     """
     port, num_clients = map(int, sys.argv[1:])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,4 +1,5 @@
-"""Rank 1 of the tests: one line of standard input is one team that it joins, and its answer how that ended."""
+"""Runs rank 1 for the tests. Each line of standard input describes a team (the two ranks of one test) to join. For each
+line, the process prints how its part in that team ended."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from wire.errors import VeilbaseError
 
 
 def join(team: dict[str, Any]) -> str:
-    """Helps rank 0 until the team ends, and returns how it ended."""
+    """Computes for rank 0 until the team ends, and returns a text that says how it ended."""
     os.environ.update(team["environment"])
     share = ColumnSlices.share
 

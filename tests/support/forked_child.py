@@ -1,4 +1,4 @@
-"""Runs a function in a forked child and returns what it said."""
+"""Runs a function in a forked child process, and returns what the function returned."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import signal
 from collections.abc import Callable
 
 HANGS_S = 20
-"""Seconds until a child counts as hanging."""
+"""A child that has not ended after this many seconds counts as hanging."""
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """Returns what `work` says in a forked child, an exception with its type and text, or `hung`."""
+    """Returns the result of `work` in a forked child. If `work` raised an exception, returns its type and text; if the
+    child hangs, returns `hung`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -9,7 +9,7 @@ from tests.support.repository import ROOT
 
 
 def load(name: str) -> list[dict[str, Any]]:
-    """Returns the cases of one file of tests/vectors/."""
+    """Returns the test cases in a file of tests/vectors/."""
     content = json.loads((ROOT / "tests" / "vectors" / name).read_text())
     cases: list[dict[str, Any]] = content["cases"]
     return cases

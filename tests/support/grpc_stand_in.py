@@ -1,4 +1,5 @@
-"""A gRPC server in a provider's place: an honest manifest, and a stream of which a test says what comes."""
+"""Runs a gRPC server that stands in for a provider. Its manifest is honest, and a test decides what its streams
+send."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from wire.frame import FrameType, Header
 
 
 def reply_to(request: Header, **changes: Any) -> Header:
-    """Returns the header of an honest reply to a request, but for `changes`."""
+    """Returns the header of an honest reply to a request, with `changes` applied."""
     size = request.rows * REPLY_COLS * 4
     header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
     return replace(header, **changes)
 
 
 class GrpcStandIn:
-    """A server that takes any number of streams; what it sends on them is up to a subclass."""
+    """Accepts any number of streams. Subclasses define what is sent on them."""
 
     def __init__(self, manifest_bytes: bytes) -> None:
         self.manifest_bytes = manifest_bytes
@@ -38,9 +39,9 @@ class GrpcStandIn:
         self._server.start()
 
     def stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Yields what the server sends on one stream; `messages` are what it receives there."""
+        """Yields the messages that the server sends on one stream. `messages` yields those that it receives."""
         raise NotImplementedError
 
     def stop(self, wait_s: float = WAIT_S) -> None:
-        """Ends the server and its streams, which may take `wait_s` seconds."""
+        """Ends the server and its streams, and waits for this at most `wait_s` seconds."""
         assert self._server.stop(0).wait(wait_s), "the stand-in's streams have not ended"

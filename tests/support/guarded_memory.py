@@ -1,4 +1,5 @@
-"""Memory that ends where a process may not read on: whatever reaches past it ends the process."""
+"""Makes memory that is followed by a page that may not be read. If code reads or writes past the end, the process
+ends."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor whose last byte is followed by a page that may not be touched."""
+    """Returns a copy of a tensor whose last byte is followed by a page that may not be read or written."""
     page = mmap.PAGESIZE
     size = -(-tensor.numel() * tensor.itemsize // page) * page
     area = mmap.mmap(-1, size + page)

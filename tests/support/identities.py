@@ -1,4 +1,4 @@
-"""What the tests of certificates and of the registry share."""
+"""Holds helpers for tests of certificates and of the registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import provider.identity.registry as registry
 from wire.errors import AccessError
 
 ENDPOINT = "grpcs://localhost:8443"
-"""Where certificates say that the provider is; nobody listens there."""
+"""The provider's URL in certificates. Nothing listens there."""
 
 
 def certificate_in(folder: Path) -> x509.Certificate:
@@ -19,7 +19,7 @@ def certificate_in(folder: Path) -> x509.Certificate:
 
 
 def assert_one_line(exc: BaseException) -> None:
-    """Checks that an error is one of access, and one line that shows no key."""
+    """Checks that an error is an AccessError whose message is one line and shows no key."""
     assert "\n" not in str(exc)
     assert "PRIVATE" not in str(exc)
     assert isinstance(exc, AccessError)

@@ -1,4 +1,4 @@
-"""A provider of hints, groups and rows for tests of the lattice mask."""
+"""Provides hints, layer groups and rows for tests of the lattice mask."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
 
 
 def group_of(number: int, weight: torch.Tensor) -> GroupSpec:
-    """Returns the group whose only layer has this weight."""
+    """Returns a group whose only layer has this weight."""
     alpha = torch.linspace(0.001, 0.01, weight.shape[1])
     digest = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
     return GroupSpec(number, *weight.shape, *max_norms(weight), alpha, digest)
 
 
 class Provider:
-    """Makes products with its weights, keeps what it was asked for and answers hints as the scheme asks for them."""
+    """Computes products with its weights, notes the requests, and serves hints in the way that the mask requests
+    them."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.weights = list(weights)
@@ -42,12 +43,12 @@ class Provider:
         self.fail: Callable[[], None] = lambda: None
 
     def matrix(self, call: Call) -> torch.Tensor:
-        """Returns the matrix that a call multiplies by."""
+        """Returns the matrix by which a call multiplies: the weight or its transpose."""
         weight = self.weights[call.group]
         return weight if call.direction is FORWARD else weight.t()
 
     def effect(self, call: Call, payload: Payload, reply_cols: int) -> Answered:
-        """Answers a hint, and notes it."""
+        """Returns the reply to a request for a hint, and notes the request."""
         rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         assert (call.purpose, call.arithmetic) == (Purpose.HINT, Arithmetic.RING)
@@ -58,7 +59,7 @@ class Provider:
         return Answered(coding.product(rows.expand(matrix.shape[0]), matrix))
 
     def answer(self, masked: Masked) -> torch.Tensor:
-        """Returns the unmasked product of masked rows."""
+        """Returns the product of masked rows after unmasking."""
         (message,) = masked.messages
         assert isinstance(message.rows, torch.Tensor)
         assert message.call.purpose is Purpose.PRODUCT
@@ -66,7 +67,7 @@ class Provider:
 
 
 def sent(masked: Masked) -> torch.Tensor:
-    """Returns the rows that leave the tenant."""
+    """Returns the rows that the tenant sends."""
     rows = masked.messages[0].rows
     assert isinstance(rows, torch.Tensor)
     return rows

@@ -1,4 +1,4 @@
-"""How far a product under a lattice mask may be from the exact one."""
+"""Computes how far a product under a lattice mask may be from the exact product."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from noise.scheme import GroupSpec, encode_rows
 from wire.frame import Direction
 
 ETA = 21
-"""The largest error of the centred binomial: Σ of 21 bits less Σ of 21 bits."""
+"""The largest error of the centred binomial, which is a sum of 21 bits minus another sum of 21 bits."""
 FP32 = 2.0**-22
-"""Relative error of a few fp32 operations (2^-24 each): quotient, scale, α and product."""
+"""The relative error of a few fp32 operations (2^-24 each): the quotient, the scale, α and the product."""
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's numbers as float64."""
+    """Returns the tensor converted to float64."""
     return tensor.to(torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Reserves blocks in a ledger as a mask does, for tests of what processes and threads do at once."""
+"""Reserves blocks in a ledger as a mask does, for tests of several processes and threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from noise.ledger.ledger import Ledger, SeedExhausted
 
 
 def reserve_through_renewals(ledger: Ledger, num_calls: int, budget: int) -> list[tuple[str, int]]:
-    """Returns (seed, block number) of every block, renewing the seed as a caller does."""
+    """Reserves blocks, and renews the seed whenever its budget is used up. Returns (seed, block number) of every
+    block."""
     seed, blocks = ledger.current_seed("toy", budget), []
     while len(blocks) < num_calls:
         try:

@@ -1,4 +1,4 @@
-"""A stream of raw messages to a provider, by either of its ways: for tests that send whatever bytes they like."""
+"""Opens streams of raw messages to a provider, over the tensor port or gRPC, for tests that send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wire.transport.tls_context import IPC_ALPN, client_context
 from wire.transport.tls_socket import handshake
 
 BROKEN = (grpc.RpcError, OSError)
-"""What reading raises after a stream was ended from either side without a word."""
+"""The errors with which reading fails if either side ended the stream without a message."""
 
 
 class Link(Protocol):
-    """Sends and receives messages of whatever bytes, on either port."""
+    """Sends and receives arbitrary messages, over either port."""
 
     def send(self, message: bytes) -> None: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -38,7 +38,7 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """Carries messages on the gRPC port."""
+    """Carries messages over the gRPC port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -58,11 +58,11 @@ class GrpcLink:
         return message
 
     def half_close(self) -> None:
-        """Ends sending; the provider may still answer."""
+        """Stops sending. The provider may still send messages."""
         self._outgoing.put(None)
 
     def is_active(self) -> bool:
-        """Tells whether the stream can still be read."""
+        """Returns whether the stream can still be read."""
         return bool(self._call.is_active())
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class GrpcLink:
 
 
 class SocketLink:
-    """Carries messages on the tensor port, or on the socket of this host."""
+    """Carries messages over the tensor port or the socket of one host."""
 
     def __init__(self, connection: MessageSocket) -> None:
         self.connection = connection
@@ -81,7 +81,7 @@ class SocketLink:
 
     def send(self, message: bytes) -> None:
         """Sends one message."""
-        with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
+        with contextlib.suppress(OSError):  # as with gRPC, an end shows only when reading
             self.connection.send(message)
             give_up_at = time.monotonic() + WAIT_S
             while self.connection.has_unsent and time.monotonic() < give_up_at:
@@ -105,11 +105,11 @@ class SocketLink:
         return bytes(message)
 
     def half_close(self) -> None:
-        """Ends sending; the provider may still answer."""
+        """Stops sending. The provider may still send messages."""
         self.connection.end_sending()
 
     def is_active(self) -> bool:
-        """Tells whether the stream can still be read."""
+        """Returns whether the stream can still be read."""
         with contextlib.suppress(OSError, EOFError, MalformedFrame):
             self.connection.receive()
             return self._is_active
@@ -121,7 +121,7 @@ class SocketLink:
 
 
 def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> MessageSocket:
-    """Returns a connection to the tensor port, on which reading gives up after a while."""
+    """Returns a connection to the tensor port, on which reading fails after a time limit."""
     identity = provider.identity(name)
     plain = socket.socket()
     if receive_bytes is not None:
@@ -151,7 +151,8 @@ def connect_ipc(provider: Provider, name: str) -> ClearSocket:
 
 
 def open_link(provider: Provider, name: str) -> Link:
-    """Opens the way that a tenant takes: the socket of this host or the tensor port where there is one."""
+    """Opens a stream as a tenant does: on the socket of one host or over the tensor port if the provider has one,
+    otherwise over gRPC."""
     if provider.server.ipc is not None:
         return SocketLink(connect_ipc(provider, name))
     return GrpcLink(provider, name) if provider.server.tensor_port is None else SocketLink(connect(provider, name))

@@ -1,4 +1,5 @@
-"""Writes down the logits of answers, alone and through an engine, so that they can be compared token by token."""
+"""Records the logits of answers that are generated alone and through an engine, so that they can be compared token by
+token."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.support.step_gate import TIMEOUT_S
 
 @dataclass
 class Recorder:
-    """A logits processor that writes logits down and, where tokens are given, has exactly those chosen."""
+    """Records the logits of each step. If it was given tokens, it also makes the model choose exactly these tokens."""
 
     forced: Sequence[int] | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -30,12 +31,12 @@ class Recorder:
 
     @property
     def stacked(self) -> torch.Tensor:
-        """Shape (num_tokens, vocab_size)."""
+        """Returns the recorded logits as one tensor, shape (num_tokens, vocab_size)."""
         return torch.stack(self.logits)
 
 
 def alone(client: TenantClient, prompt: str, num_new: int) -> torch.Tensor:
-    """The logits of `client.generate` for one prompt, shape (num_tokens, vocab_size)."""
+    """Returns the logits of `client.generate` for one prompt, shape (num_tokens, vocab_size)."""
     recorder = Recorder()
     client.generate(prompt, max_new_tokens=num_new, eos_token_id=[], logits_processor=[recorder])
     return recorder.stacked
@@ -44,7 +45,8 @@ def alone(client: TenantClient, prompt: str, num_new: int) -> torch.Tensor:
 def together(
     engine: Engine, prompts: Sequence[str], answers: Sequence[torch.Tensor], **options: Any
 ) -> list[torch.Tensor]:
-    """The engine's logits for these prompts at once, with the tokens that are the likeliest in `answers`."""
+    """Returns the engine's logits for all these prompts at once. The engine is made to choose the likeliest tokens of
+    `answers`."""
     recorders = [Recorder(answer.argmax(dim=-1).tolist()) for answer in answers]
     submitted = [
         engine.submit(prompt, max_new_tokens=len(answer), eos_token_id=[], logits_processor=[recorder], **options)
@@ -56,6 +58,6 @@ def together(
 
 
 def mean_kl(reference: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
-    """The mean over all positions of KL(reference, got), in nats."""
+    """Returns the mean of KL(reference, got) over all positions, in nats."""
     p, q = (torch.cat(list(each)).double().log_softmax(dim=-1) for each in (reference, got))
     return float((p.exp() * (p - q)).sum(dim=-1).mean())

@@ -1,4 +1,4 @@
-"""A provider behind a real loopback port with mutual TLS, and tenants of it with real identities."""
+"""Runs a provider behind a real loopback port with mutual TLS, and makes tenants with real identities."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.ipc.connection import IpcConnection
 
 LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)
-"""Small, so that tests can reach them; a chunk is 1 MiB."""
+"""Limits that are small enough for tests to reach. A chunk is 1 MiB."""
 
 
 @dataclass
 class Provider:
-    """Serves on loopback, and makes tenants of its own."""
+    """Serves a model on loopback, and enrolls tenants."""
 
     state: StateDir
     server: Server
@@ -32,11 +32,11 @@ class Provider:
 
     @property
     def url(self) -> str:
-        """Where tenants find it."""
+        """Returns the provider's URL."""
         return f"grpcs://127.0.0.1:{self.server.port}"
 
     def identity(self, name: str = "acme") -> TlsIdentity:
-        """Returns the identity of a tenant, which is enrolled the first time."""
+        """Returns the identity of a tenant. The first call for a name enrolls the tenant."""
         out = self.folder / name
         if not out.exists():
             enroll(self.state, name, out, self.url)
@@ -44,12 +44,13 @@ class Provider:
 
     @property
     def ipc_url(self) -> str:
-        """Where tenants on this host find it."""
+        """Returns the URL at which tenants of the same host find the provider."""
         assert self.server.ipc is not None
         return f"ipc:{self.server.ipc.folder}"
 
     def connect(self, name: str = "acme") -> GrpcConnection | IpcConnection:
-        """Returns a connection of a tenant, on this host's socket if there is one. It is closed with the provider."""
+        """Returns a tenant's connection, on the socket of one host if the provider has one. The connection is closed
+        together with the provider."""
         connection: GrpcConnection | IpcConnection
         if self.server.ipc is None:
             connection = GrpcConnection(self.url, self.identity(name))

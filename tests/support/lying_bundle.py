@@ -1,4 +1,4 @@
-"""A provider whose client bundle lies."""
+"""Makes a provider with a false client bundle."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from provider.model.served_model import ServedModel
 
 
 class Liar(HostileBundle):
-    """Serves an honest provider's model with other files or another manifest, and notes what is fetched."""
+    """Serves an honest provider's model with changed files or a changed manifest, and notes which files are fetched."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
         self.fetched: list[str] = []
 
     def change_scales(self, name: str, alpha: torch.Tensor | None) -> None:
-        """Puts another scale in the place of a layer's, or none."""
+        """Replaces the scale of a layer, or removes it."""
         scales = load(self.files["scales.safetensors"])
         scales.pop(name)
         self.files["scales.safetensors"] = save(scales if alpha is None else {**scales, name: alpha})
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Yields a file as it is after all changes, and notes that it was fetched."""
+        """Yields a file with all changes made so far, and notes that it was fetched."""
         self.fetched.append(file_name)
         return super().read_file(file_name)

@@ -1,4 +1,4 @@
-"""The content of a valid manifest, to be spoilt by tests."""
+"""Makes the content of a valid manifest, which tests then change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from wire.limits import MAX_BUNDLE_BYTES
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-"""A layer of the manifest, as a model calls it."""
+"""The name of a layer in the manifest."""
 DIGEST = "0123456789abcdef" * 4
-"""A digest of the right form."""
+"""A string with the form of a digest."""
 
 
 def shape(in_features: int, out_features: int) -> dict[str, Any]:
-    """Returns what a manifest says of the weight of a group or layer."""
+    """Returns the entries of a manifest for the weight of a group or layer."""
     return {
         "in_features": in_features,
         "out_features": out_features,
@@ -25,7 +25,7 @@ def shape(in_features: int, out_features: int) -> dict[str, Any]:
 
 
 def layer(name: str, in_features: int, out_features: int) -> dict[str, Any]:
-    """Returns what a manifest says of a linear layer."""
+    """Returns the entry of a manifest for a linear layer."""
     return {"name": name, "kind": "linear", "bias": True, **shape(in_features, out_features)}
 
 

@@ -1,12 +1,12 @@
-"""Parameters of the lattice mask that tests use: those of a client, and a toy's."""
+"""Holds the parameters of the lattice mask that tests use: the default ones, and toy ones."""
 
 from __future__ import annotations
 
 from noise.params import PARAMETERS, LatticeParameters
 
 DEFAULT = PARAMETERS["default"]
-"""The parameters that a client uses where it names none."""
+"""The parameters that a client uses if the user names none."""
 TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
-"""Parameters small enough to multiply by hand; no client takes them unless it says so."""
+"""Parameters that are small enough for slow reference products. A client accepts them only with `allow_toy`."""
 TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
-"""Options of a client that masks with the toy."""
+"""Mask options of a client that uses the toy parameters."""

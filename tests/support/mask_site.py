@@ -1,4 +1,4 @@
-"""Providers and clients for tests of the masks under a model, and what the providers saw."""
+"""Makes providers and clients for tests of masks under a model, and records what the providers receive."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from wire.transport.inproc import InprocConnection
 BF16 = 2.0**-8
 """Relative error of rounding to bfloat16."""
 MODEL_NOISE = 1e-4
-"""Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
-β·α·‖w‖·‖x̃‖/√32, and ‖x̃‖ is nearly 2^31/‖w‖ with ‖w‖ about 400: 1e-5 of itself. Nine of these in a row, if all added up
-and none was damped by a residual connection: 1e-4."""
+"""The largest relative error of a result after nine groups in a row, each 32 wide. The error of one group's result is
+β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12). The result's size is β·α·‖w‖·‖x̃‖/√32, where ‖x̃‖ is nearly 2^31/‖w‖ and ‖w‖ is
+about 400. So the relative error is 1e-5. If the errors of nine groups all added up, and no residual connection reduced
+them, the sum would be 1e-4."""
 
 
 class Watched(WrappedModel):
-    """Serves a model, and keeps what it receives, as a handler of either transport."""
+    """Serves a model over either transport, and keeps the rows that it receives."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
@@ -43,13 +44,13 @@ class Watched(WrappedModel):
         self.fail: Callable[[Call], None] = lambda call: None
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
-        """Makes a product, after `fail` has had its chance."""
+        """Notes the request, calls `fail`, which may raise an error, and returns the product."""
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
         self.fail(call)
         return self.served_model.compute(call, rows, *others)
 
     def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
-        """Returns the masked rows that it has received, of one direction or of both."""
+        """Returns the masked rows that were received, in one direction or in both."""
         return [
             rows
             for call, rows in self.seen
@@ -57,13 +58,13 @@ class Watched(WrappedModel):
         ]  # fmt: skip
 
     def hints(self) -> list[SeededRows]:
-        """Returns the seeds of hints that it was asked for."""
+        """Returns the requests for hints that were received."""
         return [rows for _, rows in self.seen if isinstance(rows, SeededRows)]
 
 
 @dataclass
 class Site:
-    """Makes clients of providers that are watched, in process or over mTLS, and closes them."""
+    """Makes clients of watched providers, in process or over mTLS, and closes the clients at the end."""
 
     folder: Path
     served_models: dict[str, ServedModel]
@@ -71,13 +72,14 @@ class Site:
     open: ExitStack = field(default_factory=ExitStack)
     served: dict[str, Any] = field(default_factory=dict)
     sessions: list[Session] = field(init=False)
-    """Those of its clients, in the order in which they were made."""
+    """The sessions of the clients, in the order in which they were made."""
 
     def __post_init__(self) -> None:
         self.sessions = opened_sessions(self.monkeypatch)
 
     def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
-        """Returns a client of as many providers in this process as there are kinds, and the providers."""
+        """Makes one provider in this process for each kind, and returns a client of all these providers, and the
+        providers."""
         watched = [Watched(self.served_models[kind]) for kind in kinds]
         waiting = list(watched)
         self.monkeypatch.setattr(
@@ -87,7 +89,8 @@ class Site:
         return self._client(urls if len(urls) > 1 else urls[0], options), watched
 
     def mtls(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
-        """Returns a client of as many providers behind TLS as there are kinds, and the providers."""
+        """Makes one provider behind TLS for each kind, and returns a client of all these providers, and the
+        providers."""
         urls, identities, watched = [], [], []
         for kind in kinds:
             watched.append(Watched(self.served_models[kind]))
@@ -114,7 +117,7 @@ def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Returns a list of every mask row that a pool hands out from now on."""
+    """Returns a list that records every mask row that a pool hands out from now on."""
     rows: list[bytes] = []
     take = MaskPool.take
 
@@ -128,7 +131,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def specs(client: TenantClient) -> dict[int, GroupSpec]:
-    """Returns the groups that a client has calls of, by their number."""
+    """Returns, by group number, the facts about a group that masks need, for all groups of a client's model."""
     manifest = client.connect()
     alphas = load_alphas(client._bundle(), manifest)
     return {info.id: group_spec(info, alphas, torch.device("cpu")) for info in manifest.groups}

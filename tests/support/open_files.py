@@ -1,4 +1,4 @@
-"""Takes every file descriptor that this process may have."""
+"""Uses up all file descriptors of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _take_all(taken: list[int]) -> None:
 
 @contextlib.contextmanager
 def exhausted() -> Iterator[list[int]]:
-    """Leaves no descriptor in this process; yields those that were taken, the last of which may be given back."""
+    """Uses up all file descriptors inside the context. Yields the descriptors that were opened; a test may close the
+    last one."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, limits[1]))

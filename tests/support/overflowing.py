@@ -1,4 +1,4 @@
-"""Clients of a provider whose products are not finite from some call on."""
+"""Makes clients of a provider whose products are not finite from some call on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wire.frame import Direction
 from wire.transport.inproc import InprocConnection
 
 HONEST = Fault(Direction.FORWARD, math.nan, 1 << 40)
-"""A fault that no test lives to see."""
+"""A fault that begins so late that no test reaches it."""
 MASKS: dict[str, dict[str, Any]] = {
     "off": {"mask": "off", "arithmetic": "float"},
     "gaussian-pool": {"mask": "gaussian-pool"},
@@ -25,12 +25,13 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 """A client's options for each mask."""
 Opened = Callable[..., tuple[TenantClient, Overflower]]
-"""Makes a client, and gives it with its provider."""
+"""A function that makes a client, and returns it with its provider."""
 
 
 @pytest.fixture
 def opened(served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    """Makes clients of a provider with a fault, and returns each with its provider; `mask` names one of MASKS."""
+    """Provides a function that makes clients of a provider with a fault. It returns each client with its provider; its
+    argument `mask` is a key of MASKS."""
     clients: list[TenantClient] = []
 
     def make(

@@ -1,4 +1,4 @@
-"""Payloads of what a test wants to send, whichever kind of rows that is."""
+"""Makes payloads from rows or from seeds."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from wire.ring.seeded_rows import Rows, SeededRows
 
 
 def payload_of(rows: Rows, cols: int) -> Payload:
-    """Returns the payload of rows, or of a seed whose rows have `cols` numbers each."""
+    """Returns the payload for rows, or for a seed that stands for rows of `cols` numbers."""
     return SeedPayload(rows, cols) if isinstance(rows, SeededRows) else RowsPayload(rows)

@@ -10,13 +10,13 @@ from tests.support.waiting import WAIT_S
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+    """Runs the command until it ends, and returns the finished process."""
     command = [sys.executable, "-m", "provider", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the one line that a command which failed has written."""
+    """Returns the error line of a command that failed, after checking that the command printed just this line."""
     lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
@@ -26,7 +26,7 @@ def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 class Serving:
-    """Runs `provider serve` until it is stopped."""
+    """Runs `provider serve` in a process until `stop` is called."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
@@ -36,7 +36,7 @@ class Serving:
         assert word == "ready"
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        """Sends a signal, and returns the exit status and what was written to either stream."""
+        """Sends a signal to the process. Returns the exit status and the text of standard output and standard error."""
         self.process.send_signal(number)
         out, err = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, out, err

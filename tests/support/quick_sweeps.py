@@ -1,4 +1,4 @@
-"""Makes a provider look for what is over many times a second."""
+"""Makes a provider's regular checks (sweeps) run many times a second."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 import provider.net.service as service_module
 
 QUICK_S = 0.05
-"""Sweeps come this often here, every two seconds otherwise."""
+"""The seconds between two sweeps in these tests. A provider in use sweeps less often."""
 
 
 @pytest.fixture
 def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes sweeps quick; goes before `provider`, whose first wait begins when it starts."""
+    """Makes sweeps frequent. This fixture must come before `provider`, whose first wait begins when it starts."""
     monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)

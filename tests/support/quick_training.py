@@ -1,4 +1,4 @@
-"""A data set of eight rows, and settings with which a tiny chat model is trained on it in seconds."""
+"""Holds a data set of eight rows, and settings that train a tiny chat model on it within seconds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROWS = [
         ("why so?", "no reason"), ("how?", "by boat"), ("which one?", "the third"), ("whose?", "Ada's"),
     )
 ]  # fmt: skip
-"""Eight conversations of one question."""
+"""Eight conversations, each with one question."""
 QUICK: dict[str, Any] = {
     "max_steps": 6, "batch_size": 4, "learning_rate": 2e-2, "warmup_steps": 0, "save_steps": 2, "progress": False,
 }  # fmt: skip
-"""Settings of a run of six steps that saves twice on its way."""
+"""The settings of a run of six steps that saves two checkpoints on the way."""
 
 
 def lora(**changes: Any) -> LoraConfig:
-    """Returns a small adapter for every linear layer, with `changes`."""
+    """Returns a small LoRA config for every linear layer, with `changes` applied."""
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})

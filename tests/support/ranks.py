@@ -1,5 +1,5 @@
-"""Two real processes on loopback: this one is rank 0, the other runs `follower`. The store is this process's, as it is
-torchrun's when that starts the ranks, so no port has to be chosen beforehand."""
+"""Runs two real ranks on loopback: this process is rank 0, and another process runs `follower` as rank 1. This process
+also holds the store through which the ranks meet, as torchrun does, so that no port has to be chosen beforehand."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from provider.parallel.environment import rank_here
 from tests.support.repository import ROOT
 
 TIMEOUT_S = 30.0
-"""Seconds that a rank waits for the other one; a test of a lost rank waits as long."""
+"""The seconds that a rank waits for the other one. A test of a lost rank takes this long."""
 ANSWER_S = 60.0
-"""Seconds until the process of rank 1 has ended."""
+"""The most seconds until the process of rank 1 has ended."""
 
 
 @dataclass
 class Team:
-    """Rank 0's side of two ranks.
+    """Holds rank 0's side of a pair of ranks.
 
     Attributes:
-        served_model: makes products by both.
-        whole: all weights, to compare with.
+        served_model: computes each product with both ranks.
+        whole: all weights, for comparison.
     """
 
     served_model: start.ParallelModel
@@ -42,12 +42,12 @@ class Team:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """What tells rank 1 of a product."""
+        """Returns the object that sends commands to rank 1."""
         return self.served_model._dispatcher
 
 
 class Follower:
-    """Runs rank 1, one process for one team after the other."""
+    """Runs rank 1 in one process, which joins one team (pair of ranks) after the other."""
 
     def __init__(self, log: Path) -> None:
         with log.open("w") as stderr:
@@ -73,7 +73,8 @@ class Follower:
         self, monkeypatch: pytest.MonkeyPatch, parallel: Any, model: Path, weights: Any = "int8",
         timeout_s: float = TIMEOUT_S, broken_group: int | None = None, other_model: Path | None = None,
     ) -> Team:  # fmt: skip
-        """Has both ranks meet and take their shares; `other_model` is what rank 1 has by mistake."""
+        """Connects both ranks and gives each its share of the weights. `other_model` is a different model, which rank 1
+        loads by mistake."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         settings = {"parallel": parallel, "weights": weights, "parallel_timeout_s": timeout_s}
         team = {
@@ -93,11 +94,11 @@ class Follower:
         return Team(served_model, whole)
 
     def answer(self) -> str:
-        """Returns how the last team ended for rank 1."""
+        """Returns the text with which rank 1 says how the last team ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:
-        """Ends the process."""
+        """Ends the process of rank 1."""
         self.process.kill()
         self.process.communicate(timeout=ANSWER_S)

@@ -1,4 +1,5 @@
-"""One end of a TLS connection by the standard library alone: it cuts what it sends wherever a test likes."""
+"""Implements one end of a TLS connection with the standard library only, so that a test decides where the bytes are
+cut."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ import ssl
 
 
 class RawPeer:
-    """A tenant's end, or a provider's where no host is named."""
+    """Implements the tenant's end of a connection or, if no host is given, the provider's end."""
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str | None = None) -> None:
-        """Args: plain: a connected socket; context: the TLS context of this end; host: whom a tenant means."""
+        """Prepares the end of the connection. `plain` is a connected socket, `context` the TLS context of this end, and
+        `host` the name of the provider that a tenant expects."""
         self.plain = plain
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=host is None, server_hostname=host)
 
     def shake_hands(self) -> None:
-        """Makes the connection; this end's last words wait for the next `send`."""
+        """Performs the handshake. The last bytes of this end are sent by the next call of `send`."""
         while True:
             with contextlib.suppress(ssl.SSLWantReadError):
                 self.tls.do_handshake()
@@ -26,22 +28,23 @@ class RawPeer:
             self._take()
 
     def records(self, *parts: bytes) -> bytes:
-        """Encrypts each part, in a record of its own if it is small, and returns all that waits to be sent."""
+        """Encrypts each part, in a record of its own if the part is small. Returns all bytes that are still to be
+        sent."""
         for part in parts:
             self.tls.write(part)
         return self.outgoing.read()
 
     def send(self, *parts: bytes) -> None:
-        """Sends what waits, and these parts."""
+        """Sends all bytes that are still to be sent, followed by these parts."""
         self.plain.sendall(self.records(*parts))
 
     def end(self) -> None:
-        """Says that nothing more comes; the words wait for the next `send`."""
+        """Ends this direction of the TLS connection. The next call of `send` sends the bytes that say so."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self.tls.unwrap()
 
     def receive(self, num_bytes: int) -> bytes:
-        """Waits for so many bytes."""
+        """Waits for `num_bytes` decrypted bytes and returns them."""
         got = b""
         while len(got) < num_bytes:
             try:

@@ -1,4 +1,4 @@
-"""A client of the frame protocol that sends whatever bytes it likes."""
+"""Implements a client of the frame protocol that can send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 
 
 class RawStream:
-    """Sends whatever bytes it likes on one stream."""
+    """Sends arbitrary bytes on one stream."""
 
     def __init__(self, provider: Provider, name: str = "raw", greet: bool = True) -> None:
         self.call = open_link(provider, name)
@@ -25,12 +25,12 @@ class RawStream:
             assert self.receive().kind is FrameType.WELCOME
 
     def send(self, *messages: bytes) -> None:
-        """Sends messages as they are."""
+        """Sends messages unchanged."""
         for message in messages:
             self.call.send(message)
 
     def request(self, request_id: int, tensor: torch.Tensor, call: Call = CALL, **changes: int) -> list[bytes]:
-        """Returns the messages of a request, with `changes` of its header."""
+        """Returns the messages of a request, with `changes` made to its header."""
         size = tensor.numel() * 4
         fields = {"rows": tensor.shape[0], "cols": tensor.shape[1], "total_bytes": size, "deadline_ms": 30_000}
         header = Header(FrameType.REQUEST, request_id, call, **{**fields, **changes})
@@ -41,7 +41,7 @@ class RawStream:
         return frame.parse(next(self.call))[0]
 
     def expect_error(self, request_id: int, code: WireCode) -> Header:
-        """Checks that the next frame is this error and says nothing else."""
+        """Checks that the next frame is this error and holds nothing else."""
         header = self.receive()
         assert (header.kind, header.request_id, WireCode(header.code)) == (FrameType.ERROR, request_id, code)
         assert (header.call, header.rows, header.cols, header.offset, header.total_bytes) == (_NO_CALL, 0, 0, 0, 0)
@@ -54,7 +54,7 @@ class RawStream:
             next(self.call)
 
     def half_close(self) -> None:
-        """Ends sending."""
+        """Stops sending."""
         self.call.half_close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A tenant on the tensor port that can also send bytes which are no messages."""
+"""Implements a tenant on the tensor port that can also send bytes that form no message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wire.transport.tls_socket import TlsSocket
 
 
 class RawTls(RawPeer):
-    """Messages go by `connection`, as from any tenant; other bytes go by `send` or `records`."""
+    """Sends messages by `connection`, as any tenant does, and arbitrary bytes by `send` or `records`."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         identity = provider.identity(name)

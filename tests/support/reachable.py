@@ -1,4 +1,4 @@
-"""Finds what an object keeps in memory, wherever inside it lies: secrets that were dropped are not there."""
+"""Finds all objects that an object keeps in memory, at any depth. Tests use it to show that secrets were dropped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TypeVar
 
 Kind = TypeVar("Kind")
 _EVERYBODYS = (type, types.ModuleType, types.CodeType, types.FrameType)
-"""What belongs to the whole program: from there everything could be reached."""
+"""Types of objects that belong to the whole program. The search skips these objects, since every object can be reached
+from them."""
 
 
 def reachable(root: object, kind: type[Kind]) -> list[Kind]:
-    """Returns each object of that type, or of a type derived from it, that lives as long as `root` does."""
+    """Returns all objects of the given type, or of a derived type, that live at least as long as `root`."""
     return [each for each in _kept_by(root) if isinstance(each, kind)]
 
 
@@ -28,7 +29,7 @@ def _kept_by(root: object) -> list[object]:
 
 
 def _parts(whole: object) -> list[object]:
-    """Returns what an object refers to; of a function what it was made with, not the globals of its module."""
+    """Returns the objects to which an object refers. For a function, the globals of its module are left out."""
     if isinstance(whole, types.FunctionType):
         return [whole.__closure__, whole.__defaults__, whole.__kwdefaults__]
     return gc.get_referents(whole)

@@ -1,4 +1,4 @@
-"""Makes identities that a provider has to refuse."""
+"""Makes identities that a provider must refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wire.transport.identity import TlsIdentity
 
 
 def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Returns an identity of another authority that has the same name."""
+    """Returns an identity with the same name from another certificate authority."""
     other = StateDir(tmp_path / "foreign")
     enroll(other, "acme", tmp_path / "foreign-acme", provider.url)
     theirs = TlsIdentity.read(tmp_path / "foreign-acme")
@@ -20,14 +20,15 @@ def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
 
 
 def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Returns an identity whose certificate is no longer valid."""
+    """Returns an identity whose certificate has expired."""
     long_ago = current_time() - timedelta(days=30)
     enroll(provider.state, "late", tmp_path / "late", provider.url, days=1, now=long_ago)
     return TlsIdentity.read(tmp_path / "late")
 
 
 def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Returns an identity that the right authority signed and no registry knows, as a crash could leave one."""
+    """Returns an identity that the provider's authority signed but that is not in the registry, as a crash could leave
+    one."""
     enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
     provider.state.tenants_path.write_text("[]\n")
     return TlsIdentity.read(tmp_path / "ghost")

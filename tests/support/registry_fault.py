@@ -11,7 +11,7 @@ import provider.identity.registry as registry
 
 
 class Fault:
-    """Makes every reading of the registry fail, until `is_over` is set."""
+    """Makes every read of the registry fail until `is_over` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.is_over, stamp = False, registry._stamp

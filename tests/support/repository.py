@@ -1,8 +1,8 @@
-"""Where the repository is."""
+"""Locates the repository."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds the packages, tests/ and docs/."""
+"""The repository's root folder, which holds the packages, tests/ and docs/."""

@@ -1,4 +1,4 @@
-"""Rows and weights for ring products, in several memory layouts, and the product by Python integers."""
+"""Makes rows and weights for ring products in several memory layouts, and computes the product with Python integers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
-"""Numbers next to where limbs, signs and int32 wrap."""
+"""Numbers at which limbs, signs and int32 wrap, and their neighbours."""
 LAYOUTS = ("contiguous", "transposed", "strided", "columns")
-"""What `laid_out` can do."""
+"""The memory layouts that `laid_out` can make."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A kernel: rows and a weight give their product."""
+"""A function that maps rows and a weight to their product."""
 
 
 def reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the product mod 2^32 by Python integers."""
+    """Returns the product mod 2^32, computed with Python integers."""
     exact = rows.numpy().astype(object) @ weight.numpy().astype(object)
     centred = (exact + 2**31) % 2**32 - 2**31
     return torch.from_numpy(np.asarray(centred, dtype=np.int64)).to(torch.int32).view(rows.shape[0], weight.shape[1])
 
 
 def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
-    """Returns the same numbers in another memory order, one of LAYOUTS."""
+    """Returns the same numbers in another memory layout, one of LAYOUTS."""
     if layout == "transposed":
         return matrix.t().contiguous().t()
     if layout == "strided":
@@ -38,7 +38,7 @@ def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def draw(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows and a weight that are half random numbers, half extremes."""
+    """Returns rows and a weight, of which half are random numbers and half are extreme numbers."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(LOWEST, HIGHEST + 1, (num_rows, d), generator=generator)
     extremes = EXTREMES[torch.randint(len(EXTREMES), (num_rows, d), generator=generator)]

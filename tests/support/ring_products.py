@@ -1,4 +1,4 @@
-"""One ring product of a tiny model: its rows, how a tenant asks for it, and that it is answered."""
+"""Requests one ring product of a tiny model, and checks the reply."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.connection import Connection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-"""A call of the first group of a tiny Llama."""
+"""A call of the first layer group of a tiny Llama."""
 REPLY_COLS = 64
-"""Columns of a reply of that group."""
+"""The number of columns of a reply of that group."""
 
 
 def ask(connection: Connection, rows: Rows, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
-    """Returns the reply to one request."""
+    """Sends one request and returns its reply."""
     cols = COLS if reply_cols == REPLY_COLS else REPLY_COLS
     return connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
 
 def assert_served(connection: Connection, served_model: ServedModel) -> None:
-    """Checks that a connection gets the product that the model itself makes."""
+    """Checks that a connection returns the same product as the model itself."""
     rows = ring_rows(3)
     assert torch.equal(ask(connection, rows), served_model.compute(CALL, rows))

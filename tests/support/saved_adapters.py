@@ -1,4 +1,4 @@
-"""Saves random PEFT adapters of a tiny model, and says what stock PEFT answers with them."""
+"""Saves random PEFT adapters of a tiny model, and computes the logits of stock PEFT with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 def base_model(kind: str = "llama", seed: int = 0) -> Any:
-    """Returns a frozen random model that is called tiny-KIND."""
+    """Returns a frozen random model with the name tiny-KIND."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval().requires_grad_(False)
     model.name_or_path = model.config.name_or_path = f"tiny-{kind}"
@@ -27,7 +27,7 @@ def base_model(kind: str = "llama", seed: int = 0) -> Any:
 
 
 def save_adapter(model: Any, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Path:
-    """Saves an adapter by PEFT, untrained: its factors are random numbers of `dtype`."""
+    """Saves an untrained PEFT adapter whose factors are random numbers of dtype `dtype`."""
     config = LoraConfig(
         **{"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     )
@@ -43,7 +43,7 @@ def save_adapter(model: Any, folder: Path, seed: int, dtype: torch.dtype = torch
 
 
 def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the logits that stock PEFT has for one sequence."""
+    """Returns the logits of stock PEFT for one sequence."""
     with loading():
         adapted = PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
     with torch.no_grad():
@@ -52,7 +52,7 @@ def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Bell:
-    """Is rung by a store when a ticket is ready or has failed."""
+    """Gives a store a function to call when a ticket is ready or has failed, and lets a test wait for this call."""
 
     def __init__(self) -> None:
         self._rang = threading.Condition()
@@ -62,13 +62,13 @@ class Bell:
             self._rang.notify_all()
 
     def wait_for(self, *tickets: AdapterTicket) -> None:
-        """Waits until each of these tickets is ready or has failed."""
+        """Waits until all these tickets are ready or have failed."""
         with self._rang:
             assert self._rang.wait_for(lambda: all(t.is_ready() or t.failure for t in tickets), WAIT_S)
 
 
 def held(store: AdapterStore, bell: Bell, *names: str) -> list[AdapterTicket]:
-    """Reserves adapters and waits until all are ready."""
+    """Reserves adapters, and waits until all of them are ready."""
     tickets = [store.reserve(name) for name in names]
     bell.wait_for(*tickets)
     for ticket in tickets:
@@ -77,7 +77,7 @@ def held(store: AdapterStore, bell: Bell, *names: str) -> list[AdapterTicket]:
 
 
 def stepped(store: AdapterStore, model: Any, sequences: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-    """Returns the logits of sequences of one length, all in one pass, each with the adapter of its slot."""
+    """Returns the logits of sequences of the same length, computed in one pass, each with the adapter in its slot."""
     order = sorted(range(len(sequences)), key=lambda at: sequences[at][0])
     ids = torch.stack([sequences[at][1] for at in order])
     rows = [sequences[at][0] for at in order for _ in range(ids.shape[1])]

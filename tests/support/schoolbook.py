@@ -1,4 +1,4 @@
-"""Negacyclic products the slow and obvious way, for comparison with noise/polynomial/."""
+"""Computes negacyclic products in a slow and obvious way, for comparison with noise/polynomial/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
     total = torch.zeros(num_blocks, degree, matrix.shape[1], dtype=torch.int64, device="cpu")
     for shift in range(degree):
         for i in range(rank):
-            # X^shift times polynomial i: what passes X^N comes back negated.
+            # This is X^shift times polynomial i: coefficients that pass X^N come back negated.
             turned = torch.cat((-polynomials[i, degree - shift :], polynomials[i, : degree - shift]))
             total += secrets[:, i, shift].to(torch.int64).view(-1, 1, 1) * turned
     return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)

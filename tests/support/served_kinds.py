@@ -1,4 +1,4 @@
-"""Tiny models of every kind that the engine serves, large enough apart in their logits that tokens can be compared."""
+"""Makes tiny models of every kind that the engine serves, whose logits differ enough for tokens to be compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.tiny_models import GPT2_SIZES, SIZES, save_random
 
 _COMMON: dict[str, Any] = {**SIZES, "initializer_range": 0.2}
 WINDOW = 6
-"""Tokens of a sliding window: less than most prompts of these tests, so that it matters."""
+"""The number of tokens in a sliding window. It is smaller than most prompts of the tests, so that the window has an
+effect."""
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**_COMMON, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**_COMMON, tie_word_embeddings=True),
@@ -35,9 +36,9 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(**GPT2_SIZES, initializer_range=0.2),
     "mistral": MistralConfig(**_COMMON, sliding_window=WINDOW),
 }  # fmt: skip
-"""A config of each kind."""
+"""The config of each kind of model."""
 KINDS = tuple(CONFIGS)
-"""The kinds by name."""
+"""The names of the kinds."""
 PROMPTS = (
     "who?", "where is it, and since when, and for how much longer?", "b", "what did they say about the copper owl?",
     "why so?", "count: one two three four five six seven eight nine ten",
@@ -46,14 +47,15 @@ PROMPTS = (
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Saves a random model of a kind with a tokenizer to `folder` and returns `folder`."""
+    """Saves a random model of a kind with a tokenizer to `folder`, and returns `folder`."""
     save_random(CONFIGS[kind], folder, seed)
     character_tokenizer().save_pretrained(folder)
     return folder
 
 
 def open_client(folder: Path, mask: str = "off", **options: Any) -> TenantClient:
-    """A client of a provider in this process; without a mask in float arithmetic, so that results equal local ones."""
+    """Returns a client of a provider in this process. By default it uses float arithmetic without a mask, so that
+    results equal local ones."""
     own: dict[str, Any] = {"mask": mask, "cache": folder.with_name(f"{folder.name}-cache"), "progress": False}
     if mask == "off" and "arithmetic" not in options:
         own |= {"weights": "native", "arithmetic": "float"}

@@ -1,4 +1,4 @@
-"""A tiny Llama that is served in this process, once a module."""
+"""Serves a tiny Llama in this process, once for each test module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tiny_models import make_tiny
 
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """A tiny Llama over int8 weights."""
+    """Provides a tiny Llama with int8 weights."""
     folder: Path = tmp_path_factory.mktemp("model") / "llama"
     make_tiny("llama", folder)
     return serve_in_process(str(folder))

@@ -1,4 +1,4 @@
-"""Plain sockets to a provider's ports: clients that say nothing."""
+"""Opens plain sockets to a provider's ports, as clients that send nothing do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dial(port: int) -> socket.socket:
 
 
 def assert_ends(plain: socket.socket) -> None:
-    """Waits until the other side ends a connection, whatever it says before."""
+    """Waits until the other side ends a connection, and ignores what it sends before."""
     plain.settimeout(WAIT_S)
     with contextlib.suppress(ConnectionError):
         while plain.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Notes what a function gives, without changing it."""
+"""Records the results of a function without changing the function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def results_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """Returns a list to which every later result of the function `owner.name` is added."""
+    """Returns a list to which every further result of the function `owner.name` is added."""
     results: list[Any] = []
     function = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Holds an engine in the middle of a step until the test lets it go on."""
+"""Stops an engine in the middle of a step until the test lets it continue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import torch
 
 TIMEOUT_S = 60.0
-"""The time after which a test of an engine gives up."""
+"""The seconds after which a test of an engine gives up."""
 
 
 class Gate:
-    """A hook that holds the engine in the middle of a step until the test opens it."""
+    """Acts as a logits hook that stops the engine in the middle of a step until the test opens the gate."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Finds a provider's service and a tenant's session in it."""
+"""Finds the service of a running provider, and a tenant's session in it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tests.support.waiting import until
 
 
 def service_of(provider: Provider) -> ProviderService:
-    """Returns the service of a provider that runs."""
+    """Returns the service of a running provider."""
     return provider.service
 
 
 def session_of(provider: Provider, tenant: str) -> Session:
-    """Waits for a session of a tenant, and returns it."""
+    """Waits until a tenant has a session, and returns the session."""
     service = service_of(provider)
     until(lambda: any(one.tenant == tenant for one in service.sessions), f"a session of {tenant}")
     return next(one for one in service.sessions if one.tenant == tenant)
 
 
 def tensors_of(provider: Provider) -> TensorPort:
-    """Returns the tensor port of a provider that runs."""
+    """Returns the tensor port of a running provider."""
     assert provider.server.tensors is not None
     return provider.server.tensors

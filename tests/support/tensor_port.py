@@ -1,4 +1,4 @@
-"""What the tests of the tensor port share: connections, and what must be left of them."""
+"""Holds helpers for tests of the tensor port: they open connections, and check that nothing remains of them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from wire.transport.message_socket import MessageSocket
 
 
 def dial(provider: Provider) -> socket.socket:
-    """Returns a plain connection to the tensor port."""
+    """Returns a plain TCP connection to the tensor port."""
     assert provider.server.tensor_port is not None
     return sockets.dial(provider.server.tensor_port)
 
 
 def stream_threads() -> set[int | None]:
-    """Returns the threads of this process that serve a tensor stream."""
+    """Returns this process's threads that serve streams of the tensor port."""
     return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
 
 
 def assert_nothing_left(provider: Provider) -> None:
-    """Waits until every session, place and connection of a provider is gone."""
+    """Waits until all sessions, connections and reserved places of a provider are gone."""
     service = service_of(provider)
     until(lambda: not service.sessions, "the end of the sessions")
     until(lambda: not service.status().calls, "their places are free")
@@ -41,13 +41,13 @@ def assert_nothing_left(provider: Provider) -> None:
 
 
 def carrier_of(provider: Provider) -> str:
-    """Returns what a tenant's connection says where a provider's tensor port carries its stream."""
+    """Returns the text that a tenant's connection shows if this provider's tensor port carries the stream."""
     return f"tensor port {provider.server.tensor_port}"
 
 
 @contextlib.contextmanager
 def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[None]:
-    """Has every manifest that a tenant fetches meanwhile name this tensor port."""
+    """Inside the context, makes every manifest that a tenant fetches name this tensor port."""
     with monkeypatch.context() as patch:
         other = {"tensor_port": port}
         patch.setattr(grpc_connection, "parse_manifest", lambda data: parse_manifest(data).model_copy(update=other))
@@ -55,14 +55,14 @@ def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[No
 
 
 def say(connection: MessageSocket, *messages: bytes) -> None:
-    """Sends as many messages as the connection takes."""
+    """Sends as many messages as the connection accepts."""
     with contextlib.suppress(OSError):
         for message in messages:
             connection.send(message)
 
 
 def hear(connection: MessageSocket) -> Header:
-    """Waits for the next frame, and returns its header."""
+    """Waits for the next frame and returns its header."""
     while (message := connection.next_message()) is None:
         try:
             connection.wait()

@@ -1,4 +1,4 @@
-"""Makes threads take turns more often, so that they meet in every short stretch of code."""
+"""Makes threads switch more often, so that races in short stretches of code show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def switching_every(seconds: float) -> Iterator[None]:
-    """Has the interpreter change to another thread that often; five milliseconds are usual."""
+    """Makes the interpreter switch threads after this many seconds inside the context. Python's default is five
+    milliseconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

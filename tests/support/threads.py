@@ -1,4 +1,4 @@
-"""Runs functions in threads that are let go at once."""
+"""Runs functions in several threads that begin at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.support.waiting import WAIT_S
 
 
 def at_once(calls: Sequence[Callable[[], Any]], wait_s: float = WAIT_S) -> list[Any]:
-    """Returns what each call gives, all begun together in threads; each may take `wait_s` seconds."""
+    """Runs each call in a thread of its own, all beginning at once, and returns their results. Each may take `wait_s`
+    seconds."""
     gate = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], Any]) -> Any:
@@ -23,5 +24,5 @@ def at_once(calls: Sequence[Callable[[], Any]], wait_s: float = WAIT_S) -> list[
 
 
 def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
-    """Returns what `work` gives in each of that many threads, all begun together."""
+    """Runs `work` in the given number of threads, all beginning at once, and returns the results."""
     return at_once([work] * num_threads)

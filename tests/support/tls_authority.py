@@ -1,4 +1,4 @@
-"""A certificate authority with one provider and one tenant, for connections that are made without a server."""
+"""Makes a certificate authority with one provider and one tenant, for tests that connect without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Authority:
-    """What each side holds: the CA's certificate, its own, and its key."""
+    """Holds, for each side, the CA's certificate, the side's own certificate, and its key."""
 
     server: tuple[bytes, bytes, bytes]
     client: tuple[bytes, bytes, bytes]
@@ -31,7 +31,7 @@ class Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """Makes an authority with files in a folder."""
+    """Makes an authority whose files are in a folder."""
     state = StateDir(folder / "state")
     key, chain, ca = issue_server_certificate(state, HOST)
     enroll(state, "acme", folder / "acme", f"grpcs://{HOST}:1")

@@ -1,4 +1,5 @@
-"""Waiting in tests: for events, with a bound that only a test which fails anyhow reaches, and a sentence then."""
+"""Waits for events in tests. If an event does not come within a time limit, the test fails with a message that names
+it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import time
 from collections.abc import Callable, Iterable
 
 WAIT_S = 60.0
-"""No word on how fast the machine has to be: half of what a test may take, so that its own sentence comes first."""
+"""The most seconds that a test waits. It is half of a test's time limit, so that the test's own message appears first.
+It is no measure of how fast a machine must be."""
 SLOW_TIMEOUT_S = 600.0
-"""When a test of `make test-slow` hangs; no word on how fast the machine has to be."""
+"""The time limit of a test of `make test-slow`, in seconds. It is no measure of how fast a machine must be."""
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Waits for what nothing announces."""
+    """Waits, by polling, until a condition holds that no event announces."""
     give_up_at = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < give_up_at, f"waited {WAIT_S:.0f} s in vain for {what}"
@@ -21,12 +23,12 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def comes(event: threading.Event, what: str) -> None:
-    """Waits for an event."""
+    """Waits until an event is set."""
     assert event.wait(WAIT_S), f"waited {WAIT_S:.0f} s in vain for {what}"
 
 
 def end(threads: Iterable[threading.Thread] | threading.Thread) -> None:
-    """Waits for threads to end."""
+    """Waits until threads have ended."""
     for thread in [threads] if isinstance(threads, threading.Thread) else threads:
         thread.join(WAIT_S)
         assert not thread.is_alive(), f"the thread {thread.name} has not ended within {WAIT_S:.0f} s"

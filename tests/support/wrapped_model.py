@@ -1,4 +1,4 @@
-"""A served model in another's place: tests override what they want to see or change of it."""
+"""Wraps a served model, so that tests can observe or change parts of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wire.frame import Call
 
 
 class WrappedModel:
-    """Hands everything on to a served model, and has every product made by `compute`."""
+    """Passes all attributes on to a served model, but makes every product go through `compute`."""
 
     def __init__(self, served_model: Any) -> None:
         self.served_model = served_model
@@ -20,16 +20,17 @@ class WrappedModel:
         return getattr(self.served_model, name)
 
     def row_product(self, call: Call) -> None:
-        """No call has a shorter way for one row: every product is `compute`'s."""
+        """Returns None, so that `compute` computes every product, also for a single row."""
 
 
 class SwitchedModel(WrappedModel):
-    """Makes each product by `make`, at first the served model's own, which a test may change while a provider runs."""
+    """Computes each product by `make`, which is the served model's function at first. A test may replace `make` while a
+    provider runs."""
 
     def __init__(self, served_model: Any) -> None:
         super().__init__(served_model)
         self.make: Callable[..., torch.Tensor] = served_model.compute
 
     def compute(self, *arguments: Any) -> torch.Tensor:
-        """Returns what `make` gives."""
+        """Returns the result of `make`."""
         return self.make(*arguments)

@@ -1,4 +1,4 @@
-"""One tiny chat model a session, served over its own weights and over int8 ones, and clients of it."""
+"""Provides one tiny chat model per session, served with its own weights and with int8 weights, and clients of it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.support.serving import make_served_model
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny chat model, a Llama."""
+    """Provides the folder of a tiny chat model, which is a Llama."""
     return make_chat_model(tmp_path_factory.mktemp("chat") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def chat_served_model(chat_folder: Path) -> ServedModel:
-    """The chat model over its own weights."""
+    """Provides the chat model, served with its own weights."""
     return make_served_model(chat_folder)
 
 
 @pytest.fixture(scope="module")
 def served_model(chat_folder: Path) -> ServedModel:
-    """The chat model over int8 weights."""
+    """Provides the chat model, served with int8 weights."""
     return make_served_model(chat_folder, "int8")
 
 
 @pytest.fixture(scope="session")
 def chat_client(chat_folder: Path) -> Iterator[TenantClient]:
-    """A client with native weights and float arithmetic, so that its results equal local ones."""
+    """Provides a client with native weights and float arithmetic, so that its results equal local ones."""
     cache = chat_folder.with_name("cache")
     with TenantClient(f"inproc:{chat_folder}", weights="native", mask="off", arithmetic="float", cache=cache) as client:
         yield client

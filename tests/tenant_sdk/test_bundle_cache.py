@@ -1,4 +1,5 @@
-"""The bundle on the tenant's disk: checked when it is found there, mended where damaged, one line without room."""
+"""Tests the bundle on the tenant's disk: it is checked when it is found, downloaded again if it is damaged, and a full
+disk gives one line."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_a_damaged_bundle_is_downloaded_again(
 
 
 def loosen(path: Path) -> None:
-    """As an older release may have left it, which did not know that a key is unsafe."""
+    """Adds a key to a cached file, as an older release may have left it that did not know that the key is unsafe."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "x.Y"}}))
 
 
@@ -80,7 +81,7 @@ def test_what_is_not_of_the_bundle_goes(served_model: ServedModel, tmp_path: Pat
 def test_who_waited_for_another_to_mend_it_leaves_it_alone(
     served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was seen before the lock was had is looked at again."""
+    """The state that was seen before the lock was acquired is checked again."""
     folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
     flip(folder / "model.safetensors")
     flock, mine, another = fcntl.flock, Counting(served_model), Counting(served_model)
@@ -127,7 +128,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(served_model: ServedModel, t
 def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
     served_model: ServedModel, tmp_path: Path, is_tenant: bool
 ) -> None:
-    """In a child, whose files may not grow beyond 2 KB."""
+    """The test runs in a child process, whose files may not grow beyond 2 KB."""
     script = "\n".join(
         [
             "import resource, signal, sys, torch",

@@ -1,4 +1,4 @@
-"""TenantClient and `tenant`: what cannot be is one error at once; answers equal local ones."""
+"""Tests TenantClient and `tenant`: impossible settings give one error at once, and answers equal local ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = "who?"
 
 @pytest.fixture(scope="module")
 def trained(chat_client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that answers with words: enough steps on one row."""
+    """Provides an adapter that answers with words, after enough steps on one row."""
     out = tmp_path_factory.mktemp("trained") / "adapter"
     targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
     result = chat_client.finetune(
@@ -50,7 +50,7 @@ def identity(tmp_path: Path) -> Path:
 
 
 def refused(*arguments: Any, **options: Any) -> str:
-    """The one line with which a client that is entered fails."""
+    """Returns the error line with which a client fails when it is entered."""
     with pytest.raises(VeilbaseError) as failure, TenantClient(*arguments, **options):
         pass
     assert "\n" not in str(failure.value)
@@ -184,7 +184,7 @@ def test_lengths_that_cannot_be(chat_client: TenantClient, asked: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompt_and_answer_fit_the_context(kind: str, tmp_path: Path) -> None:
-    """Both models hold 128 tokens, of which the template takes 3."""
+    """The contexts of both models have 128 tokens, of which the chat template takes 3."""
     folder, prompt = make_chat_model(tmp_path / kind, kind), "a" * 97
     # the answer goes on to its limit
     ends = {"min_new_tokens": 28, "suppress_tokens": [character_tokenizer().eos_token_id]}
@@ -286,7 +286,7 @@ def test_an_adapter_that_was_trained_again_is_loaded_again(
 
 @pytest.fixture
 def enrolled(chat_served_model: ServedModel, tmp_path: Path) -> Iterator[Path]:
-    """A tenant's folder at a provider that runs here."""
+    """Provides the folder of a tenant at a running provider."""
     state = StateDir(tmp_path / "served")
     with serving(chat_served_model, state=state) as server:
         enroll(state, "acme", tmp_path / "tenant", f"grpcs://127.0.0.1:{server.port}")
@@ -348,7 +348,7 @@ finally:
 
 
 def run_finetune(monkeypatch: Any, data: str, *arguments: str) -> Any:
-    """Runs the command in this process; how it ended."""
+    """Runs the command in this process, and returns how it ended."""
     words = ["tenant", "finetune", data, "--output", "out", *arguments]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
@@ -368,7 +368,7 @@ def run_finetune(monkeypatch: Any, data: str, *arguments: str) -> Any:
 def test_a_data_set_is_looked_at_before_a_provider(
     content: str | None, expected: str, identity: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """The provider of this identity cannot be reached: that would be the error."""
+    """The provider of this identity cannot be reached. A client that connected first would fail with that error."""
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path("data.jsonl").write_text(content)

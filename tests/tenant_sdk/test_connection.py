@@ -1,4 +1,4 @@
-"""The tenant's end of the stream against forks, proxies, restarts and providers that misbehave."""
+"""Tests the tenant's end of the stream against forks, proxies, restarts and providers that misbehave."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def answer(request: Header, fill: float = 0.5) -> bytes:
 
 
 class FakeProvider(GrpcStandIn):
-    """A provider that answers each request as a test says."""
+    """Plays a provider that replies to each request as a test sets."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.script: Callable[[Header], list[bytes]] = lambda request: [answer(request)]
@@ -137,7 +137,7 @@ def test_cancel_is_sent_for_what_expired(
     fake.script = lambda request: []
     pending = connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
-    cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
+    cancel = fake.next_received()  # no thread waits for the reply, so only the watchdog ends it
     assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 2)
     with pytest.raises(DeadlineExceeded, match="request 2"):
         pending.result()
@@ -234,7 +234,7 @@ def test_replies_in_any_order(fake: FakeProvider, connection: GrpcConnection) ->
 NUM_ROWS = 10
 REPLY_BYTES = frame.HEADER_BYTES + NUM_ROWS * REPLY_COLS * frame.ITEM_BYTES
 TWO_FIT = Limits(max_rows=64, max_tensor_bytes=8192, max_in_flight_bytes=8192)
-"""Two requests of NUM_ROWS and their replies: 2 × 10 × (32 + 64) × 4 = 7680 bytes."""
+"""Limits that allow two requests of NUM_ROWS and their replies: 2 × 10 × (32 + 64) × 4 = 7680 bytes."""
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def narrow(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
 
 
 def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
-    """One thread that submits more than fits has to read answers first, since nobody else does."""
+    """A thread that submits more than fits must first read replies, because no other thread reads them."""
     narrow.script = lambda request: [answer(request, float(request.request_id))]
     connection = GrpcConnection(narrow.url)
     with pytest.raises(LimitExceeded):
@@ -297,7 +297,7 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
 
 
 def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, connection: GrpcConnection) -> None:
-    """Also before the first request: hours may lie between it and the manifest."""
+    """This also holds before the first request, since hours may lie between it and the manifest."""
     first, other = connection.manifest(), "0" * 64
     group = first.groups[0].model_copy(update={"digest": other})
     for _ in range(2):
@@ -385,7 +385,7 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 @pytest.mark.slow
 def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: ServedModel) -> None:
-    """Behind a proxy that nobody answers at: loopback does not use one."""
+    """The environment names a proxy that does not respond. Connections to loopback do not use it."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"

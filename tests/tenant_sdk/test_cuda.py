@@ -1,6 +1,7 @@
-"""A tenant whose rows are on a GPU, from the start or after the model was moved: the same numbers as on the CPU.
+"""Tests a tenant whose rows are on a GPU, from the start or after the model was moved: results are the same as on the
+CPU.
 
-Every test runs for the device "cpu" too, where it shows that the test itself is right.
+Every test also runs for the device "cpu", which shows that the test itself is right.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def scheme(request: Any, tmp_path: Path, provider: Provider) -> Iterator[Any]:
 def test_rows_are_masked_and_unmasked_where_they_are(
     scheme: Any, provider: Provider, device: str, direction: Direction, num_rows: int
 ) -> None:
-    """As `RemoteExecutor` does: rows go to the CPU before they are sent, and replies come back to the rows."""
+    """This is what `RemoteExecutor` does: rows are copied to the CPU before they are sent, and replies are copied to
+    the device of the rows."""
     spec = provider.groups[0]
     rows = rows_of(num_rows, spec.widths(direction)[0])
     exact, bound, _ = bounds(spec, direction, provider.weights[0], rows, DEFAULT, 128)
@@ -93,7 +95,7 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 
 @pytest.fixture
 def load(folder: tuple[str, Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Loads an adapted model; its adapter is drawn on the CPU, so that it is the same on every device."""
+    """Loads an adapted model. The adapter is drawn on the CPU, so that it is the same for every device."""
     kind, path = folder
     targets: Any = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
     config = lora(target_modules=targets, fan_in_fan_out=kind == "gpt2")
@@ -107,7 +109,7 @@ def load(folder: tuple[str, Path], tmp_path: Path) -> Iterator[Callable[..., Any
 
 
 def assert_same(model: Any, reference: Any, device: str) -> None:
-    """Logits and LoRA gradients."""
+    """Checks that logits and LoRA gradients are the same."""
     ids = batch()
     with torch.no_grad():
         logits = model(ids.to(device)).logits
@@ -124,7 +126,7 @@ def assert_same(model: Any, reference: Any, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_moved_model_gives_the_same_logits_and_gradients(load: Callable[..., Any], mask: str, device: str) -> None:
-    """Loaded for the CPU and moved, as transformers' Trainer does."""
+    """The model is loaded for the CPU and then moved, as the Trainer of transformers does."""
     assert_same(load(mask).to(device), load("off"), device)
 
 
@@ -139,7 +141,7 @@ def test_a_model_loaded_there_gives_the_same(load: Callable[..., Any], mask: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_there_and_back(load: Callable[..., Any], mask: str, device: str) -> None:
-    """The scales of every device on the way are the right ones; single rows take the shorter way on the CPU."""
+    """The scales are right on every device on the way. On the CPU, single rows use the compiled code."""
     model, reference, token = load(mask, device=device), load("off"), batch(4, (1, 1))
     for place in (device, "cpu", device):
         model.to(place)
@@ -152,7 +154,7 @@ def test_there_and_back(load: Callable[..., Any], mask: str, device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_default_device_changes_nothing(load: Callable[..., Any], mask: str, device: str) -> None:
-    """`torch.set_default_device`, which scripts use to move everything; beside the CPU it is one without data."""
+    """Scripts use `torch.set_default_device` to move everything. Besides the CPU, a device without data is tested."""
     ids = batch()
     model = load(mask).to(device)
     with torch.no_grad():

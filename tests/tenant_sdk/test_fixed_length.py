@@ -1,4 +1,4 @@
-"""Answers of fixed length, and options of transformers that would show the text in row counts."""
+"""Tests answers of fixed length, and the options of transformers that would reveal the text by row counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_CALLS = NEW_TOKENS * GROUPS
 
 @pytest.fixture
 def stop(opened: Opened) -> int:
-    """The third token of an answer to "who?", which is no special one."""
+    """Returns the third token of an answer to "who?", which is no special token."""
     client, _ = opened()
     model, ids = client.load_model(), torch.tensor([_encoded(client)])
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_the_models_own_stop_tokens_count(opened: Opened, stop: int) -> None:
 
 
 def test_a_generation_config_does_not_end_it_or_guess(opened: Opened) -> None:
-    """The provider's: what it asks for would show the text in the calls."""
+    """The generation config is the provider's. Its settings would reveal the text by the calls."""
     client, provider = opened()
     client.generate("who?", max_new_tokens=1)
     assert client.loaded is not None
@@ -172,7 +172,7 @@ def test_an_answer_goes_on_and_fails_at_its_end(
 
 @pytest.mark.parametrize("options", SAMPLING[:2], ids=str)
 def test_an_ordinary_answer_stops_at_once(opened: Opened, options: dict[str, Any]) -> None:
-    """Also where the last thing that was not finite is a logit, which no row shows."""
+    """This also holds if the last value that is not finite is a logit, which appears in no row."""
     for first, num_calls in ((5, 6), (GROUPS - 1, GROUPS)):
         client, provider = opened(Fault(FORWARD, math.nan, first))
         with pytest.raises(NotFinite):

@@ -1,4 +1,4 @@
-"""Checkpoints and adapters are for their owner alone, under any umask and at every moment."""
+"""Tests that only their owner can read checkpoints and adapters, under any umask and at every moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT = ADAPTER | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "traine
 
 
 class Broken(Exception):
-    """Ends a run."""
+    """Is raised to end a run."""
 
 
 @pytest.fixture(params=[0, 0o022], ids=oct)
@@ -81,7 +81,7 @@ def test_folders_that_are_there_keep_their_mode(tmp_path: Path, umask: None) -> 
 
 
 class _Model:
-    """Writes as PEFT does: by the umask."""
+    """Writes files as PEFT does, with modes that depend on the umask."""
 
     def save_pretrained(self, folder: Path, **_: Any) -> None:
         folder.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def test_an_adapter_that_is_shared_stays_shared(tmp_path: Path, umask: None) -> 
 
 
 def test_new_cache_folders_are_for_their_owner(chat_folder: Path, tmp_path: Path, umask: None) -> None:
-    """A bundle is public; but nobody else may put another in its place."""
+    """A bundle is public, but no other user may replace it by another one."""
     cache = tmp_path / "above" / "cache"
     with TenantClient(f"inproc:{chat_folder}", mask="off", cache=cache) as client:
         client.load_model()

@@ -1,4 +1,5 @@
-"""Runs that break: a provider that goes away, a disk that is full, checkpoints that are not whole or not ours."""
+"""Tests runs that are interrupted: by a lost provider, a full disk, and checkpoints that are incomplete or of another
+run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 
 CALLS_A_STEP = 16
-"""More than the half of a step's calls: 9 groups forward, and most of them backward."""
+"""The number of calls in a step: 9 groups forward, and most of them backward."""
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,12 +52,12 @@ def run(client: TenantClient, out: Path, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(chat_client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The run that nothing interrupts."""
+    """Provides the result of a run that is not interrupted."""
     return run(chat_client, tmp_path_factory.mktemp("whole") / "out")
 
 
 class Breaking:
-    """Lets calls fail as those to a provider that is gone do, from call `at` on."""
+    """Makes calls fail from call `at` on, as calls to a lost provider do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: float = float("inf")
@@ -78,7 +79,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Breaking:
 
 
 def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:
-    """Calls of one step; the count begins again."""
+    """Returns the number of calls of one step, and resets the count."""
     breaking.count, breaking.at = 0, float("inf")
     run(client, folder / "count", max_steps=1)
     num_calls, breaking.count = breaking.count, 0
@@ -86,7 +87,7 @@ def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:
 
 
 def break_in_step(client: TenantClient, breaking: Breaking, out: Path, step: int, **changes: Any) -> None:
-    """Ends a run in the given step (from 1), in the middle."""
+    """Ends a run in the middle of the given step; steps are counted from 1."""
     breaking.at = (step - 0.5) * calls_a_step(client, breaking, out.parent)
     with pytest.raises(Unavailable):
         run(client, out, **changes)
@@ -146,7 +147,7 @@ def test_breaks_twice(chat_client: Any, breaking: Breaking, whole: Any, tmp_path
 def test_goes_on_with_the_config_object_of_the_broken_run(
     chat_client: Any, breaking: Breaking, whole: Any, tmp_path: Path
 ) -> None:
-    """PEFT writes into the config that it is given; the user's own must stay as it was."""
+    """PEFT writes into the config that it gets, and the user's own object must stay unchanged."""
     shared, out = lora(), tmp_path / "out"
     before = copy.deepcopy(shared)
     breaking.at = calls_a_step(chat_client, breaking, tmp_path) * 2.5
@@ -169,7 +170,7 @@ def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: 
 
 
 class GoesAway(WrappedModel):
-    """A provider that stops in the middle of one call."""
+    """Plays a provider that stops in the middle of one call."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
@@ -270,7 +271,7 @@ def test_a_damaged_checkpoint_is_one_error(chat_client: Any, breaking: Breaking,
 
 
 class FullDisk:
-    """Refuses what is written to matching paths, after a first piece of it."""
+    """Refuses writes to matching paths, after a first piece of each was written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full: Callable[[str], bool] = lambda path: False
@@ -356,7 +357,7 @@ print(json.dumps(outcome))
 
 @pytest.mark.slow
 def test_files_that_really_cannot_grow(chat_folder: Path, whole: Any, tmp_path: Path) -> None:
-    """Every write past 4 KiB fails in the kernel, so safetensors and torch report it as they do on a full disk."""
+    """Every write past 4 KiB fails in the kernel, so that safetensors and torch report it as on a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, chat_folder, tmp_path / "out"],
         capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},

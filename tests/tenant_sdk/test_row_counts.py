@@ -1,4 +1,5 @@
-"""How many rows a text takes, and who decides it: sessions against bundles that read text by row counts."""
+"""Tests how many rows a text takes, and which party decides this: sessions against bundles that read text by row
+counts."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_padded_prompts(hostile: HostileBundle, connect: Open, chat_client: Tena
 
 @pytest.mark.parametrize("prompt", ["who?", "a longer question, is it not?"])
 def test_padding_changes_no_answer(connect: Open, chat_folder: Path, prompt: str) -> None:
-    """Against the same arithmetic without padding; a head of size 8 in float arithmetic leaves no room for ties."""
+    """The results are compared with the same arithmetic without padding. In float arithmetic, a head of size 8 leaves
+    no room for ties."""
     options: dict[str, Any] = {"arithmetic": "float", "weights": None}
     with connect(**options) as plain, connect(pad_rows=48, **options) as padded:
         assert padded.generate(prompt, max_new_tokens=12) == plain.generate(prompt, max_new_tokens=12)
@@ -136,7 +138,8 @@ def test_padding_changes_no_answer_of_other_models(kind: str, tmp_path: Path) ->
 
 
 def test_padded_training_rows(hostile: HostileBundle, connect: Open, tmp_path: Path) -> None:
-    """Also at the head, which is remote here and computes only where labels are when nothing is padded."""
+    """This also holds at the head, which is remote here, and which without padding is computed only for positions with
+    labels."""
     data = [[{"prompt": "ab", "completion": answer}] for answer in ("c", "cdefgh")]
     seen = []
     for pad in (False, 32):
@@ -169,7 +172,8 @@ def test_a_prompt_longer_than_the_bucket_sends_as_many_rows(hostile: HostileBund
 def test_a_hostile_vocabulary_cannot_choose_which_rows_are_refused(
     hostile: HostileBundle, connect: Open, tmp_path: Path
 ) -> None:
-    """A text that its tokenizer makes too long, or makes vanish, is trained on no worse than visibly any other."""
+    """If the provider's tokenizer makes too many tokens of a text, or none, training goes on with a shortened or empty
+    row. To the provider this looks like any other training."""
     content = json.loads(hostile.files["tokenizer.json"])
     content["model"] = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": [], "unk_token": None}
     for letter in "abc":
@@ -206,7 +210,8 @@ def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
 
 
 def test_answers_end_at_two_stop_tokens_and_at_no_other(hostile: HostileBundle, connect: Open) -> None:
-    """The tokenizer's end of text and the template's end of turn; the provider's generation settings are not asked."""
+    """Answers end at the tokenizer's end-of-text token and at the template's end of a turn. The provider's generation
+    settings are not used."""
     hostile.change_json("generation_config.json", eos_token_id=list(range(6, 101)), temperature=0.1, num_beams=3)
     turn = "{% for m in messages %}{{ m['content'] }}{{ '<|assistant|>' if m['role'] == 'assistant' }}{% endfor %}"
     hostile.files["chat_template.jinja"] = turn.encode()
@@ -243,7 +248,7 @@ def test_what_explain_and_the_warning_say(connect: Open, chat_folder: Path, tmp_
 
 
 def no_unknown_token(hostile: HostileBundle) -> None:
-    """The vocabulary lacks one letter, and a token for what it lacks."""
+    """Makes a tokenizer whose vocabulary lacks one letter and a token for unknown text."""
     content = json.loads(hostile.files["tokenizer.json"])
     content["model"]["unk_token"] = "nowhere"
     del content["model"]["vocab"]["z"]
@@ -295,7 +300,7 @@ def test_training_rows_that_the_tokenizer_fails_on_send_as_many_rows(
 
 
 class Panics(BaseException):
-    """As the tokenizers library's PanicException: no Exception."""
+    """Raises an exception like the tokenizers library's PanicException, which is no subclass of Exception."""
 
 
 def test_a_decoder_that_panics_ends_no_answer_early(
@@ -326,7 +331,8 @@ def test_a_tokenizer_that_fails_is_one_line_without_a_bucket(hostile: HostileBun
 def test_numbers_without_an_embedding_are_refused_before_anything_is_sent(
     hostile: HostileBundle, connect: Open, options: dict[str, Any]
 ) -> None:
-    """Also where the config names no size of the vocabulary: the model's own counts."""
+    """This also holds if the config names no size of the vocabulary. The number of the model's own embeddings
+    counts."""
     content = json.loads(hostile.files["tokenizer.json"])
     content["model"]["vocab"]["z"] = 40_000
     hostile.files["tokenizer.json"] = json.dumps(content).encode()

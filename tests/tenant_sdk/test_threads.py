@@ -1,4 +1,5 @@
-"""Several clients in one process: results are those of a client alone, and nobody waits for another's loading."""
+"""Tests several clients in one process: results equal those of a client alone, and no client waits for another one to
+load."""
 
 from __future__ import annotations
 
@@ -32,19 +33,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 TIMEOUT_S = 100.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
 EXACT: dict[str, Any] = {"mask": "off", "arithmetic": "ring"}
-"""Products of integers: what else the provider computes in the same batch changes no bit."""
+"""Options with which products are computed with integers, so that other requests in the same batch change no bit."""
 
 
 @pytest.fixture
 def many_switches() -> Iterator[None]:
-    """Threads take turns fifty times as often, so that they meet in every short stretch of code."""
+    """Makes threads switch fifty times as often, so that races in short stretches of code show."""
     with switching_every(1e-4):
         yield
 
 
 @pytest.fixture(scope="module")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2's head is its embedding, which a model loses when two are loaded at once."""
+    """Provides a GPT-2 model, whose head is its embedding. A model could lose this tie if two models were loaded at
+    once."""
     return make_chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
 
 
@@ -69,7 +71,7 @@ def identity_of(provider: tuple[Server, StateDir], name: str, folder: Path) -> P
 
 
 def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> list[float]:
-    """The losses of one client's fine-tuning."""
+    """Returns the losses of one client's fine-tuning."""
     with TenantClient(url, progress=False, cache=out.with_name("cache"), **options) as client:
         losses: list[float] = client.finetune(ROWS, lora(), out, **{**QUICK, "max_steps": 4, **settings}).losses
     assert (out / "adapter_model.safetensors").is_file()
@@ -109,7 +111,7 @@ def test_four_clients_of_one_identity(provider: tuple[Server, StateDir], tmp_pat
 def test_four_clients_of_one_identity_behind_the_lattice_mask(
     provider: tuple[Server, StateDir], tmp_path: Path, many_switches: None
 ) -> None:
-    """They share the ledger and the folder of hints; the mask's own error is all that tells their losses apart."""
+    """The clients share the ledger and the folder of hints. Only the mask's error makes their losses differ."""
     folder, url = identity_of(provider, "acme", tmp_path), f"grpcs://127.0.0.1:{provider[0].port}"
     lattice = {"identity": folder, "mask": "lattice", "mask_options": TOY_OPTIONS}
     plain = trained(url, tmp_path / "plain", {"identity": folder, **EXACT})
@@ -131,7 +133,7 @@ def test_providers_and_trusted_checkpoints_are_loaded_beside_tenants(
 def test_steps_of_one_run_are_not_left_out_because_another_accumulates(
     chat_folder: Path, tmp_path: Path, many_switches: None
 ) -> None:
-    """accelerate keeps for the whole process whether an optimizer acts now."""
+    """accelerate keeps, for the whole process, whether an optimizer step is due."""
 
     def run(number: int, out: Path) -> list[float]:
         options = {"mask": "off", "arithmetic": "float", "weights": "native"}
@@ -143,7 +145,7 @@ def test_steps_of_one_run_are_not_left_out_because_another_accumulates(
 def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever another thread does to the generators of the process, at the worst of times."""
+    """Another thread changes the process's random generators at the worst possible moments."""
     options = {**QUICK, "seed": 3, "batch_size": 2}
     expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
     make_peft, make_trainer = finetune.get_peft_model, finetune.CompletionTrainer
@@ -165,7 +167,7 @@ def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
 
 
 def test_dropout_too_is_the_same_in_runs_one_after_the_other(chat_client: TenantClient, tmp_path: Path) -> None:
-    """In threads it is not: dropout draws from the generator of the process."""
+    """With several threads this does not hold, since dropout draws from the process's generator."""
     first = chat_client.finetune(ROWS, lora(lora_dropout=0.3), tmp_path / "first", **QUICK).losses
     torch.rand(7)
     assert chat_client.finetune(ROWS, lora(lora_dropout=0.3), tmp_path / "second", **QUICK).losses == first
@@ -180,7 +182,7 @@ def test_generation_does_not_wait_while_another_client_loads(chat_client: Tenant
 def test_a_client_in_bfloat16_changes_the_default_dtype_of_no_other_thread(
     chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks are made in other threads, and a number there in sixteen bits would be a wrong one."""
+    """Masks are made in other threads, and numbers of sixteen bits would be wrong there."""
     seen: set[torch.dtype] = set()
 
     class Watched(RemoteLinear):

@@ -1,4 +1,4 @@
-"""Sessions that check their provider: an honest one passes, any lie ends everything and nothing starts again."""
+"""Tests sessions that check their provider: an honest provider passes, and any lie ends the session for good."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
-"""(call, honest reply) → another one, or None where this call is answered honestly."""
+"""Maps (call, honest reply) to a forged reply, or to None if this call gets the honest reply."""
 
 
 class Forger(WrappedModel):
-    """An honest provider until it is told to forge; counts what it was asked."""
+    """Plays an honest provider until a forgery is set, and counts its requests."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
@@ -59,14 +59,14 @@ class Forger(WrappedModel):
 
 
 def changed(reply: torch.Tensor, by: int = 1) -> torch.Tensor:
-    """One number, anywhere, off by `by`."""
+    """Returns the reply with one number, anywhere, changed by `by`."""
     forged = reply.clone()
     forged.view(-1)[reply.numel() * 2 // 3] += by
     return forged
 
 
 def lie(purpose: Purpose, direction: Direction, by: int = 1, after: int = 0) -> Forgery:
-    """Changes one number of every such reply but the first `after`."""
+    """Returns a forgery that changes one number of every matching reply, except for the first `after` ones."""
     seen = [0]
 
     def forge(call: Call, reply: torch.Tensor) -> torch.Tensor | None:
@@ -80,7 +80,8 @@ def lie(purpose: Purpose, direction: Direction, by: int = 1, after: int = 0) -> 
 
 @dataclass
 class Site:
-    """Clients that trust `folder`, of one provider that may forge, in process or over mTLS."""
+    """Makes clients that trust the checkpoint in `folder`. They share one provider, in process or over mTLS, which may
+    forge replies."""
 
     where: Path
     folder: Path
@@ -88,7 +89,7 @@ class Site:
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
     sessions: list[Session] = field(init=False)
-    """Those of its clients, in the order in which they were made."""
+    """The sessions of the clients, in the order in which they were made."""
 
     def __post_init__(self) -> None:
         self.sessions = opened_sessions(self.monkeypatch)
@@ -125,12 +126,12 @@ def forger(served_model: ServedModel) -> Forger:
 
 
 def step(model: Any) -> None:
-    """Forward and backward through every group."""
+    """Computes one forward and one backward pass through every group."""
     grads(model, batch())
 
 
 def assert_over(site: Site, model: Any, forger: Forger) -> None:
-    """Secrets and connections are gone, and nothing that is asked for reaches the provider any more."""
+    """Checks that secrets and connections are gone, and that no further request reaches the provider."""
     session: Any = site.sessions[-1]
     assert session.verifier.failed
     assert reachable(session.verifier, torch.Tensor) == []
@@ -168,7 +169,7 @@ def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, t
 
 
 def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
-    """Above 160 rows the check folds rows: an honest call passes and a single number in 2,000 rows does not."""
+    """Above 160 rows the check folds rows. An honest call passes, and a single wrong number in 2,000 rows does not."""
     client = site.inproc(forger)
     layer: Any = client.load_model().lm_head
     with torch.no_grad():
@@ -220,7 +221,7 @@ LIES = {
 
 
 def fresh(name: str) -> Forgery:
-    """Lies count what they have seen: each test gets its own."""
+    """Makes new forgeries for each test, since a forgery counts the replies that it has seen."""
     made = {
         "a later product": lambda: lie(Purpose.PRODUCT, FORWARD, after=5),
     }
@@ -368,7 +369,7 @@ def test_a_lie_that_two_threads_meet(site: Site, forger: Forger) -> None:
 
 
 def fail_once(site: Site, forger: Forger, **options: Any) -> tuple[TenantClient, Any]:
-    """A client whose session has just ended, and its model."""
+    """Makes a client whose session has just ended by a failed check, and returns it with its model."""
     client = site.inproc(forger, **options)
     model = client.load_model()
     forger.forge = lie(Purpose.PRODUCT, FORWARD)
@@ -397,7 +398,7 @@ def test_every_later_call_says_why(site: Site, forger: Forger, mask: str, tmp_pa
 
 
 def test_nothing_is_sent_unmasked_after_a_failure(site: Site, forger: Forger) -> None:
-    """`off` has no mask that could be closed, and an inproc: connection no socket."""
+    """The mask `off` cannot be closed, and an inproc: connection has no socket."""
     client, model = fail_once(site, forger, mask="off", arithmetic="ring")
     asked = len(forger.asked)
     for use in (lambda: model(batch()), client.connect, client.load_model):
@@ -416,7 +417,7 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 
 
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
-    """Streamed hints that no budget keeps are fetched for every block, the worker's too."""
+    """Streamed hints for which the budget has no room are fetched for every block, also by the worker thread."""
     options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
     others = mask_makers()
     client = site.inproc(forger, mask_options=options)
@@ -436,7 +437,7 @@ def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Si
 
 
 class Swaps:
-    """A provider that comes back after a restart with another model of the same shapes."""
+    """Plays a provider that is restarted with another model of the same shapes."""
 
     def __init__(self, site: Site, first: Any, second: Any) -> None:
         self.site, self.first, self.second = site, first, second
@@ -474,13 +475,14 @@ def step_after_the_swap(site: Site, swaps: Swaps, verify: Path | None) -> Veilba
 
 
 def test_other_weights_after_a_restart_end_a_session_that_verifies(site: Site, swaps: Swaps) -> None:
-    """By the first reply; or by the manifest, where the client looks at it again."""
+    """The first reply ends the session, or the manifest if the client reads it again."""
     assert isinstance(step_after_the_swap(site, swaps, site.folder), VerificationFailed | ConfigurationError)
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 def test_other_weights_after_a_restart_are_an_error_before_anything_is_sent(site: Site, swaps: Swaps) -> None:
-    """An operator's mistake, not a lie: without an error the hints of the old weights make every result noise."""
+    """This is a mistake of the operator and not a lie. Without an error, the hints of the old weights would turn every
+    result into noise."""
     failure = step_after_the_swap(site, swaps, None)
     assert isinstance(failure, ConfigurationError)
     assert "other weights" in str(failure)
@@ -505,7 +507,7 @@ def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
 def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: str) -> None:
-    """A norm that is too small makes results wrap."""
+    """If a norm is too small, results wrap."""
     manifest = served_model.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])
@@ -516,7 +518,7 @@ def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: st
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
 def test_other_scales_or_tensors_are_refused(site: Site, served_model: ServedModel, file: str) -> None:
-    """One number of α, or of an embedding, in a bundle whose digests are right."""
+    """One number of α, or of an embedding, differs in a bundle whose digests are right."""
     liar = Liar(served_model)
     tensors = load(liar.files[file])
     name = sorted(tensors)[0]
@@ -539,7 +541,7 @@ def test_another_template_is_refused(site: Site, served_model: ServedModel, mask
 def test_a_refused_client_may_connect_to_an_honest_provider_later(
     site: Site, served_model: ServedModel, tmp_path: Path
 ) -> None:
-    """Nothing was masked for the liar, so nothing is lost."""
+    """The client has masked nothing for the lying provider, so no mask is lost."""
     twin = make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8")
     waiting = [Forger(twin), Forger(served_model)]
     site.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
@@ -574,7 +576,7 @@ def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Si
 
 
 def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model: ServedModel) -> None:
-    """A provider that answers other rows than it got: right products of wrong rows."""
+    """The provider returns correct products of other rows than those that were sent."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Makes lattice.json beside it: python tests/vectors/make_lattice_vectors.py
+"""Makes lattice.json in this folder: python tests/vectors/make_lattice_vectors.py
 
-An independent, slow and obvious reading of docs/masks.md, "lattice": Python integers, polynomials as lists,
-schoolbook products with X^N = −1, everything mod 2^32. It imports nothing of Veilbase.
+It is an independent, slow and obvious implementation of docs/masks.md, "lattice". It uses Python integers, polynomials
+as lists, and schoolbook products with X^N = −1, all mod 2^32. It imports nothing of Veilbase.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Matrix = list[list[int]]
 
 
 def centred(number: int) -> int:
-    """The number in [−2^31, 2^31) that stands for it mod 2^32."""
+    """Returns the number in [−2^31, 2^31) that equals the given one mod 2^32."""
     return (number + 2**31) % Q - 2**31
 
 
 def negacyclic(a: list[int], b: list[int]) -> list[int]:
-    """a·b in Z[X]/(X^N + 1)."""
+    """Returns the product a·b in Z[X]/(X^N + 1)."""
     degree = len(a)
     out = [0] * degree
     for i, x in enumerate(a):
@@ -36,7 +36,8 @@ def negacyclic(a: list[int], b: list[int]) -> list[int]:
 
 
 def combine(matrix: Matrix, secret: Matrix) -> Matrix:
-    """Row t, column c: coefficient t of Σ_i matrix_{i,c}·s_i mod 2^32; matrix has k·N rows, secret k rows of N."""
+    """Returns the rows of the product: row t, column c is coefficient t of Σ_i matrix_{i,c}·s_i mod 2^32. The matrix
+    has k·N rows, and the secret k rows of N."""
     degree = len(secret[0])
     num_columns = len(matrix[0])
     out = [[0] * num_columns for _ in range(degree)]

@@ -1,8 +1,8 @@
-"""Makes the golden vectors beside it: python tests/vectors/make_vectors.py
+"""Makes the golden vectors in this folder: python tests/vectors/make_vectors.py
 
-An independent, slow and obvious reading of wire/SPEC.md, sections 3 and 5: Python integers and exact fractions, numpy
-only to round a number to float32, OpenSSL's AES-CTR a row at a time. It imports nothing of Veilbase, so that a mistake
-in `wire` cannot prove itself.
+It is an independent, slow and obvious implementation of wire/SPEC.md, sections 3 and 5. It uses Python integers and
+exact fractions, numpy only to round a number to float32, and OpenSSL's AES-CTR one row at a time. It imports nothing of
+Veilbase, so that a mistake in `wire` cannot confirm itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def float32(number: float) -> float:
 
 
 def bits(number: float) -> str:
-    """A float32 as eight hex digits, most significant first."""
+    """Returns a float32 as eight hex digits, the most significant first."""
     return struct.pack(">f", number).hex()
 
 
@@ -37,7 +37,8 @@ def from_bits(digits: str) -> float:
 
 
 def divide(a: float, b: float) -> float:
-    """a / b rounded once to float32: np.float32's own division, checked against exact fractions."""
+    """Returns a / b rounded once to float32, by the division of np.float32, which is checked against exact
+    fractions."""
     quotient = np.float32(a) / np.float32(b)
     exact = Fraction(a) / Fraction(b)
     for neighbour in (np.nextafter(quotient, np.float32(-np.inf)), np.nextafter(quotient, np.float32(np.inf))):
@@ -46,12 +47,12 @@ def divide(a: float, b: float) -> float:
 
 
 def half_to_even(number: float) -> int:
-    """Python's round on an exact fraction: to nearest, ties to even."""
+    """Rounds an exact fraction to the nearest integer, and ties to even, as Python's `round` does."""
     return round(Fraction(number))
 
 
 def quantise(weight: list[list[float]]) -> tuple[list[list[int]], list[float]]:
-    """wire/SPEC.md, section 5."""
+    """Quantises a weight as wire/SPEC.md, section 5, prescribes."""
     num_rows, num_columns = len(weight), len(weight[0])
     alpha = []
     for j in range(num_columns):
@@ -73,7 +74,7 @@ def digest(rounded: list[list[int]], alpha: list[float]) -> str:
 
 
 def product(rows: list[list[int]], weight: list[list[int]]) -> list[list[int]]:
-    """rows · weight mod q, as numbers in [−2^31, 2^31)."""
+    """Returns rows · weight mod q, as numbers in [−2^31, 2^31)."""
     columns = list(zip(*weight, strict=True))
     return [
         [(sum(a * b for a, b in zip(row, column, strict=True)) + 2**31) % Q - 2**31 for column in columns]
@@ -159,7 +160,7 @@ def ring_cases() -> list[dict[str, Any]]:
 
 
 def expand_row(seed: bytes, row: int, cols: int) -> list[int]:
-    """wire/SPEC.md, section 5: one row of a seed's expansion."""
+    """Returns one row of a seed's expansion, as wire/SPEC.md, section 5, prescribes."""
     key = hashlib.sha256(b"veilbase expand v1\x00" + seed).digest()
     aes_ctr = Cipher(algorithms.AES(key), modes.CTR(row.to_bytes(8, "big") + bytes(8))).encryptor()
     return list(struct.unpack(f"<{cols}i", aes_ctr.update(bytes(4 * cols))))

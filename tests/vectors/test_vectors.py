@@ -1,4 +1,4 @@
-"""The checked-in vectors are what their script makes."""
+"""Tests that the committed vectors are those that their script makes."""
 
 from __future__ import annotations
 

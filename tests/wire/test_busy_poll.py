@@ -1,4 +1,4 @@
-"""Who looks for a message before sleep: when, for how long, and who does not."""
+"""Tests which threads poll for a message before they sleep, when, and for how long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_S = 0.0001
 
 
 class Clock:
-    """Each look at it takes a moment."""
+    """Implements a clock that advances a little at each reading."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Looks:
-    """Something that comes after so many looks."""
+    """Implements an event that comes after a given number of polls."""
 
     def __init__(self, until: int) -> None:
         self.until, self.number = until, 0
@@ -134,7 +134,7 @@ def test_a_look_that_fails_lets_the_next_one_look() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_look_that_was_never_ended_is_over_in_time(clock: Clock) -> None:
-    """A child of a process that looked has the look of its parent, which ends there without a word."""
+    """A forked child of a polling process inherits the parent's poll, which ends there without notice."""
     answers: list[str] = []
 
     def child() -> str:

@@ -1,4 +1,4 @@
-"""Errors: codes there and back, fixed texts, and the tree as it is drawn."""
+"""Tests errors: their codes in both directions, their fixed texts, and that the tree is as it is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Frames: golden bytes, a round trip of every field, chunks in and out, refusals, no copy where one frame is enough."""
+"""Tests frames: golden bytes, a round trip of every field, splitting and joining of chunks, refusals, and no copy if
+one frame suffices."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def numbers(num_rows: int, cols: int) -> torch.Tensor:
 
 
 def address(message: bytes) -> int:
-    """Where the payload of a message lies in memory."""
+    """Returns the address of a message's payload in memory."""
     return torch.frombuffer(message, dtype=torch.uint8).data_ptr() + frame.HEADER_BYTES
 
 
@@ -177,7 +178,7 @@ def test_tensors_without_numbers(shape: tuple[int, int]) -> None:
 
 
 def small_chunks(rows: torch.Tensor, size: int) -> list[tuple[Header, memoryview]]:
-    """Chunks of `size` bytes, which a peer may send although this side would not."""
+    """Returns chunks of `size` bytes, which a peer may send although this code would not."""
     data = bytes(frame.tensor_bytes(rows))
     header = tensor_header(rows)
     return [
@@ -258,7 +259,7 @@ def hint_header(rows: int = 5, total_bytes: int = 48) -> Header:
 
 
 def received(header: Header, payload: bytes, size: int = 48) -> Assembler:
-    """An assembler that took the payload in chunks of `size` bytes."""
+    """Returns an assembler that received the payload in chunks of `size` bytes."""
     assembler = Assembler(header)
     for start in range(0, len(payload), size):
         assembler.add(replace(header, offset=start), memoryview(payload)[start : start + size])

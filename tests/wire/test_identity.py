@@ -1,4 +1,4 @@
-"""An identity folder whose files are not what their names say: one line that names the file, before any connection."""
+"""Tests an identity folder whose files have wrong contents: one line names the file, before any connection is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits: bounds of what a provider may announce, and deadlines."""
+"""Tests the limits that a provider may announce, and deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thread builds a model at a time; the others notice nothing of it."""
+"""Tests that only one thread builds a model at a time, and that other threads are not affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wire.loading import loading, quiet_transformers
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
-    """What a call gives in another thread."""
+    """Returns the result of a call in another thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(WAIT_S)
 
@@ -63,7 +63,8 @@ def test_a_model_is_the_same_bits_as_without(kind: str, dtype: Any, tmp_path: Pa
 
 
 def test_no_two_threads_load_at_once() -> None:
-    """The second comes in when the first has left: shown by who waits, with nothing timed."""
+    """The second thread enters when the first has left. The test shows this by the threads that wait, and measures no
+    time."""
     order: list[str] = []
     asks = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Manifests: what is refused, with which error, and that nothing of a peer's text reaches a message."""
+"""Tests which manifests are refused, with which error, and that no text of a peer is in a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire.manifest import BUNDLE_FILE_NAMES, Manifest, parse_manifest
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of one value; the path is of keys and indices, separated by dots."""
+    """Changes one value of a manifest. The path consists of keys and indices, separated by dots."""
 
     def change(content: dict[str, Any]) -> None:
         place: Any = content

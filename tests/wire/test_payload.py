@@ -1,4 +1,5 @@
-"""Every kind of payload sends the same bytes each time, says how many they are, and shows none of them."""
+"""Tests that every kind of payload sends the same bytes each time, states how many there are, and shows none of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales: no product wraps, whatever the rows; what comes back is as near as rounding allows."""
+"""Tests scales: no product wraps, for any rows, and results are as exact as rounding allows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("_each_form")
 
 
 def adversarial_rows(kind: str, weight: torch.Tensor, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """float32 rows, shape (num_rows, d), that come near the bound or near a float's own ends."""
+    """Returns float32 rows, shape (num_rows, d), that are near the bound or near the largest and smallest float32
+    numbers."""
     d, m = weight.shape
     rows = torch.randn(num_rows, d, generator=generator)
     if kind == "aligned":  # the product of such a row is its norm times the column's
@@ -60,7 +61,7 @@ def random_weight(d: int, m: int, kind: str, generator: torch.Generator) -> torc
 
 
 def check_bound(encoded: torch.Tensor, weight_norm: float, error_norm: float, slack: float) -> None:
-    """(‖x̃‖ + error_norm) · weight_norm + slack < 2^31 in exact fractions."""
+    """Checks (‖x̃‖ + error_norm) · weight_norm + slack < 2^31 in exact fractions."""
     room = (LIMIT - Fraction(slack)) / Fraction(weight_norm) - Fraction(error_norm)
     assert room > 0
     for row in encoded.tolist():
@@ -68,7 +69,7 @@ def check_bound(encoded: torch.Tensor, weight_norm: float, error_norm: float, sl
 
 
 def worst_products(encoded: torch.Tensor, weight: torch.Tensor, error_norm: float) -> int:
-    """The largest |(x̃ + e)·w| over all columns w, with the integer e of at most this norm that adds most."""
+    """Returns the largest |(x̃ + e)·w| over all columns w, with the worst integer e of at most this norm."""
     largest = 0
     columns = weight.t().tolist()
     for row in encoded.tolist():

@@ -1,4 +1,4 @@
-"""wire/SPEC.md says what the code does, where both give numbers."""
+"""Tests that the numbers in wire/SPEC.md are those of the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS = {int(part[0]): part for part in re.split(r"^## ", SPEC, flags=re.MULT
 
 
 def table(section: int, num_columns: int) -> list[list[str]]:
-    """Rows of the section's tables with that many columns, without heads."""
+    """Returns the rows, without heads, of those tables in the section that have this number of columns."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTIONS[section].splitlines() if "|" in line]
     return [row for row in rows if len(row) == num_columns and not row[0].startswith("-")]
 

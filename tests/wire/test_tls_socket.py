@@ -1,4 +1,5 @@
-"""Messages over one TLS connection: whole, in order, and however they are cut; ends, floods and who is let in."""
+"""Tests messages over one TLS connection: they arrive whole and in order, however they are cut. Also tests ends,
+floods, and which peers are admitted."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ Outcome = TlsSocket | BaseException
 
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tuple[Outcome, Outcome]:
-    """Both ends after their handshakes, or what became of them."""
+    """Returns both ends after their handshakes, or the errors with which they failed."""
     near, far = tcp_pair()
     outcome: list[Outcome] = []
 
@@ -90,9 +91,9 @@ def ends(authority: Authority) -> Iterator[tuple[TlsSocket, TlsSocket]]:
 
 
 def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, TlsSocket]:
-    """A tenant that sends whatever bytes it likes, and the provider's end.
+    """Makes a tenant that can send arbitrary bytes, and the provider's end.
 
-    The tenant sends `more`, and that nothing follows, in one piece with the end of its handshake.
+    Together with the end of its handshake, the tenant sends `more` and the mark that nothing follows.
     """
     near, far = tcp_pair()
     peer = RawPeer(near, authority.client_context(), HOST)
@@ -116,7 +117,7 @@ def raw(authority: Authority) -> Iterator[tuple[RawPeer, TlsSocket]]:
 
 
 def option(end: TlsSocket, level: int, name: int, *size: int) -> Any:
-    """An option of an end's socket."""
+    """Returns an option of the socket of one end."""
     with socket.socket(fileno=os.dup(end.fileno())) as plain:
         return plain.getsockopt(level, name, *size)
 
@@ -152,7 +153,7 @@ def joins(thread: threading.Thread) -> bool:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
 def test_the_kernel_pings_at_both_ends(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """After 20 s without a byte; some 10 s later the peer has vanished."""
+    """Pings begin after 20 s without a byte. Some 10 s later a peer that does not respond counts as lost."""
     for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
         assert option(end, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, interval, count, unread = (
@@ -195,7 +196,7 @@ def test_many_small_messages_in_one_record(raw: tuple[RawPeer, TlsSocket]) -> No
 
 @pytest.mark.parametrize("size", [0, 1, 9])
 def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket], size: int) -> None:
-    """By records: the length, too, may come in parts."""
+    """The message is cut into TLS records, so that the length, too, may arrive in parts."""
     near, far = raw
     message = os.urandom(size)
     plain = 2 * (LENGTH.pack(size) + message)
@@ -205,7 +206,7 @@ def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket], size: int) 
 
 
 def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket]) -> None:
-    """By TCP: nothing is taken for a message until its record is whole."""
+    """The record is cut into TCP segments. Nothing counts as a message before its record is complete."""
     near, far = raw
     for cut in range(1, 40):
         cipher = near.records(LENGTH.pack(5) + b"whole")
@@ -259,7 +260,7 @@ def test_a_length_above_the_limit_takes_no_memory(
         far.wait()
     assert far.next_message() == b"ok"
     assert far.next_message() is None
-    with pytest.raises(MalformedFrame):  # and it stays so: what follows is nobody's message
+    with pytest.raises(MalformedFrame):  # the connection stays broken: what follows is no message
         far.wait()
     assert far.next_message() is None
 
@@ -340,7 +341,7 @@ def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
 
 
 def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """The number may be another connection's by then; `close` may come from any thread."""
+    """Another connection may have this descriptor number by then, since any thread may call `close`."""
     near, _ = ends
     number = near.fileno()
     near.release()
@@ -358,7 +359,7 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, T
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Both would count on with the same keys."""
+    """A forked child would otherwise continue the counters of TLS under the same keys as its parent."""
     near, far = ends
 
     def child() -> str:
@@ -431,7 +432,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSoc
 
 
 def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """One thread an end, which sends and receives: nobody may wait for the peer to read first."""
+    """There is one thread at each end, which sends and receives. Neither may wait for the peer to read first."""
     message, count = os.urandom(1 << 20), 24
 
     def both(end: TlsSocket, got: list[bytes]) -> None:
@@ -444,7 +445,7 @@ def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) ->
 
     received: tuple[list[bytes], list[bytes]] = ([], [])
     threads = [in_thread(lambda k=k: both(ends[k], received[k])) for k in (0, 1)]
-    # Who has all may wait for a message that nobody sends: the other one's end wakes it.
+    # A thread that has everything may wait for a message that never comes. The other thread's end wakes it.
     give_up_at = time.monotonic() + 2 * WAIT_S
     while any(len(got) < count for got in received) and time.monotonic() < give_up_at:
         threading.Event().wait(0.01)
@@ -456,11 +457,12 @@ def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) ->
 
 
 class Message(bytearray):
-    """Bytes that can be looked for."""
+    """Holds bytes to which weak references can be made."""
 
 
 def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """The message, and what it was encrypted to; a first message makes the memory that is kept for later ones."""
+    """Both the message and its encrypted bytes are freed. A first message makes the memory that is kept for later
+    ones."""
     near, far = ends
 
     def send(num_bytes: int) -> weakref.ref[Message]:
@@ -489,7 +491,8 @@ def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
 
 
 def refused(near: Outcome, far: Outcome) -> bool:
-    """Whether neither end, or in TLS 1.3 at most the tenant's, which learns of it when it reads, has a connection."""
+    """Returns whether no end has a connection. With TLS 1.3 the tenant may have one for a while, since it learns of the
+    refusal only when it reads."""
     if isinstance(near, TlsSocket):
         with pytest.raises(OSError):
             receive(near)
@@ -584,7 +587,7 @@ def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch:
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the deadline nothing is read, though something has come."""
+    """After the deadline nothing is read, even if bytes have arrived."""
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.0)
     near, far = tcp_pair()
     near.sendall(b"\x16")
@@ -600,7 +603,8 @@ def test_what_is_no_tls_is_refused(authority: Authority, what: bytes) -> None:
 
 
 def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
-    """A peer may ask for new keys as often as it likes, and each time OpenSSL writes an answer that nobody fetches."""
+    """A peer may request new keys as often as it likes. For each request OpenSSL writes a reply, which this peer does
+    not read."""
     near_plain, far_plain = tcp_pair()
     provider = RawPeer(far_plain, authority.server_context())
     made: list[TlsSocket] = []
@@ -644,7 +648,7 @@ def test_without_memory_files_the_key_is_gone_again(
 
 
 def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Linux ends a connection whose peer answers but does not read for so long."""
+    """Linux ends a connection if its peer acknowledges but does not read for so long."""
     near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000

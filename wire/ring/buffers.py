@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 _LEAST_BITS, _MOST_BITS = 17, 24
-"""Base-two logarithms of the smallest and the largest buffer that is kept. Buffers of 128 KiB serve messages above 64
-KiB; malloc has room in its heap for smaller ones. The largest buffers have 16 MiB; memory for a larger message is
+"""The base-two logarithms of the smallest and the largest buffer that is kept. Buffers of 128 KiB serve messages above
+64 KiB; malloc has room in its heap for smaller ones. The largest buffers have 16 MiB; memory for a larger message is
 mapped for one use."""
 
 _KEPT_BYTES = 16 << 20

@@ -97,7 +97,8 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     Args:
         parts: one matrix or more, each int32, shape (its number of rows, d), CPU, any strides.
         weight: int8, shape (d, m), for which `suits` returns True.
-        replies: memory for each product, int32, shape (number of rows, m), CPU, contiguous, apart from all else.
+        replies: memory for each product, int32, shape (number of rows, m), CPU, contiguous, which overlaps no other
+            argument.
 
     Raises:
         InvalidTensor: an argument is anything else.
@@ -321,7 +322,7 @@ class RowCodec:
             raise InvalidTensor("no compiled kernel for these rows")
         _check_alpha(request_alpha, d)
         _check_alpha(reply_alpha, m)
-        self._alphas = request_alpha, reply_alpha  # They are kept since their memory is read.
+        self._alphas = request_alpha, reply_alpha  # These tensors are kept, since their memory is read later.
         self._factors, self._reply_factors = (None if a is None else _POINTER(a.data_ptr()) for a in self._alphas)
         self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
         self._d, self._m, self._one = _COUNT(d), _COUNT(m), _COUNT(1)
@@ -445,5 +446,5 @@ def _scratch(num_bytes: int) -> int:
     kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
     if kept is None or kept[0].size < num_bytes:
         made = np.empty(num_bytes, dtype=np.uint8)
-        kept = _local.scratch = made, made.ctypes.data  # Both: an address does not keep memory alive.
+        kept = _local.scratch = made, made.ctypes.data  # Both are kept, since an address does not keep memory alive.
     return kept[1]

@@ -1,7 +1,7 @@
 """This module cuts the work of one operation into pieces that threads take one after another (wire/ring/threads.py).
 
-Each size here is the smallest for which waking another thread saved time in measurements. The block sizes are those of
-wire/ring/kernels.c.
+Each size in this module is the smallest for which waking another thread saved time in measurements. The block sizes are
+those of wire/ring/kernels.c.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _SHARED_ROWS = 2 * _BLOCK_ROWS
 if its piece has many rows."""
 _SHARED_COLUMNS = 256
 _SHARED_NUMBERS = 1 << 18
-"""The least count of numbers to encode or decode with which other threads help. One thread takes 0.2 ms for this
+"""If there are at least this many numbers to encode or decode, other threads help. One thread takes 0.2 ms for this
 count."""
 _SHARED_WORK = 1 << 24
-"""The least count of multiplications with which other threads help. One thread takes 0.7 ms for this count, and waking
-a thread was measured to take 0.1 ms."""
+"""If there are at least this many multiplications, other threads help. One thread takes 0.7 ms for this count, and
+waking a thread was measured to take 0.1 ms."""
 _VNNI_SPEED = 4
 """The factor by which `_SHARED_WORK` is larger if products use VNNI, with which one thread takes 0.15 ms for 2^24
 multiplications. Without the factor, the widest products of 16 rows were shared, and all products of a model took 1.2

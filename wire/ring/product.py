@@ -217,7 +217,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
         sums, place = sums.view(4, count, m), 0
         for _, target in block:
             first, second, third, fourth = sums[:, place : place + target.shape[0]]
-            torch.add(first, second, alpha=1 << 8, out=target)  # int32 wraps mod 2^32, which is what the ring asks for.
+            torch.add(first, second, alpha=1 << 8, out=target)  # int32 wraps mod 2^32, as the ring requires.
             target.add_(third, alpha=1 << 16).add_(fourth, alpha=1 << 24)
             place += target.shape[0]
     return replies

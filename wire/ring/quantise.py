@@ -1,4 +1,4 @@
-"""This module is the normative int8 quantiser: both sides of a verified session must get the same bytes from it
+"""This module implements the normative int8 quantiser. Both sides of a verified session must get the same bytes from it
 (wire/SPEC.md, section 5).
 
 Guarantees: results are bit-identical on every platform with IEEE fp32 division and round-half-to-even, which

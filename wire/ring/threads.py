@@ -71,7 +71,7 @@ def all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        use_cores(before)  # Inside another such block, `before` is all of the cores.
+        use_cores(before)  # Inside another such block, `before` is already the number of all cores.
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""This module is the network tier. It fetches adapters that the operator lists, with their digests, in a catalogue.
+"""This module implements the network tier, which fetches adapters that the operator lists, with their digests, in a
+catalogue.
 
 Guarantees: only sources from the catalogue are fetched, never an address from a request. A fetched adapter is kept only
 if its SHA-256 is the pinned one. An adapter appears in the cache whole or not at all, and only its owner may read it.

@@ -1,5 +1,5 @@
-"""This module is the device tier. It keeps adapters in numbered slots, stacked layer by layer, so that one matrix
-product serves many adapters.
+"""This module implements the device tier, which keeps adapters in numbered slots, stacked layer by layer, so that one
+matrix product serves many adapters.
 
 Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
 slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
@@ -70,7 +70,7 @@ class DeviceTier:
             return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
 
     def assign(self, digest: str, rank: int) -> int | None:
-        """Holds a slot for an adapter that is not on the device; callers must then copy the adapter into the slot by
+        """Reserves a slot for an adapter that is not on the device. Callers must then copy the adapter into the slot by
         `fill`.
 
         If no slot is free, the slot that has been idle longest loses its adapter and is used.

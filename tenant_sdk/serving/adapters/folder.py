@@ -1,5 +1,5 @@
-"""This module is the disk tier. It opens PEFT adapters in a folder, each in its own subfolder, without trusting their
-files.
+"""This module implements the disk tier, which opens PEFT adapters in a folder, each in its own subfolder, without
+trusting their files.
 
 Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are regular files.
 No name, no `..` and no symbolic link in the folder leads to a file outside it. Not guaranteed: a hard link to a file

@@ -1,4 +1,5 @@
-"""This module is the host tier. It keeps adapters in host memory, each as one flat tensor, within a budget of bytes.
+"""This module implements the host tier, which keeps adapters in host memory, each as one flat tensor, within a budget
+of bytes.
 
 Guarantees: adapters never take more bytes than the budget. The adapter that was used longest ago is dropped first.
 Every number that is kept is finite. An adapter that is dropped while it is being copied to a device stays in memory

@@ -221,5 +221,5 @@ def _add_segment(rows: torch.Tensor, flat: torch.Tensor, segment: Segment, stack
             flat[run.begin : run.end].add_(inner @ lora_b[run.place])
         return
     part = rows[segment.begin : segment.end].to(lora_a.dtype)
-    inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (rows of the segment, rank)
+    inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (segment rows, rank)
     flat[segment.begin : segment.end].add_(F.grouped_mm(inner, lora_b, offs=segment.offs))

@@ -34,13 +34,13 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 """The settings that this module reads, or that change nothing once an adapter is trained."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
-"""The values of init_lora_weights that leave the base weights unchanged. PiSSA, OLoRA and others change the base
-weights."""
+"""The values of init_lora_weights that leave the base weights unchanged. With PiSSA, OLoRA and others, PEFT changes the
+base weights."""
 _KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-"""Maps each setting with which PEFT makes another kind of adapter from a LoraConfig to the name of this kind."""
+"""Maps a setting of LoraConfig to the kind of adapter, other than plain LoRA, that PEFT makes if the setting is on."""
 MAX_INTRICATE = 16
 """The most rank or alpha patterns of one adapter that have a quantifier or an alternative. One takes up to 0.4 ms to
 match a layer's name of 60 characters; a pattern without them takes microseconds."""
@@ -48,8 +48,8 @@ MAX_ALTERNATIVES = 32
 """The most `|` in one pattern."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?!:)|\\[NUux]|[^ -~]")
-"""Finds a repeated group, which may take exponential time; a flag or a look-ahead; or a character beyond ASCII, since
-ranges of such characters take long to compile."""
+"""Finds those parts of a pattern that are refused. These are a repeated group, which may take exponential time to
+match, a flag, a look-ahead, and a character beyond ASCII, because ranges of such characters take long to compile."""
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 
 
@@ -109,7 +109,7 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
     try:
         config = json.loads(
             content.decode()
-        )  # Of bytes, `loads` would also take UTF-16 and UTF-32, which PEFT does not.
+        )  # From bytes, `loads` would also accept UTF-16 and UTF-32, which PEFT does not accept.
     except (ValueError, RecursionError):  # `from None`: a parser's text may quote the file
         config = None
     if not isinstance(config, dict):
@@ -198,8 +198,8 @@ def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.
 def _compiled(pattern: str) -> re.Pattern[str] | None:
     """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if matching could
     take long."""
-    # In one group that is not repeated, alternatives add to the ways to match and do not multiply them. So matching
-    # takes at most the cube of a module name's length, or its square for each alternative.
+    # If a group is not repeated, its alternatives only add to the ways to match, and do not multiply them. So the time
+    # to match grows at most with the cube of a module name's length, or with its square for each alternative.
     num_alternatives = pattern.count("|")
     num_loops = len(_QUANTIFIERS.findall(pattern.replace("(?:", "("))) + (num_alternatives > 0)
     if len(pattern) > 256 or num_loops > 2 or num_alternatives > MAX_ALTERNATIVES:

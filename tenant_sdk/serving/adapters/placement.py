@@ -1,4 +1,4 @@
-"""This module gives slots (numbered places on the device) to tickets; a ticket waits if its rank has no free slot.
+"""This module gives slots (numbered places on the device) to tickets. A ticket waits if no slot of its rank is free.
 
 Guarantees: a ticket has one slot from the time that it is ready until it is released. Tickets that wait for a slot of
 one rank get slots in the order in which they began to wait. Tickets whose adapter already has a slot overtake a waiting
@@ -22,7 +22,7 @@ already has a slot. Later requests wait behind the waiting request, so that a sl
 
 
 class Placement:
-    """Gives out the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
+    """Assigns the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
 
     def __init__(self, device: DeviceTier) -> None:
         """Makes a placement in which no ticket waits.

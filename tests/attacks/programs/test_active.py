@@ -1,4 +1,5 @@
-"""The active provider: with `verify` every fault ends the session alike; without it answers are an oracle."""
+"""Tests the provider that lies. With `verify`, every fault ends the session in the same way. Without it, the lengths of
+answers are an oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_with_verify_every_fault_ends_the_session_alike(outcomes: list[Outcome])
 
 @pytest.mark.slow
 def test_without_verify_no_fault_is_an_error(outcomes: list[Outcome]) -> None:
-    """Neither NaN nor overflow: a wrong product decodes to no more than the largest right one."""
+    """No fault causes a NaN or an overflow, because a wrong product decodes to a number no larger than the largest
+    right one."""
     assert not any(each.failed for each in outcomes if not each.verify)
 
 
@@ -66,7 +68,7 @@ def test_without_verify_fixed_length_training_shows_nothing(outcomes: list[Outco
 
 @pytest.mark.slow
 def test_without_verify_answer_lengths_tell_prompts_apart(outcomes: list[Outcome]) -> None:
-    """The limit that docs/threat-model.md states: the end and length of an answer."""
+    """This is the limit that docs/threat-model.md states for the end and the length of an answer."""
     for fault in ("product + 2^30", "product + 2^31"):
         found = one(outcomes, "answers", fault)
         assert found.answer_length_changed
@@ -83,7 +85,7 @@ def test_without_verify_a_wrong_hint_reads_the_masks_secret(tmp_path: Path) -> N
 
 
 def test_a_reply_is_wrong_in_one_number(tmp_path: Path) -> None:
-    """2^31 flips the highest bit and nothing else."""
+    """Adding 2^31 flips the highest bit of a number and changes nothing else."""
     where = active.site(tmp_path)
     replies = []
     for fault in (None, active.FORWARD_FAULTS[3]):

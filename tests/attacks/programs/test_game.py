@@ -1,4 +1,5 @@
-"""The distinguisher game: at chance on noise's masks, won on every control, and its statistics against slow ones."""
+"""Tests the distinguisher game: masks of noise/ are at chance, every control is won, and the statistics equal slow
+ones."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("secret", game_choice.SECRETS)
 def test_lattice_is_at_chance(secret: str) -> None:
-    """One quick game in a thousand misses by chance: a miss is played again, which leaves one in a million."""
+    """A quick game misses by chance once in a thousand. A game that misses is played again, so that the test fails by
+    chance once in a million."""
     for _ in range(2):
         found = game.play("lattice", game.QUICK_RUNS, secret)
         if all(one.is_at_chance for one in found):
@@ -80,7 +82,7 @@ def test_other_masks_can_be_played(mask: str) -> None:
 def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each run has a secret and an error of its own: a message takes a block, and no two blocks are alike."""
+    """Each run also has its own secret and error, because a message fills a block and no two blocks are alike."""
     drawn = results_of(monkeypatch, sampling, "ternary")
     tenant = game.Tenant("lattice", secret, tmp_path)
     masks: list[torch.Tensor] = []
@@ -105,7 +107,7 @@ def test_candidates_are_exactly_what_the_mask_hides(
 
 
 def test_the_two_inputs_are_a_block_each() -> None:
-    """Those of two adapters on one text differ, by less than the numbers themselves."""
+    """Two adapters on one text give inputs that differ by less than the inputs' own size."""
     first, second = game_choice.choice("adapter").inputs
     assert first.shape == second.shape == (DEFAULT.ring_degree, 32)
     assert 0 < float((first - second).norm()) < float(first.norm())
@@ -122,7 +124,7 @@ def test_the_public_matrix_is_the_one_that_the_provider_was_told(tmp_path: Path)
 
 
 def test_scores_change_sign_with_the_candidates(tmp_path: Path) -> None:
-    """No score prefers a side: with the candidates exchanged it says the opposite."""
+    """No score prefers one side: if the candidates are exchanged, the score changes its sign."""
     tenant = game.Tenant("lattice", "prompt", tmp_path)
     facts = tenant.known
     turned = game.known((facts.candidates[1], facts.candidates[0]), tenant.public_matrix)
@@ -137,7 +139,7 @@ def test_scores_change_sign_with_the_candidates(tmp_path: Path) -> None:
 
 def test_auc_counts_pairs() -> None:
     generator = torch.Generator().manual_seed(4)
-    ranks = torch.randint(6, (40,), generator=generator)  # many ties
+    ranks = torch.randint(6, (40,), generator=generator)  # this gives many ties
     coins = torch.randint(2, (40,), generator=generator).bool()
     pairs = [
         1.0 if one > zero else 0.5 if one == zero else 0.0
@@ -155,7 +157,8 @@ def test_the_quantile_is_shared_by_all_scores() -> None:
 
 @pytest.mark.slow
 def test_a_weak_leak_is_seen() -> None:
-    """Scores shifted by a fifth of their deviation: AUC Φ(0.2/√2) = 0.556, which a full game tells from 0.5."""
+    """Scores are shifted by a fifth of their standard deviation. This gives an AUC of Φ(0.2/√2) = 0.556, which a full
+    game distinguishes from 0.5."""
     generator = torch.Generator().manual_seed(5)
     coins = torch.randint(2, (game.FULL_RUNS,), generator=generator).bool()
     scores = torch.randn(len(SCORES), game.FULL_RUNS, generator=generator, dtype=torch.float64) + 0.2 * coins
@@ -172,7 +175,7 @@ def test_the_command_writes_what_it_prints(
 ) -> None:
     monkeypatch.setattr(game, "CONTROL_RUNS", 20)
     monkeypatch.setattr(game.controls, "__defaults__", (20,))
-    assert game.main(["--mask", "off", "--runs", "20", "--out", str(tmp_path)]) == 1  # told apart, as it must be
+    assert game.main(["--mask", "off", "--runs", "20", "--out", str(tmp_path)]) == 1  # the texts must be told apart
     printed = capsys.readouterr().out
     assert "NOT at chance" in printed
     data = json.loads((tmp_path / "game.json").read_text())

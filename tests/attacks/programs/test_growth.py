@@ -1,4 +1,4 @@
-"""`python -m attacks.growth`: what is printed is what was measured, and the line is where it says."""
+"""Tests `python -m attacks.growth`: it prints what was measured, and the line has the values that it should."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_line_is_extrapolated() -> None:
     measured = [Growth(dimension, 3.2, dimension, 2.0 ** (0.1 * dimension - 7), 2) for dimension in (10, 20, 30)]
     told = "\n".join(growth.lines(3.2, measured))
     assert "log2(seconds) = 0.100 · dimension -7.0" in told
-    assert "| default | 1536 | 3.2 | 178 | 161 |" in told  # 153.6 - 7, and 31 for operations a second
+    assert "| default | 1536 | 3.2 | 178 | 161 |" in told  # 153.6 - 7, plus 31 for operations in a second
     assert "estimates nothing" in told
 
 

@@ -1,4 +1,5 @@
-"""Where an overflow ends a run: a tenant that stops there is read, the shipped one goes on to the planned end."""
+"""Tests where an overflow ends a run. A tenant that stops at once tells the provider about its data; the shipped tenant
+continues to the planned end."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from wire.frame import Direction
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 GROUPS = 4 * NUM_LAYERS + 1
 BACKWARD_GROUPS = GROUPS - 1
-"""The input of the first layer's q, k and v needs no gradient."""
+"""The number of groups with backward calls. The input of the first group (q, k and v) needs no gradient."""
 QUICK = (OVERFLOW, Fault(BACKWARD, math.inf, 7), Fault(FORWARD, math.nan, 7))
 
 

@@ -1,4 +1,5 @@
-"""Bundles that read text by row counts: they win where nothing holds them off, and get nothing through the defences."""
+"""Tests hostile bundles that read text by row counts: they win against a stock tokenizer, and learn nothing through the
+defences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A recording is read back as it was written; one that is empty, cut off or of another model is one clear error."""
+"""Tests that a recording is read as it was written, and that one that is empty, cut off or of another model gives one
+clear error."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_a_line_nested_without_end(seen: Path) -> None:
 
 
 def test_requests_that_failed_are_apart_and_their_masks_are_looked_at(tmp_path: Path) -> None:
-    """A slot used twice, once in a request that was cancelled."""
+    """One mask row is used twice, once in a request that was cancelled. The adversary must find this, too."""
     recorder = Recorder(tmp_path / "seen", manifest_of(32))
     mask = torch.randint(-(2**31), 2**31, (4, 32), dtype=torch.int32)
     rows = [mask + torch.randint(-9, 10, mask.shape, dtype=torch.int32) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a stolen adapter is worth, its intervals, and how the report says that there was no claim."""
+"""Tests the worth of a stolen adapter, its intervals, and how the report says that nothing was claimed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from attacks.truth.gain import Gain, Question
 from attacks.truth.judge_adapters import _overlap_of, judge_deltas
 
 BASE, VICTIM = 5.0, 1.0
-"""Loss per token."""
+"""Losses per token."""
 
 
 def questions(num: int, share: float, spread: float = 0.0, seed: int = 0) -> Gain:
-    """A thief with a share of the victim's gain that differs from question to question."""
+    """Returns the results of an attacker whose share of the victim's gain differs from question to question."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(num):
@@ -75,7 +75,7 @@ def test_a_thief_without_knowledge_is_within_what_chance_moves() -> None:
 
 @pytest.fixture
 def worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Gain], list[Finding]]:
-    """What a report says of a stolen adapter of that gain."""
+    """Returns what a report says about a stolen adapter with this gain."""
 
     def make(deltas: object, public: object, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def test_a_copy_says_what_the_victim_says(worth: Callable[[Gain], list[Finding]]
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 40])
 def test_overlap_of_subspaces(rank: int) -> None:
-    """A copy has all of it, what has nothing to do with it about r/d."""
+    """A copy of the change has an overlap of 1, and an unrelated change one of about r/d."""
     generator = torch.Generator().manual_seed(rank)
     wanted, other = (
         torch.randn(64, rank, generator=generator, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_the_gate_still_notices_a_tenth_of_the_gain(worth: Callable[[Gain], list
 
 
 def results_of(claims: Sequence[Claim], tmp_path: Path, measure: Callable[[Path], Gain] | None = None) -> list[Result]:
-    """Args: measure: tells what a stolen adapter is worth; None where that is not asked."""
+    """Returns a report's findings. `measure` computes what a stolen adapter is worth; None leaves this out."""
     view = SimpleNamespace(select=lambda *_: [], with_tensors=lambda: SimpleNamespace(messages=[None]))
     task: Any = None if measure is None else SimpleNamespace(measure=measure)
     case = Case("lattice", "lattice", view, None, None, [], task)  # type: ignore[arg-type]

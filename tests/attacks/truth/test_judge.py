@@ -1,4 +1,4 @@
-"""The judge on claims about a training step: right where they are, at baseline where they are guesses."""
+"""Tests the judge on claims about a training step: true claims win, and guesses are at the baseline."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BATCH = Batch(
     torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),
 )
 HEAD_ROWS = [NO_LABEL, 13, 14, 15, 22, 23, NO_LABEL, NO_LABEL]
-"""Logits are computed at places 1 to 4, where some row has a target."""
+"""Logits are computed at positions 1 to 4, at which some sequence has a target."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One training step of a fresh adapter, as its provider is sent it without a mask."""
+    """Holds one training step of a fresh adapter, as the provider receives it without a mask."""
 
     view: View
     truth: Truth
@@ -116,7 +116,8 @@ def test_without_batches_nothing_is_judged(site: Site) -> None:
 
 
 def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
-    """A change that shrinks the base model, as rotations do, and a claim that takes it away: both point off it."""
+    """The true change shrinks the base weights, as rotations do, and the claim removes them altogether. Both have a
+    part along −W, which shows no knowledge of the adapter."""
     public = site.truth.public
     generator = torch.Generator().manual_seed(0)
     deltas = {name: torch.zeros_like(layer.weight) for name, layer in public.layers().items()}
@@ -135,7 +136,7 @@ def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
 
 
 SENT = [[1, *range(10 * place, 10 * place + 7)] for place in range(1, 9)]
-"""Eight prompts of eight tokens; all begin alike."""
+"""Eight prompts of eight tokens each. All begin with the same token."""
 
 
 def tokens(claims: list[list[int]]) -> tuple[Finding, Finding]:

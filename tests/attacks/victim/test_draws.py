@@ -1,4 +1,5 @@
-"""A tenant's draws from inside: honest ones pass, and each weakness is caught at the shipped size."""
+"""Tests the observation of a tenant's draws from inside: honest draws pass, and each weakness is noticed at the shipped
+size."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 WIDTHS = ((40, 56), (40, 40), (64, 33))
-"""Inputs and outputs of three groups."""
+"""The (inputs, outputs) of three groups."""
 ROWS = 600
-"""More than a block."""
+"""The number of rows that are sent, which is more than a block."""
 
 
 @contextlib.contextmanager
 def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iterator[Lattice]:
-    """The scheme of noise/ as a session makes it, with a provider that answers hints."""
+    """Makes the scheme of noise/ as a session does, with a provider that returns hints."""
     weights = [torch.randint(-127, 128, each, dtype=torch.int8) for each in WIDTHS]
 
     def effect(call: Call, payload: Payload, reply_cols: int) -> Answered:
@@ -58,7 +59,7 @@ def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iter
 
 
 def send(scheme: Lattice, rows: int = ROWS) -> None:
-    """Every group, both ways: prompts of 60 rows and then single ones."""
+    """Sends prompts of 60 rows and then single rows through every group, in both directions."""
     for group, (inputs, outputs) in enumerate(WIDTHS):
         spec = GroupSpec(group, inputs, outputs, 900.0, 900.0, torch.full((outputs,), 0.01), f"{group:064x}")
         for direction in Direction:
@@ -89,7 +90,7 @@ def test_an_honest_tenant_passes(
         monkeypatch.setattr(kernels, "available", lambda: False)
     watch, checks = look(tmp_path, in_pieces=in_pieces)
     assert check.alarms(checks) == []
-    num_blocks = 2 * len(WIDTHS) * 2  # of 603 rows each: more than one, less than two
+    num_blocks = 2 * len(WIDTHS) * 2  # each group gets 603 rows, which is more than one block and less than two
     assert len(watch.secrets) == num_blocks
     assert (len(watch.units) > num_blocks) is in_pieces
     assert {place.group for place in watch.places} == {0, 1, 2}
@@ -133,7 +134,7 @@ def test_each_weakness_is_caught_at_shipped_size(weakness: Weakness, tmp_path: P
 
 
 def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> None:
-    """What is looked at is a finished mask: a fault behind the sampler shows, too."""
+    """The error is computed from a finished mask, so that a fault behind the sampler shows, too."""
     kept: list[Errors] = []
     drawn: list[torch.Tensor] = []
     watch = Watch(DEFAULT, kept.append)
@@ -159,7 +160,7 @@ def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monk
 
 
 def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not drawn again, nor transformed again: the sampler alone would show nothing."""
+    """The secret is neither drawn nor transformed again, so the sampler alone would not show the fault."""
     transform, kept = negacyclic.secret_transform, {}
 
     def careless(secrets: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monk
 
     watch = Watch(DEFAULT, (statistics := Statistics(DEFAULT)).keep)
     with watch():
-        seen = negacyclic.secret_transform  # the watch's own, so that a cache in front of it hides blocks from it
+        seen = negacyclic.secret_transform  # the function that the watch wraps: a cache in front of it hides blocks
         monkeypatch.setattr(negacyclic, "secret_transform", careless)
         transform = seen
         with tenant(tmp_path, DEFAULT, False) as scheme:
@@ -180,7 +181,8 @@ def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monk
 
 
 def test_a_tail_that_is_always_zero_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of errors the last feature, of secrets the last trit: too few numbers for the sums over a block."""
+    """The last feature of the errors, or the last trit of the secrets, is always zero. These are too few numbers to
+    show in sums over a block."""
     error, ternary = sampling.error, sampling.ternary
 
     def no_last(drawn: torch.Tensor) -> torch.Tensor:
@@ -223,7 +225,8 @@ def test_zero_errors_are_refused_before_anything_is_watched() -> None:
 
 
 def test_what_is_written_holds_no_sample(tmp_path: Path) -> None:
-    """A name, a count, two numbers, a unit and a verdict for each of some forty kinds of test, and no more."""
+    """For each of some forty kinds of test, the file has a name, a count, two numbers, a unit and a verdict, and
+    nothing else."""
     watch, checks = look(tmp_path)
     text = json.dumps(check.to_json(checks))
     assert sum(secret.numel() for secret in watch.secrets) > 15_000

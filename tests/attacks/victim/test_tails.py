@@ -1,4 +1,4 @@
-"""Every bound is at least as large as the probability that it bounds, computed exactly."""
+"""Tests that every bound is at least as large as the probability that it bounds, which is computed exactly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attacks.victim import tails
 Distribution = dict[float, float]
 TRITS: Distribution = {-1.0: 1 / 3, 0.0: 1 / 3, 1.0: 1 / 3}
 SLACK = 1 + 1e-9
-"""Of floating point."""
+"""The tolerance for rounding of floating point."""
 
 
 def summed(terms: list[Distribution]) -> Distribution:
-    """The distribution of a sum of independent numbers."""
+    """Returns the distribution of a sum of independent numbers."""
     total: Distribution = {0.0: 1.0}
     for term in terms:
         added: Distribution = defaultdict(float)
@@ -29,7 +29,7 @@ def summed(terms: list[Distribution]) -> Distribution:
 
 
 def named(name: str) -> tuple[Distribution, float]:
-    """A distribution and its standard deviation."""
+    """Returns a distribution by its name, with its standard deviation."""
     if name == "trits":
         return TRITS, math.sqrt(2 / 3)
     if name == "gaussian":
@@ -52,7 +52,7 @@ def test_binomial(num_trials: int, probability: float) -> None:
 
 
 def test_binomial_is_not_far_from_the_truth_where_it_counts() -> None:
-    """A secret of 1,536 trits: the weight that is an alarm among 10,000 tests is within 150 of the mean."""
+    """For a secret of 1,536 trits, the weights that raise an alarm among 10,000 tests begin within 150 of the mean."""
     limit = math.log(1e-6 / 10_000)
     assert tails.binomial(1024, 1536, 2 / 3) == 0.0
     assert tails.binomial(1024 - 150, 1536, 2 / 3) < limit < tails.binomial(1024 - 100, 1536, 2 / 3)

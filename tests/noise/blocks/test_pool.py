@@ -1,4 +1,5 @@
-"""The mask pool: each row to one caller, refilled behind them, bounded, and gone when it is closed or forked."""
+"""Tests the mask pool: each row goes to one caller, rows are refilled within the budget, and all are gone after a close
+or in a forked child."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def row_bytes(spec: GroupSpec) -> int:
 
 
 class Mill:
-    """Makes blocks whose every row has a number of its own; a test may fail it or hold it."""
+    """Makes blocks whose rows have distinct numbers. A test may make it fail or wait."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -81,7 +82,7 @@ def make_pool(mill: Mill) -> Any:
 
 
 def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
-    """The numbers of the rows, after a look whether mask and effect belong together."""
+    """Returns the numbers of the rows, after checking that mask and effect belong together."""
     mask, effect = taken
     assert bool((mask == mask[:, :1]).all())
     assert torch.equal(effect[:, :1], -mask[:, :1])
@@ -97,7 +98,7 @@ def ready_rows(pool: MaskPool, number: int = 0, direction: Direction = FORWARD) 
 
 
 def workers() -> set[threading.Thread]:
-    """The threads that refill pools, of whatever pool."""
+    """Returns the threads that refill pools, of all pools."""
     return {thread for thread in threading.enumerate() if thread.name == WORKER}
 
 
@@ -176,7 +177,7 @@ def test_an_error_of_the_maker_is_the_callers_and_the_pool_goes_on(make_pool: An
         raise Unavailable("gone")
 
     mill.before = fail
-    for _ in range(2):  # a claim that was left behind would hang the second
+    for _ in range(2):  # if the first call left its claim, the second would hang
         with pytest.raises(Unavailable, match="gone"):
             pool.take(group(), FORWARD, 1)
     mill.before = lambda: None
@@ -217,12 +218,12 @@ def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make
     mill.before = fail
     assert numbers(pool.take(group(), FORWARD, BLOCK_ROWS - 2)) == list(range(2, BLOCK_ROWS))
     assert failed.wait(WAIT_S), "the worker was to refill"
-    assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # what was ready is still good
+    assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # rows that were ready are still valid
     with pytest.raises(Unavailable, match="gone"):
         pool.take(group(), FORWARD, 1)
     mill.before = lambda: None
     assert len(numbers(pool.take(group(), FORWARD, 3))) == 3
-    wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # and the worker lives on
+    wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # the worker is still alive
 
 
 # ---- ahead of use ---------------------------------------------------------------------------------------------------
@@ -275,12 +276,12 @@ def test_preparing_stops_at_the_budget(make_pool: Any) -> None:
     pool: MaskPool = make_pool(3 * BLOCK_ROWS * row_bytes(spec))
     pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)
     assert (ready_rows(pool), pool.ready_bytes) == (2 * BLOCK_ROWS, 2 * BLOCK_ROWS * row_bytes(spec))
-    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)  # they are there
-    pool.prepare(spec, BACKWARD, BLOCK_ROWS + 1)  # two whole blocks would pass it
+    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)  # these rows are ready already
+    pool.prepare(spec, BACKWARD, BLOCK_ROWS + 1)  # two whole blocks would exceed the budget
     assert pool.ready_bytes == 2 * BLOCK_ROWS * row_bytes(spec)
     pool.prepare(spec, BACKWARD, 1)
     assert pool.ready_bytes == 3 * BLOCK_ROWS * row_bytes(spec)
-    numbers(pool.take(spec, BACKWARD, 2 * BLOCK_ROWS))  # beyond it rather than not at all
+    numbers(pool.take(spec, BACKWARD, 2 * BLOCK_ROWS))  # exceeds it, since there would be no rows otherwise
 
 
 def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any, mill: Mill) -> None:
@@ -293,7 +294,8 @@ def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any
 
 
 def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any, mill: Mill) -> None:
-    """Steps of 10 blocks where the budget holds 3 a layer: each layer gets its 3, whoever came first."""
+    """Steps need 10 blocks, and the budget holds 3 for each layer. Every layer gets its 3, whichever layer came
+    first."""
     specs = [group(number) for number in range(4)]
     budget = 4 * 3 * BLOCK_ROWS * row_bytes(specs[0])
     pool: MaskPool = make_pool(budget, background=True)
@@ -305,7 +307,8 @@ def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any,
 
 
 def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, mill: Mill) -> None:
-    """The worker's time belongs to the single tokens; only calls that come twice are prepared for at their size."""
+    """The worker's time belongs to the single tokens. Rows of a prompt's size are made ahead only if two calls in
+    succession have this size."""
     pool: MaskPool = make_pool(background=True)
     pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
     for _ in range(3 * BLOCK_ROWS):
@@ -318,7 +321,7 @@ def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, 
 
 
 def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a notification: here the worker's waits have no time limit."""
+    """The worker is notified, since in this test its waits have no time limit."""
     first, second = group(0), group(1)
     sleeps = threading.Semaphore(0)
 
@@ -335,7 +338,7 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monke
     pool.prepare(first, FORWARD, BLOCK_ROWS)
     pool.take(first, FORWARD, BLOCK_ROWS - 1)
     assert sleeps.acquire(timeout=WAIT_S)
-    pool.take(second, FORWARD, BLOCK_ROWS)  # both are wanted from now on, and there is no room
+    pool.take(second, FORWARD, BLOCK_ROWS)  # both groups are wanted from now on, and there is no room
     assert sleeps.acquire(timeout=WAIT_S)
     assert mill.by_worker() == []
     pool.take(first, FORWARD, 1)
@@ -343,7 +346,7 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monke
 
 
 class CuttingMill(Mill):
-    """Makes what is asked for in pieces, as a mask does that can."""
+    """Makes the requested rows in pieces, as a mask that can make pieces does."""
 
     pool: MaskPool
 
@@ -360,7 +363,7 @@ class CuttingMill(Mill):
 
 @pytest.mark.parametrize("prompt_rows", [1, 3, 2 * BLOCK_ROWS + 1])
 def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int) -> None:
-    """A block of every layer is more than the budget. Pieces of blocks are made, and a caller finds one each time."""
+    """One block for every layer exceeds the budget. Pieces of blocks are made, and every caller finds one ready."""
     mill, layers = CuttingMill(), [group(number, 3 + number, 5) for number in range(5)]
     features = sum(spec.in_features + spec.out_features for spec in layers)
     budget = 4 * features * (BLOCK_ROWS - 1)
@@ -385,7 +388,7 @@ def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int)
     [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
 )
 def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
-    """Half of what the budget holds, in even parts of a block, and not below what is worth making."""
+    """A piece is half of what the budget holds, in even parts of a block, but not smaller than is worth making."""
     pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
     assert pool.piece_rows == expected
     assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [
@@ -396,13 +399,13 @@ def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
 
 
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
-    """What one call uses up gains nothing from pieces, each of which is a whole block's work."""
+    """If a call uses a whole block, pieces gain nothing, since each piece costs the work of a whole block."""
     spec = group()
     pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
     with contextlib.closing(pool):
         assert pool.piece_rows < BLOCK_ROWS
         numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
-        wait_until(lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
+        wait_until(lambda: ready_rows(pool) > 0)  # a piece is made, since the next calls are not known yet
         mill.made.clear()
         for _ in range(4):
             numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
@@ -454,13 +457,14 @@ def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, mill: Mill, held: bool) -> None:
-    """Also where another thread held the pool's lock at that moment: nobody will let it go in the child."""
+    """This also holds if another thread held the pool's lock during the fork, because in the child nobody would release
+    it."""
     pool: MaskPool = make_pool(background=True)
     assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
     holding, go_on = threading.Event(), threading.Event()
 
     class Holding(Slots):
-        """Rows are taken under the pool's lock."""
+        """Takes rows while the pool's lock is held."""
 
         def take_up_to(self, num_rows: int) -> range:
             holding.set()

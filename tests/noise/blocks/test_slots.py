@@ -1,4 +1,4 @@
-"""No row of a block twice, whatever threads do."""
+"""Tests that no row of a block is handed out twice, whatever threads do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rows_are_handed_out_once_and_in_order() -> None:
     assert [list(slots.take(2)), list(slots.take(1)), slots.remaining] == [[0, 1], [2], 2]
     with pytest.raises(SlotsExhausted):
         slots.take(3)
-    assert list(slots.take(2)) == [3, 4]  # the refused call burnt nothing
+    assert list(slots.take(2)) == [3, 4]  # the refused call used no rows
     with pytest.raises(SlotsExhausted):
         slots.take(1)
     assert list(slots.take(0)) == []
@@ -41,7 +41,7 @@ def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> N
 
 @pytest.fixture
 def _eager_switching() -> Iterator[None]:
-    """Threads take turns as often as the interpreter can, so that a missing lock shows."""
+    """Makes threads switch as often as the interpreter can, so that a missing lock shows."""
     with switching_every(1e-7):
         yield
 

@@ -1,4 +1,5 @@
-"""Every item once, errors come back, and nobody else's number of threads changes."""
+"""Tests that every item is processed once, that errors reach the caller, and that no other thread's number of threads
+changes."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_the_first_error_comes_back_after_all_have_ended(num_threads: int) -> No
     with pytest.raises(KeyError, match="first"):
         share(work, range(4))
     assert num_threads == 1 or len(done) == 3
-    share(work, range(1, 3))  # and the workers are still there
+    share(work, range(1, 3))  # the workers still run
 
 
 def test_callers_may_be_many() -> None:
@@ -96,7 +97,7 @@ def test_callers_may_be_many() -> None:
 
 
 def test_work_may_write_to_tensors_of_either_kind() -> None:
-    """A caller in inference mode owns inference tensors, which other threads may write only in that mode."""
+    """A caller in inference mode has inference tensors, to which other threads may write only in that mode."""
     for mode in (True, False):
         with torch.inference_mode(mode):
             out = torch.zeros(64)
@@ -111,7 +112,7 @@ def test_work_may_write_to_tensors_of_either_kind() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_no_workers_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(lambda: None)  # the parent has workers
+    alone(lambda: None)  # starts the parent's workers
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def child() -> str:
@@ -124,7 +125,7 @@ def test_a_forked_child_has_no_workers_to_wait_for(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    alone(lambda: None)  # the workers are there
+    alone(lambda: None)  # starts the workers
     submit, left = ThreadPoolExecutor.submit, [allowed]
 
     def refusing(executor: ThreadPoolExecutor, *given: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Folders and files that only their owner can read, under any umask."""
+"""Tests that folders and files can be read only by their owner, under any umask."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_never_open_on_the_way(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first mode is the one that counts: a descriptor opened then would stay good."""
+    """The folder's mode must be right from its first moment, since a descriptor that another user opens then would stay
+    valid."""
     seen: list[int] = []
     made = Path.mkdir
 
@@ -89,7 +90,7 @@ def test_a_folder_that_others_have_filled(tmp_path: Path) -> None:
 
 
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A shared folder, and a private one that is to replace it."""
+    """Makes a shared folder, and a private one that is to replace it."""
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()
@@ -122,7 +123,7 @@ def test_the_group_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_what_cannot_have_the_group_stays_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0750 with another group would let that group in."""
+    """A file with mode 0750 and another group would let that group in."""
     old, new = pair(tmp_path)
     found = Path.stat
 
@@ -142,9 +143,11 @@ def test_what_cannot_have_the_group_stays_private(tmp_path: Path, monkeypatch: p
 
 
 def test_an_access_control_list_is_taken_over(tmp_path: Path) -> None:
-    """Its mask shows as the mode's group bits, which would let the group in without it."""
+    """The mask of an access control list shows as the mode's group bits. Without the list, these bits would let the
+    group in."""
     old, new = pair(tmp_path)
-    # Linux, include/uapi/linux/posix_acl_xattr.h: version 2, then tag, rights, id: owner, a user, group, mask, others
+    # The format is that of Linux, include/uapi/linux/posix_acl_xattr.h: version 2, then (tag, rights, id) of the owner,
+    # a user, the group, the mask, and others.
     entries = [(1, 7, NO_ID), (2, 5, 12345), (4, 0, NO_ID), (16, 5, NO_ID), (32, 0, NO_ID)]
     given = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
     try:

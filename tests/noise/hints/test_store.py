@@ -1,4 +1,5 @@
-"""The hint store: what it gives back, what it refuses, and what an interruption leaves behind."""
+"""Tests the hint store: the hints that it returns, the files that it refuses, and what remains after an
+interruption."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from wire.frame import Direction
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
-    """A check that passes."""
+    """Accepts all rows, as a check that passes does."""
 
 
 def nothing(first_row: int, num_rows: int) -> Reply:
@@ -41,7 +42,7 @@ def nothing(first_row: int, num_rows: int) -> Reply:
 
 
 def rounded(hint: torch.Tensor, dropped_bits: int) -> torch.Tensor:
-    """The slow and obvious definition: 2^t · ⌊H/2^t + 1/2⌋ mod 2^32, as int32."""
+    """Rounds by the slow and obvious definition 2^t · ⌊H/2^t + 1/2⌋ mod 2^32, as int32."""
     step = 1 << dropped_bits
     wide = (hint.to(torch.int64) + step // 2).div(step, rounding_mode="floor") * step
     return ((wide + 2**31) % 2**32 - 2**31).to(torch.int32)
@@ -145,7 +146,7 @@ def test_an_interrupted_fetch_goes_on(tmp_path: Path, stop_at: int) -> None:
 
 
 def interrupted(folder: Path, stop_at: int, verify: Callable[[int, torch.Tensor], None] | None = accept) -> Provider:
-    """Leaves `stop_at` ranges of ten rows behind."""
+    """Makes a fetch stop after `stop_at` ranges of ten rows."""
     with pytest.raises(Unavailable):
         Provider(exact_hint(70), fail_at=stop_at).get(small_ranges(folder, 70), verify=verify)
     return Provider(exact_hint(70))
@@ -208,10 +209,10 @@ def test_a_reply_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
     exact = exact_hint(70)
-    Provider(exact).get(HintStore(tmp_path))  # unchecked, from the provider that is about to be caught
+    Provider(exact).get(HintStore(tmp_path))  # this hint is unchecked, and its provider is about to be caught lying
 
     def catch(first_row: int, rows: torch.Tensor) -> None:
-        assert torch.equal(rows, exact[first_row : first_row + rows.shape[0]])  # 32 bits, before rounding
+        assert torch.equal(rows, exact[first_row : first_row + rows.shape[0]])  # the rows have 32 bits, before rounding
         if first_row >= 20:
             raise VerificationFailed("the provider's hint is wrong")
 
@@ -303,7 +304,7 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_leaves_no_file_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """70 features are two tiles: ten writes of rows, then checksums and header."""
+    """The 70 features make two tiles, so there are ten writes of rows, then those of checksums and header."""
     real, count = os.pwrite, 0
 
     def fill_up(handle: int, data: memoryview, offset: int) -> int:
@@ -376,7 +377,7 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
     others: list[subprocess.Popen[str]] = []
 
     def start_the_other(first_row: int, rows: torch.Tensor) -> None:
-        if not others:  # this process holds the lock by now
+        if not others:  # at this point this process holds the lock
             command = [sys.executable, "-c", script, str(tmp_path)]
             others.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             assert line_of(others[0]) == "waiting"
@@ -390,7 +391,7 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", ["disk", "stream"])
 def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, where: str) -> None:
-    """The parent holds the hint's turn, the store's lock and, on disk, the lock between processes."""
+    """The parent holds the hint's own lock, the store's lock and, on disk, the lock between processes."""
     store = HintStore(tmp_path if where == "disk" else None)
     parent, childs, answers = Provider(exact_hint(70)), Provider(exact_hint(70)), []
 
@@ -412,12 +413,13 @@ def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, wh
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> None:
-    """It has a copy of the open lock file: the parent's end of the fetch must free it none the less."""
+    """The child has a copy of the open lock file. Nevertheless, when the parent ends its fetch, the lock must be
+    free."""
     done, told = os.pipe()
 
     def live() -> None:
         os.close(told)
-        os.read(done, 1)  # until the parent closes its end
+        os.read(done, 1)  # waits until the parent closes its end
 
     child = multiprocessing.get_context("fork").Process(target=live)
 
@@ -427,7 +429,7 @@ def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> Non
     try:
         Provider(exact_hint(70)).get(HintStore(tmp_path), verify=fork)
         with next(tmp_path.glob("*/*.lock")).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # locks the file as another process would
     finally:
         os.close(told)
         child.join(WAIT_S)
@@ -454,14 +456,14 @@ def test_the_ram_budget_bounds_what_is_mapped(tmp_path: Path) -> None:
     for key in keys:
         provider.get(store, key).load(0, 70)
     assert mapped_files(tmp_path) == 3
-    first = store.get(keys[2], (ROWS, 70), nothing)  # kept: it becomes the most recently used
+    first = store.get(keys[2], (ROWS, 70), nothing)  # this hint is kept, and is now the most recently used
     store.get(keys[0], (ROWS, 70), nothing)
     assert store.get(keys[2], (ROWS, 70), nothing) is first
     assert mapped_files(tmp_path) == 3
     tight = HintStore(tmp_path, ram_budget_bytes=file_bytes - 1)
     tight.get(keys[0], (ROWS, 70), nothing).load(0, 70)
     assert mapped_files(tmp_path) == 3
-    Provider(exact_hint(640)).get(store)  # larger than the budget: handed out, and nothing makes room for it
+    Provider(exact_hint(640)).get(store)  # larger than the budget, so no hint is dropped for it
     assert mapped_files(tmp_path) == 3
     assert store.get(keys[2], (ROWS, 70), nothing) is first
     del first
@@ -511,7 +513,7 @@ def left_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stop_at", [0, 2])
 def test_a_seed_forgotten_during_a_fetch_does_not_disturb_it(tmp_path: Path, stop_at: int) -> None:
-    """One thread renews while another still makes a block under the old seed."""
+    """One thread renews the seed while another thread still makes a block under the old seed."""
     store, provider = small_ranges(tmp_path, 70), Provider(exact_hint(70))
 
     def forget(first_row: int, rows: torch.Tensor) -> None:
@@ -552,7 +554,7 @@ def test_a_fetch_that_fails_after_forgetting_leaves_nothing(tmp_path: Path, kind
 
 
 def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> None:
-    """It has blocks of the old seed on record; it deletes the hint when it renews."""
+    """The other process has reserved blocks of the old seed. It deletes the hint itself when it renews the seed."""
     ours, theirs = HintStore(tmp_path), small_ranges(tmp_path, 70)
     provider = Provider(exact_hint(70))
     provider.get(ours, replace(KEY, group=9))
@@ -569,7 +571,7 @@ def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_forgetting_while_others_fetch_never_breaks_a_fetch(tmp_path: Path) -> None:
-    """Stores of one folder, as processes have them, that fetch and forget as fast as they can."""
+    """Several stores share a folder, as several processes do. They fetch and forget as fast as they can."""
     exact = exact_hint(70)
 
     def work(number: int) -> None:

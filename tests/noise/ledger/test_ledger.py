@@ -1,4 +1,5 @@
-"""No slot twice, no count below what was handed out: under threads, processes, forks, kills, full disks and damage."""
+"""Tests that no slot is used twice and that counts are never too low: with threads, processes, forks, kills, full disks
+and damaged files."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def opened(path: Path, **options: Any) -> Ledger:
 
 
 def used(path: Path) -> dict[str, int]:
-    """Counts as a process that starts now would see them."""
+    """Returns the counts that a newly started process would read."""
     fresh = opened(path)
     totals = {seed.seed_id: seed.used for seed in fresh.audit()}
     fresh.close()
@@ -55,7 +56,7 @@ def test_nothing_can_be_copied_or_pickled(path: Path, duplicate: Callable[[Any],
         with pytest.raises(TypeError, match="copied nor pickled"):
             duplicate(thing)
     if duplicate is copy.copy:
-        shallow = copy.copy(reservation)  # shares the one state: still no block twice
+        shallow = copy.copy(reservation)  # the copy shares the state, so no block comes twice
         with pytest.raises(SlotsExhausted):
             shallow.open_block(4)
     else:
@@ -73,7 +74,7 @@ def test_a_seed_is_drawn_once_and_found_again_after_a_restart(path: Path) -> Non
     assert len(first.seed) == 32
     assert first.seed.hex() not in repr(first)
     other_set = opened(path).current_seed("lean", BUDGET)
-    other_table = opened(path).current_seed("default", BUDGET // 2)  # another release's budget: its own seed
+    other_table = opened(path).current_seed("default", BUDGET // 2)  # another release's budget gets its own seed
     assert len({first.seed, other_set.seed, other_table.seed}) == 3
 
 
@@ -124,10 +125,10 @@ def test_budget_exhaustion_and_renewal(path: Path) -> None:
     ledger.reserve(first.seed_id, 8, "x")
     with pytest.raises(SeedExhausted, match="8 of 10"):
         ledger.reserve(first.seed_id, 3, "x")
-    ledger.reserve(first.seed_id, 2, "x")  # the refused one was not counted
+    ledger.reserve(first.seed_id, 2, "x")  # the refused reservation was not counted
     second = ledger.renew(first.seed_id)
     assert second.seed != first.seed
-    assert ledger.renew(first.seed_id).seed_id == second.seed_id  # who asks later gets the same
+    assert ledger.renew(first.seed_id).seed_id == second.seed_id  # a later caller gets the same seed
     assert ledger.current_seed("toy", 10).seed_id == second.seed_id
     with pytest.raises(SeedExhausted):
         ledger.reserve(first.seed_id, 1, "x")
@@ -213,7 +214,8 @@ def test_threads_never_share_a_block(path: Path, one_ledger_each: bool, compact_
 
 
 def check_blocks(blocks: list[tuple[str, int]], path: Path, budget: int) -> None:
-    """Every block once, every seed filled before the next was drawn, and the file says the same."""
+    """Checks that every block is there once, that every seed was used up before the next was drawn, and that the file
+    agrees."""
     assert len(set(blocks)) == len(blocks)
     counts: dict[str, int] = {}
     for seed_id, _ in blocks:
@@ -245,7 +247,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
 def test_processes_share_one_count_and_renew_once(path: Path, compact_bytes: int) -> None:
-    """The file does not even exist when they start; with 500 bytes it is compacted every few records."""
+    """The file does not exist when the processes start. With a limit of 500 bytes it is compacted every few records."""
     workers = [start(WORKER, path, 60, 50, compact_bytes) for _ in range(4)]
     try:
         for worker in workers:
@@ -271,7 +273,7 @@ def test_compaction_keeps_the_totals_and_bounds_the_file(path: Path) -> None:
     ledger, watcher = opened(path, compact_bytes=1000), opened(path)
     first = ledger.current_seed("toy", 100)
     for _ in range(60):
-        ledger.reserve(first.seed_id, 1, "w" * 10_000)  # a long remark is cut
+        ledger.reserve(first.seed_id, 1, "w" * 10_000)  # a long note is cut
         assert path.stat().st_size < 3000
     second = ledger.renew(first.seed_id)
     for _ in range(20):
@@ -323,7 +325,7 @@ def test_a_killed_process_used_no_more_than_is_counted(path: Path, num_reports: 
     reports = [int(line) for line in worker.communicate(timeout=WAIT_S)[0].splitlines() if line]
     (count,) = used(path).values()
     assert count >= max(reports, default=3 * num_reports) >= 3 * num_reports
-    ledger = opened(path)  # and the lock of the dead does not hold anybody up
+    ledger = opened(path)  # the lock of the dead process does not block anyone
     assert ledger.reserve(ledger.audit()[0].seed_id, 1, "after").first_block == count
 
 
@@ -392,7 +394,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(path: Path, kind: str,
 
 
 def filled(path: Path) -> str:
-    """A ledger with 10 blocks in two records; its seed."""
+    """Makes a ledger with 10 blocks in two records, and returns it with its seed."""
     ledger = opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     ledger.reserve(seed_id, 4, "first")
@@ -416,7 +418,7 @@ def test_a_record_torn_anywhere_is_cut_off_and_said(path: Path) -> None:
 
 
 def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
-    """What a file system may leave where size went to disk before data."""
+    """A file system may leave such zeros if the file's size reached the disk before its data."""
     seed_id = filled(path)
     with path.open("ab") as file:
         file.write(bytes(512))
@@ -427,7 +429,7 @@ def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
 def test_any_changed_byte_is_noticed(path: Path) -> None:
     filled(path)
     whole = path.read_bytes()
-    for position in range(len(whole) - 1):  # the last newline alone makes a torn record instead
+    for position in range(len(whole) - 1):  # without only its last newline, the record is torn, which is another case
         for change in (0x01, 0x80):
             damaged = bytearray(whole)
             damaged[position] ^= change
@@ -446,7 +448,7 @@ def test_a_lost_doubled_or_moved_record_is_noticed(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """The same records with a change, and right checks."""
+    """Returns the same records with one change and correct checks."""
     records = [json.loads(line[17:]) for line in path.read_bytes().splitlines()]
     change(records)
     path.write_bytes(file.encode(records, file.MAGIC))
@@ -476,7 +478,7 @@ def test_another_identity_is_refused_and_not_named(path: Path) -> None:
     with pytest.raises(ConfigurationError, match="another identity") as caught:
         Ledger.open(path, "globex")
     assert "'acme'" not in str(caught.value)
-    assert used(path)  # its owner still can
+    assert used(path)  # the owner can still read it
 
 
 def test_the_file_is_private_and_must_stay_so(path: Path) -> None:
@@ -560,7 +562,7 @@ def test_a_full_disk_hands_out_nothing_and_recovers(path: Path, monkeypatch: pyt
             ledger.fresh_seed("shares")
     assert str(caught.value).endswith("no mask was handed out")
     blocks = [other.reserve(seed_id, 1, "x").first_block, ledger.reserve(seed_id, 1, "x").first_block]
-    # a record that could be neither synced nor taken back is counted: too much, never too little
+    # A record that could be neither synced nor removed is counted, so that the count is too high and never too low.
     counted = 110 if fault == "fsync, no truncate" else 10
     assert blocks == [counted, counted + 1]
     assert used(path)[seed_id] == counted + 2
@@ -597,7 +599,8 @@ def test_a_compaction_that_fails_loses_nothing(path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_is_handed_out_while_a_compacted_file_may_vanish(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renamed, but the folder not synced: after a power cut the old file could be back, without later records."""
+    """The file was renamed, but the folder was not synced. After a power cut the old file, without later records, could
+    be back."""
     ledger, other = opened(path, compact_bytes=1), opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     real = os.fsync
@@ -617,7 +620,8 @@ def test_nothing_is_handed_out_while_a_compacted_file_may_vanish(path: Path, mon
 
 
 def test_a_lock_file_replaced_meanwhile_is_locked_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waited for the old lock file must not write beside those who lock the new one."""
+    """A process that waited for the old lock file must not write at the same time as processes that lock the new
+    one."""
     seed_id = filled(path)
     ledger, lock = opened(path), path.with_name("acme.ledger.lock")
     flock, fsync, locked = fcntl.flock, os.fsync, []

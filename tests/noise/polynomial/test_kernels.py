@@ -1,4 +1,5 @@
-"""The compiled transforms: there where they can be, exact for every width, and inside the memory they are given."""
+"""Tests the compiled transforms: they are available where they should be, exact for every width, and stay inside the
+given memory."""
 
 from __future__ import annotations
 
@@ -68,13 +69,13 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
     matrix, secrets = draw(rank, degree, features, 3)
     expected = reference_product(matrix, secrets)
     wide = None
-    if dtype is not None:  # a part of a larger matrix
+    if dtype is not None:  # the matrix is a part of a larger matrix
         limit = torch.iinfo(dtype)
         wide = torch.randint(limit.min, limit.max, (3, degree, features + 5), dtype=dtype)[:, :, 2 : features + 2]
         expected = expected + wide.to(torch.int32)
     secrets_hat = kernels.secret_transform(secrets)
     for start in range(0, features, 4):
-        for offset in (0, 1):  # of what is written, so that it is aligned for once, and once not
+        for offset in (0, 1):  # the offset of the written part makes it once aligned and once not
             out = torch.full((3, degree, features + 8 + offset), 7, dtype=torch.int32)
             combiner = kernels.Combiner(secrets_hat, out[:, :, offset : offset + features], wide)
             assert combiner.by_matrix(matrix[:, start:], start, features) < 1e-3
@@ -178,6 +179,6 @@ print("kept inside")
 
 @needs_transforms
 def test_reads_and_writes_nothing_past_an_end() -> None:
-    """In a process of its own: what it would do wrong ends it."""
+    """The test runs in a process of its own, which ends if the code reads or writes past an end."""
     done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]

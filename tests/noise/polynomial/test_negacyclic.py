@@ -1,4 +1,4 @@
-"""Exactness: the FFT against the schoolbook, the schoolbook against vectors that nothing of ours made."""
+"""Tests exactness: the FFT is compared with schoolbook products, and these with vectors that independent code made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wrapped(wide: torch.Tensor) -> torch.Tensor:
 
 
 def int_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """mod 2^32, in int64: 2^31·127·d stays below 2^63 for the sizes here."""
+    """Returns the matrix product mod 2^32, computed in int64. For the sizes in this file, 2^31·127·d is below 2^63."""
     return wrapped(a.to(torch.int64) @ b.to(torch.int64))
 
 
@@ -96,7 +96,7 @@ def test_the_script_is_independent_of_what_it_tests() -> None:
 
 @pytest.fixture
 def _many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is cut as for 64 threads: eight features a chunk, or sixteen in the compiled form."""
+    """Makes chunks as small as for 64 threads: eight features in each, or sixteen in the compiled form."""
     alone(lambda: None)  # The workers are made before, with the real number.
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
 
@@ -120,7 +120,8 @@ def test_shipped_sets(name: str) -> None:
 @pytest.mark.parametrize("parameters", [PARAMETERS["default"], toy(2048, 6)], ids=["default", "largest"])
 @pytest.mark.parametrize("low_bits", [0, 8])
 def test_the_largest_coefficients_with_the_largest_secrets(parameters: LatticeParameters, low_bits: int) -> None:
-    """The worst case of the docstring's bound: every coefficient at ±2^31, every trit 1, so that nothing cancels."""
+    """This is the worst case of the bound in the docstring: every coefficient is ±2^31 and every trit is 1, so that
+    nothing cancels."""
     top = HIGHEST >> low_bits << low_bits
     rows = torch.full((parameters.dimension, 3), LOWEST, dtype=torch.int32)
     rows[:, 1] = top
@@ -128,7 +129,7 @@ def test_the_largest_coefficients_with_the_largest_secrets(parameters: LatticePa
     secrets = torch.ones(3, parameters.rank, parameters.ring_degree, dtype=torch.int8)
     secrets[1] = -1
     secrets[2, :, ::2] = -1
-    # a sum of N equal terms with signs, by hand: coefficient t of (Σ X^j)·(Σ X^j) is 2t + 2 − N
+    # The result is a sum of N equal terms with signs. By hand, coefficient t of (Σ X^j)·(Σ X^j) is 2t + 2 − N.
     degree = parameters.ring_degree
     ramp = 2 * torch.arange(degree) + 2 - degree
     made = product(rows, secret_transform(secrets), parameters)
@@ -150,7 +151,7 @@ def test_chunks_do_not_show(features: int) -> None:
 
 
 def test_chunks_of_one_thread_do_not_show(is_compiled: bool) -> None:
-    """It goes on with the memory of the chunk before; the last chunk is a smaller one."""
+    """A chunk reuses the memory of the chunk before, and the last chunk is smaller than the others."""
     parameters = toy(512, 1)
     matrix, secrets = random_matrix(parameters, 401), random_secrets(parameters, 2)
     seen = Packed(matrix & -256)
@@ -178,7 +179,7 @@ def test_any_strides() -> None:
 
 
 class Packed:
-    """24-bit storage, decoded as it is read."""
+    """Holds a matrix as 24-bit numbers, which are decoded when they are read."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self.features = matrix.shape[1]
@@ -234,7 +235,7 @@ def test_the_error_is_added_mod_2_32() -> None:
 
 
 def measured_error(parameters: LatticeParameters) -> float:
-    """Largest distance to an integer over random products, as it is checked."""
+    """Returns the largest distance to an integer that the check measures over random products."""
     matrix = random_matrix(parameters, 4)
     hat = transform(matrix, parameters).values
     secrets_hat = secret_transform(random_secrets(parameters, 2))

@@ -1,4 +1,5 @@
-"""The executor: what shares a product changes nobody's reply, and nobody's fault is anybody else's."""
+"""Tests the executor: requests that share a product do not change each other's replies, and an invalid request fails
+alone."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     for answer in answers:
         outcome = answer.get()
         assert isinstance(outcome, torch.Tensor)
-        assert outcome.untyped_storage().nbytes() == outcome.numel() * 4  # its own, not a piece of a batch's
+        assert outcome.untyped_storage().nbytes() == outcome.numel() * 4  # it has its own memory
         held.append(weakref.ref(outcome))
         answer.outcomes.clear()
     del outcome, answers, answer
@@ -98,11 +99,11 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
 
 def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, served_model: ServedModel) -> None:
     rows = ring_rows(1)
-    assert gate.executor.compute_here("a", CALL, rows) is None  # a product is being made
+    assert gate.executor.compute_here("a", CALL, rows) is None  # a product is being computed
     gate.open()
     assert isinstance(gate.blocker.get(), torch.Tensor)
-    assert isinstance(gate.submit(rows).get(), torch.Tensor)  # so that the thread has seen the end of the first
-    for _ in range(1000):  # the thread may still be on its way from the last one
+    assert isinstance(gate.submit(rows).get(), torch.Tensor)  # the thread has then seen the end of the first
+    for _ in range(1000):  # the thread may not be idle yet after the last product
         if (reply := gate.executor.compute_here("a", CALL, rows)) is not None:
             break
         gate.submit(rows).get()
@@ -124,7 +125,8 @@ def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
 
 
 def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
+    """If other times were counted, a tenant that cancels or sends invalid requests would teach the scheduler that rows
+    cost nothing."""
     gate = Gate(served_model, Policy(max_wait_s=0.0))
     measured: list[int] = []
     computed = gate.scheduler.computed
@@ -138,7 +140,7 @@ def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pyte
     bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
     late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
     dropped = gate.submit(ring_rows(2002), Call(0, Direction.BACKWARD, RING), "c")
-    dropped.job.end()  # as if cancelled after it was chosen
+    dropped.job.end()  # the job ends as if it was cancelled after it was chosen
     good = gate.submit(ring_rows(7), Call(2, Direction.FORWARD, RING), "d")
     gate.open()
     assert isinstance(bad.get(), InvalidTensor)
@@ -146,7 +148,7 @@ def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pyte
     assert isinstance(good.get(), torch.Tensor)
     assert isinstance(gate.submit(ring_rows(5)).get(), torch.Tensor)
     gate.executor.close()
-    assert sorted(measured) == [1, 5, 7]  # 1: what held the thread
+    assert sorted(measured) == [1, 5, 7]  # 1 is the request that held the thread
 
 
 def test_a_scheduler_that_breaks_answers_everybody_and_goes_on(
@@ -197,7 +199,8 @@ def test_a_batch_that_breaks_the_thread_is_survived(
 
 
 def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
-    """Within what a shared core may change from one moment to the next; a guess from multiplications is far off."""
+    """The times must be those of this machine, within what may change on a shared core from one moment to the next. A
+    guess from the number of multiplications would be far off."""
     latency, guess = latency_model(served_model.served), latency_model(served_model.served, profiled=False)
     ratios, guesses = [], []
     for group in served_model.manifest().groups:
@@ -237,7 +240,7 @@ def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedMod
     small = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
     small.start()
     comes(inside, "the small product")
-    assert executor.compute_here("b", CALL, ring_rows(2)) is None  # one product at a time
+    assert executor.compute_here("b", CALL, ring_rows(2)) is None  # only one product runs at a time
     answer = Answer()
     executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, answer.take, 64))
     time.sleep(0.1)
@@ -252,7 +255,8 @@ def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedMod
 def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
     served_model: ServedModel, slo_s: float | None, is_made: bool
 ) -> None:
-    """One at a time, so that the large one has half of the core at least; without a target all take turns."""
+    """Only one small product runs beside the large one at a time, so that the large one has at least half of the core.
+    Without a target, the requests take turns."""
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
@@ -274,7 +278,7 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
         held = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
         held.start()
         assert inside.acquire(timeout=WAIT_S)
-        assert executor.compute_here("c", CALL, rows) is None  # one beside the large one
+        assert executor.compute_here("c", CALL, rows) is None  # only one product may run beside the large one
         go_on.set()
         end(held)
     go_on.set()
@@ -283,7 +287,8 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
 
 
 class Clock:
-    """In place of `time`: the machine's time passes while somebody works, and each thread's while it does so itself."""
+    """Replaces `time`. The machine's clock advances when any thread works, and the clock of a thread when that thread
+    works."""
 
     def __init__(self) -> None:
         self._now_s, self._own, self._lock = 1000.0, threading.local(), threading.Lock()
@@ -303,7 +308,8 @@ class Clock:
 def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the latency model nor the tenant of the large one is told of it."""
+    """The time of the small product counts neither in the latency model's measurement of the large product, nor in the
+    usage of the large product's tenant."""
     inside, go_on = threading.Semaphore(0), threading.Event()
     clock = Clock()
     monkeypatch.setattr("provider.engine.executor.time", clock)
@@ -331,11 +337,12 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     large.get()
     executor.close()
     assert charged["small"] == 0.5
-    assert measured == [charged["large"]] == [0.25]  # of the 1.75 seconds that it was in the making
+    assert measured == [charged["large"]] == [0.25]  # of the 1.75 seconds that the large product took
 
 
 def test_a_reply_is_given_when_the_replica_is_free(served_model: ServedModel) -> None:
-    """Whoever is woken by it may take the core for long, and nobody else should wait for that."""
+    """The reply may wake a thread that uses the core for a long time, and no other request should wait for that
+    thread."""
     executor = Executor(
         [Here(served_model.compute)], Scheduler(Policy(), latency_model(served_model.served, profiled=False))
     )

@@ -1,4 +1,4 @@
-"""Products against slow references, bad input, and that nothing is kept."""
+"""Tests products against slow references, the refusal of bad input, and that nothing is kept between calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def weights_of(served_model: ServedModel, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The checkpoint's W, shape (in, out), and b of one group."""
+    """Returns the checkpoint's W, shape (in, out), and b of one group."""
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     layers = served_model.manifest().groups[group].layers
     parts = [state[f"{layer.name}.weight"] for layer in layers]
@@ -126,7 +126,7 @@ def test_hints_are_made_in_pieces_of_bounded_size(
     exact = coding.product
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # an upper bound of what a piece holds at once: its numbers, their limbs, and four limbs of sums
+        # This is an upper bound of what a piece holds at once: its numbers, their limbs, and four limbs of sums.
         assert rows.shape[0] == 1 or 8 * rows.numel() + 16 * rows.shape[0] * weight.shape[1] <= scratch_bytes
         pieces.append(rows.shape[0])
         return exact(rows, weight)

@@ -1,4 +1,4 @@
-"""A folder for a certificate authority that nobody has opened yet."""
+"""Provides a folder for a certificate authority that has not been opened yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The provider's CA: its folder, its certificates, and whom a certificate names."""
+"""Tests the provider's certificate authority: its folder, its certificates, and the name that a certificate gives."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "imported\n"
-    for child in children:  # both have done their imports: now the race
+    for child in children:  # both have finished their imports, so the race begins now
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
@@ -199,7 +199,7 @@ def test_server_certificate(state: StateDir) -> None:
     assert timedelta(minutes=59) < now - certificate.not_valid_before_utc < timedelta(minutes=61)
     assert timedelta(days=396) < certificate.not_valid_after_utc - now <= timedelta(days=397)
     assert ca_pem == state.ca.pem
-    assert sorted(path.name for path in state.path.iterdir()) == before  # nothing was saved
+    assert sorted(path.name for path in state.path.iterdir()) == before  # no file was added
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "fe80::1", "[2001:db8::1]"])
@@ -297,7 +297,7 @@ def test_a_certificate_that_names_no_tenant_is_refused(
 
 
 def test_a_tenant_certificate_made_by_hand_is_accepted(state: StateDir) -> None:
-    assert peer_identity(signed(state, [ACME], [CLIENT])).name == "acme"  # or the refusals above would prove nothing
+    assert peer_identity(signed(state, [ACME], [CLIENT])).name == "acme"  # otherwise the refusals show nothing
 
 
 def test_a_role_is_not_another(state: StateDir, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The registry of tenants: enrolled, revoked, and the list that every request asks."""
+"""Tests the registry of tenants: enrolment, revocation, and the list that is checked for every request."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_registry_that_cannot_be_written_leaves_no_identity(
     monkeypatch.undo()
     assert list((tmp_path / "acme").iterdir()) == []
     assert tenants(state) == []
-    enroll(state, "acme", tmp_path / "acme", ENDPOINT)  # the left-over temporary file is no obstacle
+    enroll(state, "acme", tmp_path / "acme", ENDPOINT)  # the temporary file that was left is no obstacle
 
 
 def test_a_live_name_must_be_revoked_first(state: StateDir, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_threads_see_a_revocation_as_soon_as_it_is_reported(state: StateDir, tmp
         asking = [pool.submit(ask) for _ in range(4)]
         revoke(state, "acme")
         reported.set()
-        for index in range(20):  # further reloads under the readers
+        for index in range(20):  # makes the readers reload the file again
             enroll(state, f"t{index}", tmp_path / f"t{index}", ENDPOINT)
         stop.set()
         for future in asking:
@@ -267,7 +267,7 @@ def test_a_damaged_registry_admits_nobody(state: StateDir, tmp_path: Path, damag
         with pytest.raises(identity.StateDamaged) as caught:
             action()
         assert_one_line(caught.value)
-    assert StateDir(state.path).ca.pem == state.ca.pem  # and an opening does not repair it into an empty one
+    assert StateDir(state.path).ca.pem == state.ca.pem  # opening does not repair it into an empty one
     assert warm.is_revoked(acme)
     if state.tenants_path.is_dir():
         state.tenants_path.rmdir()

@@ -1,4 +1,4 @@
-"""The provider's certificates in real TLS and gRPC handshakes."""
+"""Tests the provider's certificates in real TLS and gRPC handshakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Outcome:
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> Outcome:
-    """One connection; both sides exchange a byte, since TLS 1.3 tells a client of a refusal only when it reads."""
+    """Makes one connection, on which both sides exchange a byte. With TLS 1.3 a client learns of a refusal only when it
+    reads."""
     outcome = Outcome()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -67,7 +68,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "local
 
 
 def load_pair(context: ssl.SSLContext, key_pem: bytes, cert_pem: bytes, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)  # ssl takes a key from a file only
+    folder.mkdir(exist_ok=True)  # ssl reads a key only from a file
     (folder / "pair.pem").write_bytes(key_pem + cert_pem)
     context.load_cert_chain(folder / "pair.pem")
 
@@ -106,11 +107,11 @@ def test_the_server_is_refused_under_another_name(state: StateDir, tmp_path: Pat
 @pytest.mark.parametrize("check_hostname", [True, False])
 def test_a_tenant_cannot_act_as_the_server(state: StateDir, tmp_path: Path, check_hostname: bool) -> None:
     enroll(state, "victim", tmp_path / "victim", ENDPOINT)
-    enroll(state, "localhost", tmp_path / "localhost", ENDPOINT)  # the name most like a server's
+    enroll(state, "localhost", tmp_path / "localhost", ENDPOINT)  # this name is the most like a server's
     impostor = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     impostor.load_cert_chain(tmp_path / "localhost/cert.pem", tmp_path / "localhost/key.pem")
     victim = client_context(tmp_path / "victim")
-    victim.check_hostname = check_hostname  # off: the extended key usage alone must stop it
+    victim.check_hostname = check_hostname  # if this is off, the extended key usage alone must refuse the certificate
     outcome = handshake(impostor, victim)
     assert isinstance(outcome.client_error, ssl.SSLCertVerificationError)
     assert "purpose" in str(outcome.client_error)
@@ -131,7 +132,7 @@ def test_a_client_without_a_certificate_is_refused(state: StateDir, tmp_path: Pa
 
 
 def test_another_providers_tenant_is_refused(state: StateDir, tmp_path: Path) -> None:
-    foreign = StateDir(tmp_path / "foreign")  # its CA has the same subject: only the signature tells them apart
+    foreign = StateDir(tmp_path / "foreign")  # this CA has the same subject, so only the signature differs
     assert foreign.ca.certificate.subject == state.ca.certificate.subject
     enroll(foreign, "acme", tmp_path / "acme", ENDPOINT)
     (tmp_path / "acme/ca.pem").write_bytes(state.ca.pem)
@@ -170,7 +171,7 @@ def test_an_expired_tenant_is_refused(state: StateDir, tmp_path: Path) -> None:
 
 
 class WhoAmI(grpc.GenericRpcHandler):
-    """Answers with the tenant's name."""
+    """Replies with the tenant's name."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:

@@ -1,4 +1,4 @@
-"""Which layers are served, and which share a call."""
+"""Tests which layers are served, and which of them share a call."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_pattern_without_a_match_is_one_line(tmp_path: Path) -> None:
 
 
 class _Odd(nn.Module):
-    """In-place changes, repeated calls, uncalled layers, a subclass with its own forward."""
+    """Has in-place changes, repeated calls, layers that are not called, and a subclass with its own forward method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch
 
 @pytest.mark.parametrize("size", [0.0, 1e-3])
 def test_an_input_that_says_little_does_not_prove_a_product(size: float) -> None:
-    """As embeddings of zeros would give."""
+    """The input is all zeros, as embeddings of zeros would give, so that no output shows what the layer computes."""
     model = _Called([_Clamped(8, 4), nn.Linear(8, 4)])
     model.size = size
     assert trace_groups(model, base_layers(model)) == [("layers.1",)]
@@ -161,11 +161,11 @@ class _Called(nn.Module):
         self.read(self.layers)
 
     def read(self, layers: nn.ModuleList) -> None:
-        """What is done with weights besides."""
+        """Reads weights outside of the layers' own calls."""
 
 
 def test_a_layer_that_did_not_run_is_served_where_its_twins_are() -> None:
-    """As experts are that no token of the trace was sent to."""
+    """Such layers are experts to which no token of the trace was routed."""
     model = _Called([nn.Linear(8, 4) for _ in range(3)], idle=(1,))
     model.spare = nn.Linear(8, 4)
     assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.2"), ("layers.1",)]

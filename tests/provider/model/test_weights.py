@@ -1,4 +1,4 @@
-"""Models, bundles, manifests, recordings and settings."""
+"""Tests models, bundles, manifests, recordings and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many calls a caller may have open, alone and in a crowd."""
+"""Tests how many calls a caller may have open, alone and beside many other callers."""
 
 from __future__ import annotations
 

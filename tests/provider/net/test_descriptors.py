@@ -1,4 +1,5 @@
-"""Open files: what the ports may take, a limit that is raised in a provider's process, and one kept in reserve."""
+"""Tests the use of file descriptors: the ports' shares, the limit that a provider's process raises, and the spare
+descriptor."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_the_spare_opens_one_file_when_no_other_can_be(tmp_path: Path) -> None:
     with exhausted():
         with pytest.raises(OSError):
             (tmp_path / "file").read_bytes()
-        for _ in range(3):  # it comes back each time
+        for _ in range(3):  # the descriptor is taken back each time
             with spare.lent():
                 assert (tmp_path / "file").read_bytes() == b"there"
         with pytest.raises(OSError):
@@ -81,7 +82,7 @@ def test_a_spare_that_another_thread_took_comes_back(tmp_path: Path) -> None:
     spare = SpareDescriptor()
     with exhausted() as taken:
         with spare.lent():
-            taken.append(os.dup(taken[0]))  # as a connection that came just then
+            taken.append(os.dup(taken[0]))  # a connection takes the descriptor at this moment
         spare.take_back()
         with pytest.raises(OSError), spare.lent():
             os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""What is sent next: frames in their order, large replies in turns, nothing that was forgotten, and then the end."""
+"""Tests the order of what a stream sends: short frames in their order, large replies in turns, nothing of dropped
+requests, and then the end."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from wire.limits import CHUNK_BYTES
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 REPLY_COLS = 1024
 CHUNK_ROWS = CHUNK_BYTES // (4 * REPLY_COLS)
-"""Rows of a reply that fills one frame."""
+"""The number of rows of a reply that fills one frame."""
 NOW = 1000.0
 
 
 class Stream:
-    """An outbox with its table, and a count of its notices."""
+    """Holds an outbox with its request table, and counts its notifications."""
 
     def __init__(self) -> None:
         self.table = RequestTable(1 << 30, Admission().of("acme"), lambda job: None)
@@ -35,27 +36,27 @@ class Stream:
         self.num_notices += 1
 
     def request(self, number: int, rows: int) -> Request:
-        """A request in flight."""
+        """Makes a request and puts it into the table."""
         header = Header(FrameType.REQUEST, number, CALL, rows, 1, 0, 4 * rows, 30_000)
         request = Request(header, REPLY_COLS, 4 * rows, RequestClass.DECODE, NOW)
         self.table.admit(header, request.request_class, request.held_bytes, NOW, request)
         return request
 
     def answer(self, number: int, rows: int) -> torch.Tensor:
-        """Puts the reply to a new request."""
+        """Puts the reply to a new request into the outbox."""
         reply = torch.full((rows, REPLY_COLS), number, dtype=torch.int32)
         self.outbox.put_reply(self.request(number, rows), reply)
         return reply
 
     def take(self) -> tuple[Header, torch.Tensor]:
-        """The next frame, which is there, and its numbers."""
+        """Returns the header of the next frame, which must be there, and the numbers in the frame."""
         message = self.outbox.next_frame()
         assert message is not None
         header, payload = frame.parse(message)
         return header, torch.tensor(payload.cast("i").tolist(), dtype=torch.int32)
 
     def taken(self) -> list[tuple[int, int]]:
-        """Request and offset of each frame until there is none now."""
+        """Returns the request id and the offset of each frame until none is left at present."""
         found = []
         while (message := self.outbox.next_frame()) is not None:
             header, _ = frame.parse(message)
@@ -105,7 +106,7 @@ def test_large_replies_take_turns_and_small_ones_wait_for_one_chunk(stream: Stre
         header, numbers = stream.take()
         order.append(header.request_id)
         parts[header.request_id].append(numbers)
-    assert order == [1, 1, 2, 1, 2, 2]  # the second comes in with its first chunk's turn, behind the first's second
+    assert order == [1, 1, 2, 1, 2, 2]  # the second reply's first chunk comes after the first reply's second chunk
     for number, reply in replies.items():
         assert torch.equal(torch.cat(parts[number]), reply.flatten())
     assert stream.outbox.next_frame() is None
@@ -130,8 +131,8 @@ def test_what_is_forgotten_before_its_turn_is_not_sent(stream: Stream, rows: int
 
 
 def test_the_reply_to_what_is_forgotten_already_is_dropped(stream: Stream) -> None:
-    """A worker thread may look up a request just before another thread forgets it; the reply's bytes are no longer in
-    the quota then, and a tenant that does not read would keep them in memory."""
+    """A worker thread may look up a request just before another thread drops it. The reply's bytes then no longer count
+    against the quota, and the replies to a tenant that does not read would pile up in memory."""
     request = stream.request(1, 1)
     stream.table.forget(1)
     stream.outbox.put_reply(request, torch.zeros(1, REPLY_COLS, dtype=torch.int32))
@@ -151,7 +152,7 @@ def test_what_is_forgotten_half_sent_stops_there(stream: Stream) -> None:
 def test_too_many_that_wait_are_noticed(stream: Stream) -> None:
     for number in range(1, 5):
         stream.answer(number, 1)
-        stream.table.forget(number)  # it takes its reply with it, and leaves its turn
+        stream.table.forget(number)  # the request's reply is dropped, and its turn remains
         assert not stream.outbox.is_full
     stream.outbox.append(b"one more")
     assert stream.outbox.is_full
@@ -195,7 +196,7 @@ def test_the_end_of_the_input_is_the_end_once_all_is_answered_and_sent(stream: S
     request = stream.request(1, 3 * CHUNK_ROWS)
     stream.outbox.end_input()
     assert stream.outbox.next_frame() is None
-    assert not stream.outbox.is_over  # the request is in flight
+    assert not stream.outbox.is_over  # the request is still in flight
     stream.outbox.put_reply(request, torch.zeros(3 * CHUNK_ROWS, REPLY_COLS, dtype=torch.int32))
     assert [offset for _, offset in stream.taken()] == [0, CHUNK_BYTES, 2 * CHUNK_BYTES]
     assert stream.outbox.is_over

@@ -1,4 +1,5 @@
-"""A request's place and its tenant's quota are taken together, and given back once, whatever ends the request."""
+"""Tests that a request takes its place and its tenant's quota together, and gives both back exactly once, whatever ends
+the request."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NOW = 1000.0
 
 
 class Stream:
-    """A table, with the quota of its tenant and the jobs that were cancelled."""
+    """Holds a table with its tenant's quota, and the jobs that were cancelled."""
 
     def __init__(self, limits: TenantLimits | None = None, max_bytes: int = 100 * ROW_BYTES, most: int = 10) -> None:
         self.admission: TenantAdmission = Admission({"acme": limits or TenantLimits()}).of("acme")
@@ -40,13 +41,13 @@ class Stream:
         return request
 
     def admit_row(self, number: int) -> Request:
-        """A row that takes no place."""
+        """Admits a single row that is left out of the table."""
         request = self.request(number)
         self.table.admit(request.header, request.request_class, request.held_bytes, NOW, None)
         return request
 
     def held(self) -> tuple[int, int, int, int, int]:
-        """Requests and bytes of the table; rows, bytes and decode requests of the quota."""
+        """Returns the requests and bytes in the table, and the rows, bytes and decode requests of the quota."""
         return (*self.table.in_flight(), *self.admission.in_flight(), self.admission.num_decode)
 
 
@@ -120,7 +121,7 @@ def test_forgetting_drops_the_reply_and_the_job_once(stream: Stream) -> None:
 
 
 def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: Stream) -> None:
-    """Otherwise the thread that sends could find that all is done, and miss the last frame."""
+    """Otherwise the thread that sends could find that all requests have ended, and miss the last frame."""
     stream.admit(1)
     leaving, leave, order = threading.Event(), threading.Event(), []
 
@@ -141,7 +142,7 @@ def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: S
     threads[0].start()
     assert leaving.wait(60)
     threads[1].start()
-    threads[1].join(0.1)  # it has time to go wrong
+    threads[1].join(0.1)  # gives a wrong table time to fail
     leave.set()
     for thread in threads:
         thread.join(60)
@@ -167,7 +168,7 @@ def test_deadlines(stream: Stream) -> None:
 
 def test_what_lacks_chunks_is_forgotten_alone(stream: Stream) -> None:
     stream.admit(1)
-    stream.admit(2).assembler = None  # all of it has come
+    stream.admit(2).assembler = None  # all chunks were received
     stream.table.forget_unfinished()
     assert (stream.table.get(1), stream.held()[0]) == (None, 1)
 
@@ -190,7 +191,7 @@ def test_a_row_without_a_place_is_in_flight_until_it_ends(stream: Stream) -> Non
     row = stream.admit_row(1)
     assert stream.held() == (0, 0, 1, ROW_BYTES, 1)
     assert stream.table.get(1) is None
-    assert not stream.table.is_idle  # so that a drain waits for it
+    assert not stream.table.is_idle  # a drain must wait for it
     stream.table.row_ended(row.request_class, row.held_bytes, is_kept=False)
     assert stream.held() == NOTHING
     assert stream.table.is_idle

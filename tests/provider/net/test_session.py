@@ -1,4 +1,4 @@
-"""What each frame of a tenant brings about: which faults answer one request, and which end the stream."""
+"""Tests the effect of each frame of a tenant: which errors fail one request, and which end the stream."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HELLO = frame.hello(FrameType.HELLO)
 
 
 class Desk:
-    """Stands for an executor: it queues every job, and answers rows as it is told."""
+    """Stands in for an executor: it queues every job, and replies to rows as the test sets."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.cancelled: list[Job] = []
         self.here: Outcome | None = None
-        """The outcome of small requests where they are read; None leaves them to the queue."""
+        """The outcome of small requests in the thread that reads them. None means that they are queued."""
         self.row: VeilbaseError | bool = True
         self.num_rows = 0
 
@@ -56,7 +56,7 @@ class Desk:
 
 
 class Stream:
-    """A session whose frames are handed in and taken by hand."""
+    """Holds a session to which the test hands in frames, and from which it takes frames."""
 
     def __init__(self, greet: bool = True, limits: TenantLimits | None = None) -> None:
         self.desk, self.usage = Desk(), TenantUsage()
@@ -81,7 +81,7 @@ class Stream:
         return self.reply_cols
 
     def ask(self, number: int, rows: int = 20, **changes: Any) -> bool:
-        """Hands in a request of zeros, whole."""
+        """Hands in a complete request of zeros."""
         size = 4 * rows * COLS
         fields: dict[str, Any] = {
             "call": CALL,
@@ -95,7 +95,7 @@ class Stream:
         return self.session.receive(header.pack() + bytes(size))
 
     def ask_row(self, number: int) -> bool:
-        """Hands in one row as the tensor port does: in memory that may be written to."""
+        """Hands in one row in writable memory, as the tensor port does."""
         header = Header(FrameType.REQUEST, number, CALL, 1, COLS, 0, 4 * COLS, 30_000)
         return self.session.receive(memoryview(bytearray(header.pack() + bytes(4 * COLS))))
 
@@ -105,12 +105,12 @@ class Stream:
         return self.session.receive(header.pack() + bytes(4))
 
     def go_on(self, number: int, offset: int, size: int, rows: int = 20) -> bool:
-        """Hands in a later chunk."""
+        """Hands in a later chunk of a request."""
         header = Header(FrameType.REQUEST, number, CALL, rows, COLS, offset, 4 * rows * COLS, 30_000)
         return self.session.receive(header.pack() + bytes(size))
 
     def frames(self) -> list[tuple[FrameType, int, int]]:
-        """Kind, request and code of each frame that is to be sent now."""
+        """Returns the type, request id and error code of each frame that is to be sent now."""
         found = []
         while (message := self.session.next_frame()) is not None:
             header, _ = frame.parse(message)
@@ -118,7 +118,7 @@ class Stream:
         return found
 
     def expect_end(self, code: WireCode) -> None:
-        """The stream is over, for this reason, and holds nothing."""
+        """Checks that the stream has ended for this reason, and holds no request."""
         assert self.frames()[-1] == (FrameType.ERROR, 0, code)
         assert self.session.is_over
         status = self.session.status()
@@ -126,7 +126,7 @@ class Stream:
         assert self.admission.in_flight() == (0, 0)
 
     def expect_only(self, number: int, code: WireCode) -> None:
-        """One request is answered with an error, and the stream goes on."""
+        """Checks that one request has failed with an error, and that the stream goes on."""
         assert self.frames() == [(FrameType.ERROR, number, code)]
         assert self.admission.in_flight() == (0, 0)
         assert self.ask(1 << 40)
@@ -289,7 +289,7 @@ def test_a_request_begins_with_its_first_chunk(stream: Stream) -> None:
 
 
 def test_chunks_of_a_request_that_is_over_are_skipped(stream: Stream) -> None:
-    assert stream.begin(5, deadline_ms=0)  # refused
+    assert stream.begin(5, deadline_ms=0)  # this request is refused
     assert stream.begin(6)
     assert stream.session.receive(Header(FrameType.CANCEL, 6).pack())
     for number in (5, 6, 4):
@@ -357,7 +357,7 @@ def test_a_cancel_forgets_its_request_and_needs_none(stream: Stream) -> None:
         assert stream.session.receive(Header(FrameType.CANCEL, number).pack())
     assert stream.desk.cancelled == stream.desk.jobs
     assert stream.session.is_idle
-    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # it was being made
+    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # its product was being computed
     assert stream.frames() == []
 
 

@@ -1,4 +1,5 @@
-"""docs/deploy: manifests that pass Kubernetes' schemas, settings and commands that exist, metrics that are exported."""
+"""Tests docs/deploy: manifests are valid by the schemas of Kubernetes, and the settings, commands and metrics that they
+name exist."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def unknown(given: object, read: object, where: str = "") -> Iterator[str]:
-    """What of a document is not in what Grafana's own types read of it."""
+    """Returns those parts of a document that Grafana's own types do not know."""
     if isinstance(given, dict):
         for key, value in given.items():
             if isinstance(read, dict) and key in read:
@@ -133,7 +134,7 @@ def test_the_containerfile_is_made_of_instructions() -> None:
     words = [one["instruction"] for one in structure if one["instruction"] != "COMMENT"]
     assert words[0] == "FROM"
     assert set(words) <= {"FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD", "WORKDIR", "VOLUME"}
-    assert words.index("USER") > words.index("RUN")  # nothing is installed by whom the provider runs as
+    assert words.index("USER") > words.index("RUN")  # the user that runs the provider installs nothing
 
 
 def test_metrics_md_names_every_metric() -> None:

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them, on a port and on a socket; health; status; log lines."""
+"""Tests metrics as Prometheus reads them, on a port and on a socket, and health, status and log lines."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_number_is_where_it_belongs() -> None:
     assert seen.get("veilbase_batch_rows_bucket", le="128.0") == 1
     assert seen.get("veilbase_batch_requests_sum") == 3
     assert seen.get("veilbase_execution_seconds_sum") == pytest.approx(0.005)
-    assert seen.get("veilbase_wait_seconds_count", kind="prefill") == 1  # a request in two pieces waits once
+    assert seen.get("veilbase_wait_seconds_count", kind="prefill") == 1  # a request in two pieces counts as one wait
     assert seen.get("veilbase_wait_seconds_sum", kind="prefill") == pytest.approx(0.0202)
     assert seen.get("veilbase_wait_seconds_bucket", kind="decode", le="0.00025") == 1
     assert seen.get("veilbase_group_requests_total", group="0") == 2
@@ -112,7 +112,7 @@ def test_the_sum_of_the_others_never_falls() -> None:
     for number in range(2 * MAX_TENANTS):
         usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
     before = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
-    usage.of("t0").answered(RequestClass.DECODE, 100_000, 1, 1)  # overtakes all that are named
+    usage.of("t0").answered(RequestClass.DECODE, 100_000, 1, 1)  # has now more rows than all named tenants
     after = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
     assert before.keys() == after.keys()
     assert after[OTHER] == before[OTHER] + 100_000
@@ -143,7 +143,7 @@ def test_metrics_on_a_loopback_port(monitor: Monitor) -> None:
 def test_a_socket_for_status(monitor: Monitor, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no provider is running"):
         read_metrics(tmp_path)
-    with socket.socket(socket.AF_UNIX) as left:  # of a provider that was killed
+    with socket.socket(socket.AF_UNIX) as left:  # this socket is left from a killed provider
         left.bind(str(tmp_path / SOCKET_NAME))
     assert monitor.serve_socket(tmp_path)
     assert stat.S_ISSOCK((tmp_path / SOCKET_NAME).stat().st_mode)
@@ -186,7 +186,7 @@ def test_a_client_that_hangs_up_leaves_no_trace(monitor: Monitor, capfd: pytest.
     port = monitor.serve_metrics(0)
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # makes the close a reset
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     time.sleep(0.3)
     assert capfd.readouterr().err == ""
@@ -230,9 +230,9 @@ def test_the_table_of_status() -> None:
     acme = [line for line in shown.splitlines() if "acme" in line]
     assert "20.0" in acme[0]  # 40 rows in two seconds
     assert "0.50" in acme[0]
-    assert "0.4" in acme[1]  # four rows in the ten seconds since the start
+    assert "0.4" in acme[1]  # four rows in ten seconds since the start
     assert "3 requests wait" in shown
-    assert "replicas" not in shown  # one process, which is there
+    assert "replicas" not in shown  # there is one process, and it runs
 
     collector = ProviderCollector(meter, usage, lambda: 0, lambda: 2, lambda: [(2, 2), (1, 2)])
     out = io.StringIO()

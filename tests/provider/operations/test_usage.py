@@ -1,4 +1,4 @@
-"""Accounts that survive, add up over processes, and never stand in a tenant's way."""
+"""Tests usage counts: they survive a crash, add up over several processes, and never disturb a tenant."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def work(book: UsageBook, tenant: str = "acme", times: int = 1) -> None:
 
 def test_what_was_saved_is_added_to(tmp_path: Path) -> None:
     path = tmp_path / "usage.json"
-    for _ in range(3):  # three lives of a provider
+    for _ in range(3):  # the provider is started three times
         book = UsageBook(path)
         work(book, times=2)
         book.of("globex").failed(WireCode.QUOTA)
         assert book.save()
-        assert book.save()  # nothing new: nothing added
+        assert book.save()  # there is nothing new, so nothing is added
         work(book)
         book.close()
     totals = read_usage(path)
@@ -62,7 +62,7 @@ def test_what_came_before_the_last_minute_survives_a_crash(tmp_path: Path, monke
     path = tmp_path / "usage.json"
     book = UsageBook(path)
     book.keep_saving()
-    for times in (1, 2):  # again and again, and without `close`
+    for times in (1, 2):  # saves repeatedly, and without `close`
         work(book)
 
         def is_saved(rows: int = 2 * times) -> bool:
@@ -130,7 +130,7 @@ def test_a_full_disk_is_said_and_made_up_for(
         assert not book.save()
     assert book.failed_saves == 1
     assert "No space left on device" in caplog.text
-    assert read_usage(path)["acme"].rows["decode"] == 2  # the old file is whole
+    assert read_usage(path)["acme"].rows["decode"] == 2  # the old file is complete
     assert book.save()
     assert read_usage(path)["acme"].rows["decode"] == 4
 

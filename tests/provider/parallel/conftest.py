@@ -1,4 +1,4 @@
-"""Rank 1 as a process of its own, and models that two ranks cannot halve."""
+"""Provides rank 1 as a process of its own, and models that two ranks cannot divide evenly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with layers of 65 and 127 columns, which cannot be halved."""
+    """Provides tiny models with layers of 65 and 127 columns, which cannot be divided evenly by two ranks."""
     folder = tmp_path_factory.mktemp("models")
     for kind in ("llama", "gpt2"):
         config = tiny_config(kind)

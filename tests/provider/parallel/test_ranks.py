@@ -1,4 +1,5 @@
-"""Two ranks give what one process gives; whatever one of them does, the other one is not left waiting."""
+"""Tests that two ranks give the results of one process, and that neither rank waits without end, whatever the other one
+does."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 CALL = Call(0, FORWARD, RING)
 HINT = Call(0, BACKWARD, RING, Purpose.HINT)
 SHORT_S = 5.0
-"""A timeout that a test waits for; a busy machine loads a tiny model in it."""
+"""A timeout for which a test waits. On a busy machine it is long enough to load a tiny model."""
 LONG_S = 100.0
-"""A timeout that nothing may wait for."""
+"""A timeout for which no test may wait."""
 
 
 @pytest.fixture
 def each(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Leaves no process group behind, whatever a test came to."""
+    """Removes the process group after each test, however the test ended."""
     yield monkeypatch
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -54,7 +55,7 @@ def rows_of(team: Team, call: Call, num_rows: int) -> Rows:
 
 
 def calls(team: Team) -> list[Call]:
-    """Every call that there is."""
+    """Returns every possible call."""
     pairs = [(RING, purpose) for purpose in Purpose] + [(FLOAT, Purpose.PRODUCT), (FLOAT, Purpose.EFFECT)]
     return [Call(group.info.id, way, *pair) for group in team.whole.groups for way in Direction for pair in pairs]
 
@@ -67,7 +68,7 @@ def test_every_product_is_that_of_one_process(
     team = follower.join(each, parallel, models[kind], weights)
     assert {group.info.out_features % 2 for group in team.whole.groups} == {0, 1}
     for call in calls(team):
-        for num_rows in (0, 1, 5, 300):  # the last are too many to travel with the command
+        for num_rows in (0, 1, 5, 300):  # the last number is too large to fit into the command
             rows = rows_of(team, call, num_rows)
             expected = products.compute(team.whole, call, rows)
             reply = team.served_model.compute(call, rows)
@@ -83,7 +84,7 @@ def test_every_product_is_that_of_one_process(
 def test_threads_that_ask_at_the_same_time_get_their_own(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that entered collectives in different orders would get wrong numbers without an error."""
+    """If ranks entered collectives in different orders, they would get wrong numbers without an error."""
     team = follower.join(each, "tensor", models["llama"], "int8")
     asked = [(call, num_rows) for call in calls(team) if call.arithmetic is RING for num_rows in (1, 300)]
     wrong: list[tuple[Call, int]] = []
@@ -147,7 +148,7 @@ def test_a_rank_that_cannot_compute_fails_that_product_alone(
     rows = rows_of(team, good, 4)
     assert torch.equal(team.served_model.compute(good, rows), products.compute(team.whole, good, rows))
     with each.context() as patch:
-        patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # rank 0's own
+        patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # makes rank 0's own part fail
         with pytest.raises(RemoteFault):
             team.served_model.compute(good, rows)
     assert torch.equal(team.served_model.compute(good, rows), products.compute(team.whole, good, rows))
@@ -172,7 +173,7 @@ def test_a_rank_waits_as_long_as_rank_0_is_there(
     def count(ranks: Ranks, numbers: torch.Tensor) -> None:
         tell(ranks, numbers)
         beats.append(Command.unpack(numbers).operation)
-        if len(beats) == 5:  # longer than the timeout
+        if len(beats) == 5:  # waits longer than the timeout
             enough.set()
 
     each.setattr(Ranks, "tell", count)
@@ -180,7 +181,7 @@ def test_a_rank_waits_as_long_as_rank_0_is_there(
     assert set(beats) == {Operation.HEARTBEAT}
     rows = rows_of(team, CALL, 3)
     assert torch.equal(team.served_model.compute(CALL, rows), products.compute(team.whole, CALL, rows))
-    team.dispatcher._ended.set()  # no more beats
+    team.dispatcher._ended.set()  # no further heartbeats are sent
     assert follower.answer().startswith("Unavailable: rank 1 ends")
 
 
@@ -227,11 +228,11 @@ def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
 
 def fails_soon_and_then_at_once(team: Team, rows: Rows, timeout_s: float, within_s: float) -> None:
     began = time.monotonic()
-    with pytest.raises((RemoteFault, Unavailable)):  # the latter where a heartbeat found out first
+    with pytest.raises((RemoteFault, Unavailable)):  # it is the latter if a heartbeat found the loss first
         team.served_model.compute(CALL, rows)
     assert time.monotonic() - began < within_s
     began = time.monotonic()
     with pytest.raises(Unavailable, match="started again"):
         team.served_model.compute(CALL, rows)
     team.served_model.close()
-    assert time.monotonic() - began < timeout_s / 2  # nobody is waited for once more
+    assert time.monotonic() - began < timeout_s / 2  # the loss is not waited for a second time

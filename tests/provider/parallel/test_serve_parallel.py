@@ -1,4 +1,4 @@
-"""`torchrun ... -m provider serve --parallel`: a real tenant against two real processes, and how they end."""
+"""Tests `torchrun ... -m provider serve --parallel` with a real tenant and two real processes, and how these end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ END_S = 60.0
 
 
 class Serving:
-    """torchrun and its two ranks."""
+    """Runs torchrun with its two ranks."""
 
     def __init__(self, model: Path, log: Path, *options: str) -> None:
-        # --standalone picks free ports, which tests need; docs/placement.md says why a provider is started otherwise
+        # With --standalone, torchrun picks free ports, which tests need. docs/placement.md says why providers are
+        # started otherwise.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "provider", "serve", "--model", str(model), "--port", "0", "--threads", "1", *options]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -69,7 +70,7 @@ def serving(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path: P
 
 
 def step(client: TenantClient) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and gradients of an adapter whose B is not zero."""
+    """Returns the logits, and the gradients of an adapter whose B is not zero."""
     torch.manual_seed(3)
     model: Any = get_peft_model(
         client.load_model(),
@@ -89,7 +90,7 @@ def test_a_tenant_steps_and_sigterm_ends_all(serving: Serving, models: dict[str,
     assert torch.equal(logits, expected)
     assert gradients.keys() == grads.keys()
     assert all(torch.equal(gradients[name], grads[name]) for name in grads)
-    with TenantClient(serving.url, mask="lattice", cache=tmp_path) as masked:  # with hints
+    with TenantClient(serving.url, mask="lattice", cache=tmp_path) as masked:  # this mask needs hints
         close = step(masked)[0]
     assert float((close - expected).norm() / expected.norm()) < 1e-3
 
@@ -98,7 +99,7 @@ def test_a_tenant_steps_and_sigterm_ends_all(serving: Serving, models: dict[str,
     serving.process.send_signal(signal.SIGTERM)
     serving.process.wait(timeout=END_S)
     assert not any(is_running(pid) for pid in serving.ranks)
-    assert " ERROR " not in serving.log()  # of a rank that lost another; torchrun's own lines look otherwise
+    assert " ERROR " not in serving.log()  # a rank that lost another logs this; torchrun's own lines differ
 
 
 def test_outside_torchrun_the_error_says_how_to_start() -> None:

@@ -1,4 +1,5 @@
-"""Shares without other processes: how columns are cut, what a rank keeps, and how commands are written down."""
+"""Tests shares of weights without other processes: how columns are divided, what a rank keeps, and how commands are
+encoded."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_split_is_tensor_split(length: int, parts: int) -> None:
 def test_shares_of_any_number_of_ranks_make_the_product(
     served: PreparedModel, size: int, arithmetic: Arithmetic
 ) -> None:
-    """40 ranks are more than a group of 32 columns has."""
+    """The number of 40 ranks exceeds the number of columns of a group, which is 32."""
     slices = [ColumnSlices(served, rank, size) for rank in range(size)]
     close = {"rtol": 0.0, "atol": 0.0} if arithmetic is RING else {"rtol": 1e-5, "atol": 1e-5}
     for group in served.groups:

@@ -1,4 +1,4 @@
-"""What ranks compare before they begin, and how a process finds out that it is one."""
+"""Tests what ranks compare before they begin, and how a process learns that it is a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Guesses about the next decode request: learnt from gaps, given up in time, bounded."""
+"""Tests the predictions of the next decode request: they are learnt from gaps, dropped in time, and bounded in
+number."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ def test_after_an_unknown_layer_somebody_is_expected_at_any_moment_until_gone() 
 
 def test_a_gap_is_expected_again_and_given_up_when_late() -> None:
     arrivals, now_s = learnt(0.01)
-    assert arrivals.next_s(now_s) == NOBODY  # it is here
+    assert arrivals.next_s(now_s) == NOBODY  # the request has arrived
     arrivals.replied("a", FIRST, now_s)
     expected_s, late_s, number = arrivals.next_s(now_s)
     assert number == 1
     assert now_s + 0.005 < expected_s <= now_s + 0.01
     assert now_s + 0.01 < late_s < now_s + 0.02
     assert arrivals.next_s(now_s + 0.0101)[0] == expected_s
-    assert arrivals.next_s(late_s + 1e-6)[0] == late_s + 1e-6  # late: at any moment
+    assert arrivals.next_s(late_s + 1e-6)[0] == late_s + 1e-6  # it is late, so it is expected at any moment
     assert arrivals.next_s(now_s + 0.06) == NOBODY
 
 
@@ -80,7 +81,7 @@ def test_a_pause_is_no_gap_and_who_left_is_forgotten() -> None:
     arrivals.replied("a", FIRST, now_s + 10)
     assert arrivals.next_s(now_s + 10)[0] < now_s + 10.011
     assert arrivals.next_s(now_s + 20) == NOBODY
-    assert arrivals.next_s(now_s + 10) == NOBODY  # nor is it kept for a clock that goes back
+    assert arrivals.next_s(now_s + 10) == NOBODY  # nor if the clock went back
 
 
 def test_memory_is_bounded() -> None:

@@ -1,4 +1,5 @@
-"""Deficit round robin by itself: whose turn it is, what riding in another's turn costs, how long a turn is."""
+"""Tests deficit round robin alone: which tenant has the next turn, what it costs to join another tenant's product, and
+how long a turn is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ QUANTUM = 10.0
 
 
 class Ring:
-    """Serves whole tickets, whose cost is their rows."""
+    """Serves whole tickets, each of which costs its number of rows."""
 
     def __init__(self, **weights: float) -> None:
         self.ring = TenantRing(lambda num_equal: QUANTUM, lambda tenant: weights.get(tenant, 1.0))
@@ -39,14 +40,15 @@ class Ring:
 
 
 def test_who_rides_has_had_its_turn_and_no_more_than_that() -> None:
-    """A ride before one's turn costs the turn of this round; the next round is like any other."""
+    """A tenant that joins another's product before its own turn has used up its turn of this round. The next round is
+    as usual."""
     ring = Ring()
     for _ in range(3):
         for name in "abc":
             ring.add(name, 8)
         assert ring.turn() == "a"
         ring.ride("c")
-        ring.add("c", 8)  # at once again: its turn in this round is gone
+        ring.add("c", 8)  # it has used its turn of this round
         assert ring.turn() == "b"
         ring.add("a", 8)
         ring.add("b", 8)
@@ -54,7 +56,8 @@ def test_who_rides_has_had_its_turn_and_no_more_than_that() -> None:
 
 
 def test_many_rides_in_one_round_are_paid_for() -> None:
-    """Over many rounds, who rides in every product of two others gets no more than each of them: a quantum a round."""
+    """Over many rounds, a tenant that joins every product of two others gets no more than each of these: one quantum
+    per round."""
     ring = Ring()
     served = dict.fromkeys("abr", 0)
     for name in "abr":
@@ -72,7 +75,7 @@ def test_many_rides_in_one_round_are_paid_for() -> None:
 
 
 def test_a_small_ride_does_not_cost_a_turn() -> None:
-    """Whoever rides with one row in every turn of another keeps what is left of its own."""
+    """A tenant that joins every turn of another tenant with a single row keeps the rest of its own turn."""
     ring = Ring()
     heads = []
     for _ in range(500):
@@ -115,7 +118,7 @@ def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
         ring.add(one)
     assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
     ring.add(tickets[3])
-    assert (ring.quantum, seen.pop()) == (QUANTUM, 1)  # somebody sends more than one at a time
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 1)  # a tenant has sent several at a time
     ring.remove(tickets[0])
     assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
     ring.remove(tickets[1])
@@ -123,7 +126,8 @@ def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
 
 
 def test_nobody_changes_a_turn_in_the_middle_of_a_round() -> None:
-    """A second request makes turns short, and its withdrawal long again: from the next round on, for everybody."""
+    """If a tenant sends a second request, turns become short, and if it cancels that request, long again. Both take
+    effect for all tenants from the next round on."""
     ring = TenantRing(lambda num_equal: 30.0 if num_equal > 1 else 3.0, lambda tenant: 1.0)
     tickets = [Ticket(name, CALL, 30, RequestClass.PREFILL, 0.0) for name in "abca"]
     for one in tickets:

@@ -1,4 +1,4 @@
-"""Predictions follow what is measured."""
+"""Tests that the predicted times follow the measured times."""
 
 from __future__ import annotations
 

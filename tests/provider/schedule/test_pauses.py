@@ -1,4 +1,4 @@
-"""Who pauses between small requests, and who does not."""
+"""Tests which tenants count as pausing between small requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PRODUCT_S = 1e-3
 
 
 def ask(pauses: Pauses, now_s: float, waits_s: float, pause_s: float, times: int = 50) -> float:
-    """One request after the other; when the last one was answered."""
+    """Sends one request after the other, and returns the time of the last reply."""
     for _ in range(times):
         pauses.arrived("a", now_s, PRODUCT_S)
         pauses.left("a", now_s + waits_s)
@@ -62,6 +62,6 @@ def test_it_knows_a_bounded_number_of_tenants() -> None:
     for number in range(MOST_TENANTS - 1):
         pauses.arrived(f"t{number}", now_s, PRODUCT_S)
         pauses.left("nobody", now_s)
-    assert pauses.is_flood("a")  # it is known, and the one that asked the longest ago
+    assert pauses.is_flood("a")  # the tenant that sent the longest ago is still known
     pauses.arrived("one more", now_s, PRODUCT_S)
     assert not pauses.is_flood("a")

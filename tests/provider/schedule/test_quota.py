@@ -1,4 +1,4 @@
-"""Token buckets on an injected clock."""
+"""Tests token buckets with an injected clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_request_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_for
 
 def test_rows_in_flight() -> None:
     quota = Quota(TenantLimits(max_rows_in_flight=10), 0.0)
-    assert quota.admit(50, 0, 0.0) == 0.0  # alone, else it never would
+    assert quota.admit(50, 0, 0.0) == 0.0  # allowed alone, since it never would be otherwise
     assert quota.admit(1, 0, 0.0) > 0
     quota.released(50, 0)
     assert quota.admit(10, 0, 0.0) == 0.0
@@ -80,7 +80,8 @@ def test_classes_by_name() -> None:
 
 
 def test_no_tenant_holds_more_than_is_free() -> None:
-    """Two that take all they can leave a third for whoever comes next, and get nothing more while it is there."""
+    """Two tenants that take all they can leave a third of the size for the next tenant, and get no more while they hold
+    theirs."""
     room = SharedRoom(900)
     first, second, third = (Quota(TenantLimits(), 0.0, room) for _ in range(3))
 
@@ -94,11 +95,11 @@ def test_no_tenant_holds_more_than_is_free() -> None:
     assert fill(second) == 220
     for _ in range(45 - 30):
         first.released(1, 10)
-    assert fill(second) == 80  # as the first one's answers leave, both end at a third
+    assert fill(second) == 80  # as the first tenant's replies are sent, both end at a third
     assert fill(third, 1) == 150
     assert fill(first) == 0
     first.released(1, 10)
-    assert 0 < first.admit(1, 10, 0.0) <= 1  # it holds its share already
+    assert 0 < first.admit(1, 10, 0.0) <= 1  # this tenant already holds its share
 
 
 def test_a_request_larger_than_the_room_passes_alone() -> None:

@@ -1,4 +1,4 @@
-"""What a request counts as, by what its tenant does."""
+"""Tests which class a request counts as, depending on what its tenant does."""
 
 from __future__ import annotations
 

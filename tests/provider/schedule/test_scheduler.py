@@ -1,4 +1,4 @@
-"""The scheduler's promises, on an injected clock: nothing sleeps and no product is made."""
+"""Tests the scheduler's guarantees with an injected clock, without sleeps and without products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ DECODE, PREFILL, FINETUNE = RequestClass
 
 
 def model() -> LatencyModel:
-    """Half a millisecond and a tenth of one per row, in every lane."""
+    """Returns a latency model with half a millisecond for each product and a tenth of a millisecond for each row, in
+    every lane."""
     latency = LatencyModel(lambda call: 1000)
     for call in (FORWARD, OTHER, BACKWARD):
         for rows in (1, 100, 1, 100):
@@ -45,7 +46,7 @@ def ticket(tenant: str, rows: int, kind: RequestClass = FINETUNE, call: Call = F
 
 
 def drain(queue: Scheduler, now: float = 1000.0) -> list[Batch]:
-    """All batches, at a time when nothing is held any more."""
+    """Returns all batches, at a time at which no request is held any more."""
     batches = []
     while (batch := queue.next_batch(now)) is not None:
         batches.append(batch)
@@ -84,7 +85,7 @@ def test_lockstep_waits_for_everybody_who_is_active() -> None:
     assert queue.next_batch(0.3).num_rows == 202  # the small ones take as long as the large one
     queue.add(ticket("a", 1, DECODE), 0.4)
     assert queue.next_batch(0.8) is None
-    assert queue.next_batch(0.9).num_rows == 1  # nobody waits beyond the worst case
+    assert queue.next_batch(0.9).num_rows == 1  # this is the longest possible wait
 
 
 def test_a_lonely_tenant_is_never_held() -> None:
@@ -101,7 +102,7 @@ def test_a_large_request_is_held_for_company_and_a_decode_request_is_not() -> No
     assert queue.next_batch(0.0) is None
     due = queue.next_due_s()
     assert due == pytest.approx(0.25 * (5e-4 + 60 * ROW_S), rel=0.05)
-    queue.add(ticket("b", 30), due / 2)  # everybody is here: nothing to wait for
+    queue.add(ticket("b", 30), due / 2)  # all tenants wait, so no other will join
     assert queue.next_batch(due / 2).num_rows == 90
     queue.add(ticket("a", 90, at=0.1), 0.1)
     due = 0.25 * (5e-4 + 90 * ROW_S)
@@ -127,13 +128,14 @@ def test_with_a_target_the_more_urgent_goes_first() -> None:
 def test_without_a_target_all_take_turns() -> None:
     queue = scheduler(Policy(wait_share=0.0))
     for name, kind, call in (("a", FINETUNE, FORWARD), ("b", PREFILL, OTHER), ("c", DECODE, BACKWARD)):
-        queue.add(ticket(name, 180, kind, call), 0.0)  # two turns of 10 ms
+        queue.add(ticket(name, 180, kind, call), 0.0)  # each has two turns of 10 ms
     assert [batch.pieces[0].ticket.tenant for batch in drain(queue, 0.0)][:5] == list("abcab")
 
 
 @pytest.mark.parametrize(("kind", "bound_s"), [(PREFILL, 0.05), (FINETUNE, 0.2)])
 def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
-    """Endless decode work, and one large request: a piece of it runs within the bound of its class."""
+    """There is endless decode work and one large request. A piece of the large request runs within the time bound of
+    its class."""
     policy = Policy(starvation_s={PREFILL: 0.05, FINETUNE: 0.2}, slo_s=0.01)
     queue = scheduler(policy)
     queue.add(ticket("slow", 400, kind, OTHER), 0.0)
@@ -149,7 +151,8 @@ def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
 
 
 def test_a_flood_of_decode_leaves_others_a_share() -> None:
-    """Small requests without end, which count as decode, against one tenant's fine-tuning, with settings as shipped."""
+    """Small requests without end, which count as decode, compete with the fine-tuning of one tenant, under the default
+    settings."""
     queue = scheduler()
     now, spent = 0.0, {"flood": 0.0, "tuner": 0.0}
     while now < 20.0:
@@ -178,7 +181,7 @@ def test_abandoned_requests_are_handed_back() -> None:
 def test_the_latency_target_cuts_large_requests() -> None:
     queue = scheduler(Policy(slo_s=0.005))
     queue.add(ticket("a", 1000, FINETUNE), 0.0)
-    assert queue.next_batch(0.0).num_rows == 1000  # nobody decodes
+    assert queue.next_batch(0.0).num_rows == 1000  # no tenant decodes
     queue.add(ticket("b", 1, DECODE, OTHER), 0.1)
     queue.next_batch(0.1)
     queue.add(ticket("a", 1000, FINETUNE, at=0.1), 0.1)
@@ -197,7 +200,7 @@ def test_fine_tuning_rows_join_as_far_as_the_target_allows() -> None:
     without = scheduler()
     without.add(ticket("a", 1000, FINETUNE), 0.0)
     without.add(ticket("b", 16, DECODE), 0.0)
-    assert 62 <= without.next_batch(0.0).num_rows <= 66  # a turn of two who wait with one request each
+    assert 62 <= without.next_batch(0.0).num_rows <= 66  # the turn of two tenants with one request each
 
 
 def test_a_batch_is_bounded_in_memory() -> None:
@@ -217,7 +220,7 @@ def test_a_batch_of_decode_takes_all_that_wait() -> None:
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_rows_are_shared_by_weight(weight: float, share: float) -> None:
-    """Two tenants with endless requests of unlike sizes in lanes of their own."""
+    """Two tenants send endless requests of different sizes, each in a lane of its own."""
     queue = Scheduler(Policy(max_batch_rows=64), model(), lambda tenant: weight if tenant == "a" else 1.0)
     for _ in range(400):
         queue.add(ticket("a", 100, call=FORWARD), 0.0)
@@ -325,10 +328,10 @@ def test_every_row_is_handed_out_once_and_in_order(
 
 
 class CountedBytecodes:
-    """The bytecodes that functions of provider/schedule ran on this thread.
+    """Counts the bytecodes that functions of provider/schedule run on this thread.
 
     Attributes:
-        number: so far.
+        number: the count so far.
     """
 
     def __init__(self) -> None:
@@ -355,7 +358,8 @@ class CountedBytecodes:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decision_among_a_thousand_requests_is_cheap(policy: str) -> None:
-    """In bytecodes, which no other load of the machine changes; in microseconds it is `benchmarks.scheduling`'s."""
+    """The cost is counted in bytecodes, which do not depend on other load of the machine. `benchmarks.scheduling`
+    measures microseconds."""
     each = {}
     for num_tenants in (40, 1000):
         queue, requests = LoadedQueue(POLICIES[policy], num_tenants), 0
@@ -363,7 +367,7 @@ def test_a_decision_among_a_thousand_requests_is_cheap(policy: str) -> None:
             while requests < 300:
                 requests += queue.turn()
         each[num_tenants] = counted.number / requests
-    assert all(100 < number < 6000 for number in each.values()), each  # a look at every request takes more
+    assert all(100 < number < 6000 for number in each.values()), each  # looking at every request would take more
     assert each[1000] < 2 * each[40]
 
 
@@ -385,10 +389,10 @@ def test_who_passes_the_queue_does_not_pass_what_has_waited_long_enough() -> Non
     for _ in range(3):
         queue.computed_elsewhere("b", OTHER, 0.0, 1e-4)
     queue.add(ticket("a", 100), 0.0)
-    assert queue.next_batch(1e-4) is None  # `b` is expected
+    assert queue.next_batch(1e-4) is None  # a request of `b` is expected
     assert queue.takes_decode("b", 0.015, is_idle=True)
     assert not queue.takes_decode("b", 0.025, is_idle=True)
-    assert queue.takes_decode("b", 0.025, is_idle=False)  # beside it there is room for both
+    assert queue.takes_decode("b", 0.025, is_idle=False)  # there is time for both
 
 
 @pytest.mark.parametrize("weight", [0.01, 1.0, 100.0])
@@ -403,8 +407,8 @@ def test_a_turn_among_many_tenants_is_found_at_once(weight: float) -> None:
         costs.append(counted.number)
         assert batch is not None
         seen.append(batch.pieces[0].ticket.tenant)
-    assert len(set(seen)) == 200  # each has had its turn
-    assert sorted(costs)[180] < 6000  # millions when rounds were made one by one
+    assert len(set(seen)) == 200  # each tenant has had its turn
+    assert sorted(costs)[180] < 6000  # it was millions when rounds were computed one by one
 
 
 def test_nobody_is_held_for_company_while_others_wait_anyway() -> None:
@@ -412,14 +416,15 @@ def test_nobody_is_held_for_company_while_others_wait_anyway() -> None:
     for call in (FORWARD, OTHER):
         queue.add(ticket("b", 1, DECODE, call), 0.0)
     assert queue.next_batch(0.0) is not None
-    queue.add(ticket("a", 100), 0.0)  # `b` asks for this layer as well, and waits for another
+    queue.add(ticket("a", 100), 0.0)  # `b` also calls this layer, and waits for another one
     assert queue.next_due_s() is None
     assert sum(batch.num_rows for batch in drain(queue, 0.0)) == 101
 
 
 def test_turns_are_longer_among_equals_and_short_beside_a_flood() -> None:
-    """A cut of the large request gives each of the others one more; who floods does not lengthen its own turn."""
-    for num_large, rows in ((1, 245), (2, 35)):  # 25 and 4 ms of 0.5 ms and 0.1 ms a row
+    """Each cut of the large request lets each other tenant run one more request. A tenant that floods does not lengthen
+    its own turn."""
+    for num_large, rows in ((1, 245), (2, 35)):  # turns of 25 and 4 ms; a product takes 0.5 ms plus 0.1 ms per row
         queue = scheduler(Policy(wait_share=0.0))
         for _ in range(num_large):
             queue.add(ticket("large", 2000), 0.0)

@@ -1,6 +1,7 @@
-"""The latency and throughput that tenants are promised, under load, on the simulation's own clock.
+"""Tests the latency and the throughput that tenants get under load, on the simulation's clock.
 
-A product takes 0.3 ms and 12 us a row, about what a layer of SmolLM2 takes on one core (docs/benchmarks.md).
+A product takes 0.3 ms plus 12 µs per row, which is about the time of a layer of SmolLM2 on one core
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
-pytestmark = pytest.mark.slow  # a minute of plain computing
+pytestmark = pytest.mark.slow  # these tests compute for about a minute
 
 DECODE, PREFILL, FINETUNE = RequestClass
 GROUPS = range(16)
 SECONDS = 5.0
 TURN_S = 3.5e-3
-"""Without a latency target."""
+"""The length of a turn, in seconds, without a latency target."""
 
 
 def cost(call: Call, rows: int) -> float:
@@ -45,12 +46,12 @@ def decoding(name: str = "decode", rows: int = 1, think_s: float = 1e-3) -> Repl
 
 @functools.cache
 def decoding_alone(seconds: float = SECONDS) -> Outcome:
-    """What several floods are compared with."""
+    """Returns the results of decoding without other load, with which those under floods are compared."""
     return run([decoding()], slo_s=4e-4, seconds=seconds)
 
 
 def thinking(seed: int, mean_s: float) -> list[float]:
-    """Times that spread by a fifth, the same every time."""
+    """Returns a function that gives pauses that vary by a fifth, and are the same in each run."""
     return [mean_s * (1 + 0.2 * math.sin(12.9898 * (seed + step))) for step in range(97)]
 
 
@@ -78,7 +79,8 @@ def test_opportunistic_batching_has_the_best_throughput_and_the_lowest_mean_late
 
 @pytest.mark.parametrize("slower", [7.0, 19.0])
 def test_opportunistic_batching_is_the_best_on_large_layers_too(slower: float) -> None:
-    """Llama-2-7B's layers on one core: to read 17 to 90 MB of weights takes as long as 22 of its rows."""
+    """The layers are those of Llama-2-7B on one core. To read their 17 to 90 MB of weights takes as long as 22 of their
+    rows."""
 
     def large(call: Call, rows: int) -> float:
         base_s, row_s = ((5e-3, 2.3e-4), (1.7e-3, 8e-5), (9e-3, 4.2e-4), (4.5e-3, 2.1e-4))[call.group % 4]
@@ -94,7 +96,7 @@ def test_opportunistic_batching_is_the_best_on_large_layers_too(slower: float) -
 
 @pytest.mark.parametrize("starts", [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 2, 2, 2], [3, 3, 0, 1, 1]])
 def test_lockstep_brings_tenants_that_began_at_different_layers_to_one(starts: list[int]) -> None:
-    """Groups of one size as well, none of which is where most are."""
+    """The test includes groups of one size, so that no layer has the most tenants."""
     clients = [
         Replayer(f"t{number}", forward_pass([*GROUPS[start:], *GROUPS[:start]], 4), DECODE)
         for number, start in enumerate(starts)
@@ -124,12 +126,13 @@ def test_a_flood_leaves_decode_within_a_fifth(
     alone, beside = decoding_alone(seconds), run([decoding(), flood], slo_s=4e-4, seconds=seconds)
     assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
     assert beside.rows["decode"] >= 0.95 * alone.rows["decode"]
-    assert beside.busy_s["flood"] >= 0.3 * seconds  # and the flood has what is left
+    assert beside.busy_s["flood"] >= 0.3 * seconds  # the flood gets the rest
 
 
 @pytest.mark.parametrize(("rows", "in_flight"), [(16, 3), (8, 3), (1, 3), (16, 1)])
 def test_a_flood_of_decode_requests_leaves_decode_within_a_fifth(rows: int, in_flight: int) -> None:
-    """As many as a session lets count as decode; who never pauses does not go before who does."""
+    """The flood has as many requests as may count as decode. A tenant that never pauses does not go before one that
+    does."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), rows)], DECODE, in_flight=in_flight)
     alone, beside = decoding_alone(), run([decoding(), flood], slo_s=4e-4)
     assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
@@ -169,7 +172,8 @@ def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
 @pytest.mark.parametrize("slope", [1.2e-5, 2e-4])
 @pytest.mark.parametrize("slo_s", [None, 0.0004, 0.003, 0.012, 0.02, 0.05])
 def test_no_flood_keeps_decode_out(request_class: RequestClass, slope: float, slo_s: float | None) -> None:
-    """On fast machines and slow ones: at most the target, or the product that has begun, and one's own."""
+    """On fast and on slow machines, a decode request waits at most for the target, or for the product that has begun
+    and its own."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 4096)], request_class, in_flight=8)
     beside = simulate(policy(slo_s=slo_s), [decoding(), flood], lambda call, rows: 3e-4 + slope * rows, 3.0)
     least_s = 3e-4 + slope * 16
@@ -206,7 +210,7 @@ def test_without_a_target_decode_waits_for_a_turn_of_everybody_else(rows: int, n
 
 
 def hints(name: str) -> Replayer:
-    call = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)  # which share their product with nobody
+    call = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)  # these requests share no product
     return Replayer(name, [(call, 1)], FINETUNE, in_flight=300)
 
 
@@ -225,7 +229,7 @@ def test_who_rides_in_the_turns_of_others_pays_for_it() -> None:
 
 
 def test_decode_that_waits_is_not_forgotten() -> None:
-    """A very slow layer and sixteen floods: a round takes longer than a tenant is remembered."""
+    """With a very slow layer and sixteen floods, a round takes longer than a tenant is remembered."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 256)], FINETUNE, in_flight=8)
         for number in range(16)
@@ -238,7 +242,8 @@ def test_decode_that_waits_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("slope", [1.2e-5, 4e-4])
 def test_credit_of_a_quiet_time_is_not_spent_on_those_who_come_back(slope: float) -> None:
-    """Products are long while nobody decodes; the first request after a pause waits for one of them, not for more."""
+    """Products are long while no tenant decodes. The first request after a pause waits for one of them, and not for
+    more."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 65_536)], FINETUNE, in_flight=4)
         for number in range(4)
@@ -274,7 +279,8 @@ def test_fine_tuning_keeps_its_share_while_the_target_is_met(num_clients: int) -
 
 
 def test_temporal_sharing_misses_the_target() -> None:
-    """Whole requests in turn, FlexLLM's comparison: fine-tuning gets all of its share, and inference waits."""
+    """Whole requests take turns, which is FlexLLM's comparison. Fine-tuning gets all of its share, and inference has to
+    wait."""
     inference = [decoding(f"i{number}", 2, (2.0 + 0.7 * number) * 1e-3) for number in range(4)]
     tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
     names = [one.tenant for one in inference]
@@ -298,7 +304,7 @@ def test_fine_tuning_follows_a_load_that_comes_and_goes() -> None:
 
 
 def test_fine_tuning_is_never_starved() -> None:
-    crowd = [decoding(f"i{number}", 8, 1e-4) for number in range(12)]  # more than the executor can do
+    crowd = [decoding(f"i{number}", 8, 1e-4) for number in range(12)]  # this is more than the executor can do
     tuning = Replayer("tune", training_step(GROUPS, 512), FINETUNE)
     for slo_s in (None, 4e-4, 6e-3):
         assert run([*crowd, tuning], slo_s=slo_s).busy_s["tune"] >= 0.04 * SECONDS

@@ -1,4 +1,4 @@
-"""Tiny models, and a site that serves them with whichever mask a client asks for."""
+"""Provides tiny models, and a site that serves them under the mask that a client chooses."""
 
 from __future__ import annotations
 

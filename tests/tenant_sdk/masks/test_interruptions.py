@@ -1,4 +1,4 @@
-"""The lattice mask under a model: restarts, failures, threads and forks."""
+"""Tests the lattice mask under a model across restarts, failures, threads and forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The masks `pad` and `shares` under a model."""
+"""Tests the masks `pad` and `shares` under a model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_shares_of_two_models_are_refused(site: Site, tmp_path: Path) -> None:
 
 
 def places(site: Site) -> tuple[list[str], list[Path]]:
-    """The URLs of the providers of `Site.mtls`, and the identities that its client has with them."""
+    """Returns the URLs of the providers of `Site.mtls`, and the client's identities with them."""
     urls = [f"grpcs://127.0.0.1:{server.port}" for server, _ in site.served.values()]
     return urls, [site.folder / f"tenant{name}" for name in site.served]
 
@@ -108,7 +108,8 @@ def test_each_provider_of_shares_has_its_own_identity(site: Site) -> None:
 
 
 def test_one_provider_is_not_two_providers_of_shares(site: Site, tmp_path: Path) -> None:
-    """It would have x̃ − p and p. By its address or by its authority, also in another folder and under another name."""
+    """A single provider would get both x̃ − p and p. It is recognised by its address or its authority, also if the
+    identity is in another folder or has another name."""
     client, (first, second) = site.mtls("llama", "llama", mask="shares")
     client.close()
     (a, b), (acme, other) = places(site)

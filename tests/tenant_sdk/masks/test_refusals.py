@@ -1,4 +1,4 @@
-"""What is refused before anything is sent, what the masks say of themselves, and what they keep to themselves."""
+"""Tests what is refused before anything is sent, how masks describe themselves, and what they never show."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 def test_pairs_that_do_not_exist_are_refused_before_the_network(
     tmp_path: Path, urls: int, options: dict[str, Any], sentence: str
 ) -> None:
-    """Nobody listens at port 1: whoever went there first would say so."""
+    """Nothing listens at port 1, so a client that used the network first would fail with another error."""
     enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1")
     given = ["grpcs://127.0.0.1:1"] * urls
     client = TenantClient(given, identity=[tmp_path / "acme"] * urls, progress=False, **options)
@@ -93,7 +93,7 @@ def test_weak_parameters_and_unknown_options(site: Site, mask_options: dict[str,
 
 
 def test_a_wrong_option_is_said_before_the_checkpoint_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a large checkpoint takes minutes."""
+    """Reading a large checkpoint takes minutes, so the option must be checked before."""
     monkeypatch.setattr(TrustedCheckpoint, "open", lambda name: pytest.fail("the checkpoint was opened"))
     with pytest.raises(WeakParameters):
         site.inproc("llama", verify="some/where", mask_options={"parameters": TOY})
@@ -238,7 +238,7 @@ def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyP
 
 
 def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer goes without so that another may have more than a step can use."""
+    """No layer goes without masks so that another layer gets more than a step can use."""
     features = sum(info.in_features + info.out_features for info in site.served_models["llama"].manifest().groups)
     client, _ = site.inproc(
         "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS

@@ -1,4 +1,4 @@
-"""The lattice mask under a model: results, gradients, tokens, and what is sent."""
+"""Tests the lattice mask under a model: results, gradients, tokens, and the rows that are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, dtype: torch.dtype) -> None:
-    """Fused groups, Conv1D and biases, at the default parameters: within what the error and the rounding imply."""
+    """The model has fused groups, Conv1D and biases, and the mask has the default parameters. Differences are within
+    what error and rounding imply."""
     client, (watched,) = connect(kind, dtype=dtype)
     model, spec_of = client.load_model(), specs(client)
     for info in client.connect().groups:
@@ -55,7 +56,7 @@ def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, d
 
 
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> None:
-    """Within the bound, and for bf16 within its rounding of product, bias and sum."""
+    """Checks that a result is within the bound and, for bf16, within the rounding of product, bias and sum."""
     distance = (wide(got.detach().flatten(0, 1)) - exact).abs()
     fp = 2.0**-22 if dtype is torch.float32 else BF16
     largest = exact.abs().amax() if dtype is torch.bfloat16 else exact.abs()
@@ -122,7 +123,8 @@ def test_generation_with_a_cache_gives_the_unmasked_tokens(
 def test_gradient_checkpointing_draws_fresh_rows(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A recomputed layer sends the same activations (but for noise): under the same mask they would cancel."""
+    """A recomputed layer sends the same activations, up to noise. If both had the same mask, the difference would
+    show."""
     forwards = []
     for checkpointing in (False, True):
         client, (watched,) = site.inproc("llama", **options)
@@ -140,7 +142,8 @@ def test_gradient_checkpointing_draws_fresh_rows(
 
 
 def test_padded_and_zero_rows_are_masked(site: Site) -> None:
-    """The pad token's embedding is zero, and so is its normalised row in the first layer: it must not show."""
+    """The embedding of the padding token is zero, and so is its normalised row in the first layer. A provider must not
+    see this."""
     client, (watched,) = site.inproc("llama")
     model: Any = client.load_model()
     ids, attention = batch(3, (4, 16)), torch.ones(4, 16, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The lattice mask under a model: seeds that are exhausted, hints, and the ledger."""
+"""Tests the lattice mask under a model: exhausted seeds, hints, and the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 
 
 def audited(ledger: Path, identity: Path | None = None) -> list[Seed]:
-    """What a ledger has on record, of the tenant `acme` with an identity or of clients without one."""
+    """Returns the totals in a ledger, either of the tenant `acme` with an identity or of clients without an
+    identity."""
     name = "local"
     if identity is not None:
         name = f"acme of {hashlib.sha256((identity / 'ca.pem').read_bytes()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""A decode step's own layers on one core, and everything else as it was."""
+"""Tests that the tenant's layers of a decode step run on one core, and that everything else uses all cores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cache_of(length: int) -> DynamicCache:
 
 
 class Strange:
-    """A cache that counts something else."""
+    """Implements a cache that counts something else than tokens."""
 
     def get_seq_length(self) -> int:
         raise NotImplementedError
@@ -83,7 +83,7 @@ def test_a_decode_step_has_one_core_and_its_thread_all_of_them_afterwards() -> N
 
 
 def test_two_clients_in_threads_do_not_change_each_other_s_cores() -> None:
-    """One begins and ends a step in the middle of the other's."""
+    """One client begins and ends a step while the other client's step is running."""
     mine, theirs = Decoder(), Decoder()
     after: list[int] = []
 

@@ -1,4 +1,5 @@
-"""A value that is not finite: the calls go on as planned, and the run fails at its end; with `verify` it stops."""
+"""Tests values that are not finite: the calls go on as planned and the run fails at its end, while with `verify` it
+stops at once."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_a_run_makes_the_calls_of_an_honest_one_and_fails_once(
 
 @pytest.mark.parametrize("mask", ["gaussian-pool", "lattice"])
 def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hints and effects included. The lattice's replies are integers: its value comes from the tenant's own side."""
+    """The calls include those for hints and effects. Replies under the lattice mask are integers, so the value comes
+    from the tenant's own side."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = honest_calls(opened, tmp_path / "honest", mask)
@@ -85,7 +87,7 @@ def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatc
 
 
 def _break_product(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Call `number` from now on gives infinities, as an overflow does."""
+    """Makes all calls from `number` on return infinities, as after an overflow."""
     run, counted = RemoteExecutor.run, [0]
 
     def broken(*arguments: Any) -> torch.Tensor:
@@ -149,7 +151,7 @@ def test_one_row_takes_its_own_way(opened: Opened) -> None:
 
 
 def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> None:
-    """No row is sent after it that would show it: it would be in the adapter."""
+    """After the last gradient no row is sent that would show the value, but the value would be in the adapter."""
     num_backward = sum(direction == "BACKWARD" for *_, direction, _ in honest_calls(opened, tmp_path / "honest"))
     client, _ = opened(Fault(BACKWARD, math.nan, num_backward - 1))
     with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
@@ -176,7 +178,7 @@ def test_a_call_that_belongs_to_no_model_stops_at_once(served_model: ServedModel
 
 
 def test_a_refusal_of_the_providers_is_an_error_as_ever(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words on the wire are not the tenant's own finding."""
+    """An error that the provider sends is not a value that the tenant itself found."""
     client, _ = opened(HONEST)
     model: Any = client.load_model()
 
@@ -214,7 +216,7 @@ def test_a_later_run_of_the_same_client_starts_afresh(opened: Opened, tmp_path: 
 
 
 def markers(folder: Path) -> dict[str, list[str]]:
-    """By checkpoint."""
+    """Returns, for each checkpoint, which of the marker files `complete` and `not-finite` it has."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     names = ("complete", "not-finite")
     return {path.name: [name for name in names if (path / name).exists()] for path in found}
@@ -242,7 +244,8 @@ def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_pat
 def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it begins again would tell the provider, who can cut it, when the value came."""
+    """The step from which the run is resumed would show the provider, which can cut the run off, when the value
+    appeared."""
     seen = honest_calls(opened, tmp_path / "honest")
     a_step = len(seen) // 3
     client, _ = opened(Fault(FORWARD, math.nan, sum(call[2] == "FORWARD" for call in seen) // 2))
@@ -265,7 +268,7 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
 def test_a_value_after_the_last_save_spoils_the_whole_folder(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the same command would go on from a step that tells when it came."""
+    """Otherwise the same command would continue from a step that shows when the value appeared."""
     client, _ = opened(HONEST)
     calls = [0]
 
@@ -313,7 +316,7 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
 
 
 def test_arithmetic_of_the_faults(served_model: ServedModel) -> None:
-    """A reply holds what the test believes it does."""
+    """Checks that replies really hold the values on which these tests rely."""
     rows = torch.arange(64, dtype=torch.int32).view(2, 32)
     call = Call(1, FORWARD, Arithmetic.RING)
     honest = Overflower(served_model, HONEST).compute(call, rows)

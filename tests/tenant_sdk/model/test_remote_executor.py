@@ -1,4 +1,4 @@
-"""What the executor sends when no mask can be had, and the width to which it expands the seed of a hint."""
+"""Tests what the executor sends if no mask can be had, and to how many columns it expands the seed of a hint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HINT = Call(0, FORWARD, Arithmetic.RING, Purpose.HINT)
 
 
 class Link:
-    """Stands for a connection: it notes what is sent, and refuses hints if it is told to."""
+    """Stands in for a connection. It notes what is sent, and can refuse hints."""
 
     def __init__(self) -> None:
         self.traffic, self.sent = Traffic(), list[Purpose]()
@@ -56,7 +56,8 @@ class Link:
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_without_a_mask_are_not_sent(tmp_path: Path, num_rows: int) -> None:
-    """A single row is written into its message before the mask is taken, so the message holds it unmasked then."""
+    """A single row is written into its message before the mask is taken. At that moment the message holds the unmasked
+    row."""
     link, group, rows = Link(), group_of(0, WEIGHT), rows_of(num_rows, 40)
     scheme = Lattice(DEFAULT, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None, 8), background=False)
     executor = RemoteExecutor([link], scheme, Limits())
@@ -73,7 +74,7 @@ def test_rows_without_a_mask_are_not_sent(tmp_path: Path, num_rows: int) -> None
 
 @pytest.mark.parametrize("cols", [1, 24, 39, 41])
 def test_a_hint_of_another_width_than_the_trusted_weight_fails_its_check(cols: int) -> None:
-    """The payload says to how many columns a seed is expanded, and the payload comes from the provider's manifest."""
+    """The payload says to how many columns a seed is expanded, and this number comes from the provider's manifest."""
     link, verifier = Link(), Verifier()
     verifier.add_group(0, WEIGHT)
     executor = RemoteExecutor([link], Off(Arithmetic.RING), Limits(), verifier)

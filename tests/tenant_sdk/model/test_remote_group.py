@@ -1,4 +1,5 @@
-"""Calls made, tensors kept, inputs shared: what a remote layer does besides giving the right numbers."""
+"""Tests remote layers beyond their results: the calls that they make, the tensors that they keep, and when they share
+an input."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def client(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, tuple[int, int]]]:
-    """Every call that reaches the provider."""
+    """Returns a list of all calls that reach the provider."""
     seen: list[tuple[Call, tuple[int, int]]] = []
     before_requests(monkeypatch, lambda call, payload: seen.append((call, (payload.num_rows, payload.cols))))
     return seen
@@ -58,7 +59,7 @@ def test_members_that_share_an_input_share_a_call(client: TenantClient, calls: A
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_a_gradient_was_kept_for_outlives_a_change_of_its_neighbour(client: TenantClient, rows: int) -> None:
-    """As with local layers: q is kept for the gradient of w, and k, of the same call, is changed in place."""
+    """As with local layers, q is kept for the gradient of w while k, of the same call, is changed in place."""
     attention: Any = client.load_model().model.layers[0].self_attn
     x, w = torch.randn(rows, 32), torch.ones(32, requires_grad=True)
     q = attention.q_proj(x)
@@ -169,7 +170,8 @@ def test_large_calls_are_split_by_rows(
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
 def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: int) -> None:
-    """As a local layer's can, in training too, and without touching another member's output."""
+    """Outputs can be changed in place, as those of a local layer can, also in training, without changing another
+    member's output."""
     attention: Any = client.load_model().model.layers[0].self_attn
     x = torch.randn(2, rows, 32, requires_grad=True)
     y = getattr(attention, name)(x)
@@ -185,7 +187,8 @@ def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: 
 
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
 def test_a_tokens_outputs_can_be_changed_in_place(client: TenantClient, name: str) -> None:
-    """One row, no gradient: nobody's output moves with another's, and a gradient may come in later."""
+    """For one row without a gradient, changing one output changes no other output, and a gradient may be needed
+    later."""
     attention: Any = client.load_model().model.layers[0].self_attn
     with torch.no_grad():
         x = torch.randn(1, 1, 32)

@@ -1,4 +1,4 @@
-"""The engine beside a store of adapters: requests wait for their own adapter alone, and each hold is given back."""
+"""Tests the engine with a store of adapters: a request waits only for its own adapter, and each hold is released."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 @dataclass
 class HeldTicket:
-    """A ticket that the test makes ready."""
+    """Implements a ticket that the test makes ready."""
 
     slot: int
     ready: bool = False
@@ -30,13 +30,17 @@ class HeldTicket:
     def is_ready(self) -> bool:
         return self.ready
 
+    @property
+    def digest(self) -> str:
+        return str(self.slot)
+
     def release(self) -> None:
         self.num_released += 1
 
 
 @dataclass
 class Store:
-    """A store whose adapter in slot n adds sin(n·i) to number i of each of the model's embeddings."""
+    """Implements a store whose adapter in slot n adds sin(n·i) to number i of each of the model's embeddings."""
 
     model: Any
     wake: Callable[[], None]

@@ -1,4 +1,5 @@
-"""The engine: streams, ends, cancels, waits and fails each request by itself, and refuses what it cannot serve."""
+"""Tests that the engine streams, ends, cancels, delays and fails each request independently, and refuses what it cannot
+serve."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
 
 
 RANKS = {"small": 4, "large": 24, "wide": 64}
-"""Adapters by name, each with its rank."""
+"""The rank of each adapter, by the adapter's name."""
 
 
 @pytest.fixture(scope="module")

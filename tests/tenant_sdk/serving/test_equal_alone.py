@@ -1,4 +1,5 @@
-"""The engine's tokens are those of `generate` alone, whatever is answered beside them: models, masks, KV types."""
+"""Tests that the engine's tokens are those of `generate` alone, whatever else it answers at the same time: for all
+models, masks and KV types."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 NEW_TOKENS = 12
 COMPARED = 0.95
-"""The least share of positions whose margin is large enough to be compared."""
+"""The least share of positions whose margin must be large enough for a comparison."""
 MARGIN = 4.0
-"""A position is compared when its top two logits are apart by more than this many times the measured error."""
+"""A position is compared if its top two logits differ by more than this many times the measured error."""
 OTHER_MASKS: dict[str, dict[str, Any]] = {
     "ring": {"mask": "off", "arithmetic": "ring"}, "pad": {"mask": "pad", "verify": True}, "shares": {"mask": "shares"},
     "gaussian-pool": {"mask": "gaussian-pool"},
@@ -33,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def assert_same_tokens(reference: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
-    """Compares all positions whose margin exceeds four times the error, and returns that error."""
+    """Compares all positions whose margin exceeds four times the error, and returns the error."""
     want, have = torch.cat(list(reference)), torch.cat(list(got))
     error = float((want - have).abs().max())
     top = want.topk(2).values
@@ -84,7 +85,7 @@ def test_other_types_of_kv_stay_close(folders: dict[str, Path], kind: str, kv_dt
 
 
 def test_a_wrong_neighbour_would_show(folders: dict[str, Path]) -> None:
-    """The control: answers to other prompts do not pass for equal."""
+    """This is the control: the answers to other prompts do not count as equal."""
     with open_client(folders["llama"]) as client:
         reference = [alone(client, prompt, NEW_TOKENS) for prompt in PROMPTS]
         with Engine(client, step_tokens=16, max_running=4) as engine:

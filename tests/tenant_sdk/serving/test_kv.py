@@ -1,6 +1,8 @@
-"""Keys and values of a request: exact where they are kept in float32, bounded by the window, safe to write twice."""
+"""Tests the keys and values of a request: exact in float32, bounded by the window, and safe to write twice."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +44,24 @@ def test_rows_see_what_their_window_allows(window: int | None, pieces: tuple[int
     assert position == 20
 
 
+@pytest.mark.parametrize("window", [None, 3, 5])
+def test_tokens_that_are_written_again_further_back(window: int | None) -> None:
+    """As with a draft model: updates go on by several tokens, and begin again up to `num_rewound` tokens before."""
+    keys, position = numbers(40), 0
+    kv = RequestKv(replace(layout(window), num_rewound=3), 40, CPU)
+    for back in (0, 1, 3, 2, 3, 0, 3, 3):
+        for _ in range(4):
+            first = 0 if window is None else max(position - window + 1, 0)
+            wrong = -keys[:, position : position + 1]
+            seen, _ = kv.update(0, position, wrong, wrong)
+            assert torch.equal(seen, torch.cat([keys[:, first:position], wrong], dim=1))
+            seen, _ = kv.update(0, position, keys[:, position : position + 1], keys[:, position : position + 1])
+            assert torch.equal(seen, keys[:, first : position + 1])
+            position += 1
+        position -= back
+    assert position > 2 * (layout(5).capacity(0, 40))
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
 def test_rounding_is_that_of_the_type(dtype: str, bound: float) -> None:
     keys = numbers(12) * torch.logspace(-6, 6, 12)[:, None]
@@ -67,6 +87,8 @@ def test_bytes_are_known_before() -> None:
     assert layout(dtype="bf16").bytes_for(10) == 10 * 2 * 2 * 8 * 2
     assert layout(dtype="fp8").bytes_for(10) == 10 * 2 * 2 * (8 + 4)
     assert layout(window=3).bytes_for(1000) == layout(window=3).bytes_for(2 + CHUNK)
+    assert replace(layout(window=3), num_rewound=5).bytes_for(1000) == layout().bytes_for(2 + CHUNK + 5)
+    assert replace(layout(), beside=layout(dtype="bf16")).bytes_for(10) == 10 * 2 * 2 * 8 * (4 + 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A random mix of requests that join, end, are cancelled and lose their provider: every answer is right or an error."""
+"""Tests a random mix of requests that join, end, are cancelled and lose their provider: every answer is correct or an
+error."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ from wire.transport.inproc import InprocConnection
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 NUM_REQUESTS = 80
 GONE_AT = 301
-"""The provider goes away at every so many calls, which is in the middle of a step of nine."""
+"""The provider is lost at every multiple of this number of calls, which is in the middle of a step of nine calls."""
 CLEAR = 1e-2
-"""A margin of the top two logits that no error of the mask bridges: it is below 1e-3 (test_equal_alone.py)."""
+"""A margin between the top two logits that the mask's error cannot bridge, since that error is below 1e-3
+(test_equal_alone.py)."""
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def client(provider: Watched, tmp_path: Path) -> Iterator[TenantClient]:
 
 
 def clear_answers(client: TenantClient) -> dict[str, list[int]]:
-    """For each prompt, the tokens of its answer up to the first whose choice is not clear."""
+    """Returns, for each prompt, the tokens of its answer before the first token whose choice is not clear."""
     answers = {}
     for prompt in PROMPTS:
         top = alone(client, prompt, 12).topk(2)
@@ -58,7 +60,7 @@ def clear_answers(client: TenantClient) -> dict[str, list[int]]:
 
 
 def pieces_of(answer: Answer) -> list[str]:
-    """Waits for the end, whatever it is."""
+    """Waits for the end of an answer, whether it succeeds or fails."""
     with contextlib.suppress(Unavailable):
         return list(answer)
     return []

@@ -1,4 +1,4 @@
-"""What the provider sees of the engine's steps, and what happens when it fails or lies in the middle of one."""
+"""Tests what the provider sees of the engine's steps, and what happens if it fails or lies in the middle of a step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
-"""Calls of a step: four for each of two layers and one for the head."""
+"""The number of calls of a step: four for each of two layers and one for the head."""
 TOY_MASK = {**TOY_OPTIONS, "hints": "stream", "background": False}
 Change = Callable[[int, Call, torch.Tensor], torch.Tensor]
 
 
 class Provider(HonestOffer):
-    """Notes the rows of every product, and lets `change` have its replies."""
+    """Notes the rows of every product, and lets `change` modify replies."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
@@ -81,7 +81,7 @@ Opened = Callable[..., tuple[TenantClient, Provider]]
 
 
 def answer_alone(client: TenantClient, provider: Provider, prompt: str, **options: Any) -> tuple[str, list[int]]:
-    """The answer of an engine to one prompt, and the rows of its calls."""
+    """Returns an engine's answer to one prompt, and the numbers of rows of its calls."""
     provider.num_rows.clear()
     with Engine(client, step_tokens=16) as engine:
         text = engine.submit(prompt, **options).result(TIMEOUT_S)
@@ -130,11 +130,27 @@ def test_padded_prompts_show_no_length_and_give_the_answers_of_generate(opened: 
     assert sum(seen[0][::GROUPS]) == 24 + 5
 
 
+def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -> None:
+    client, provider = opened()
+    prompt = "what did they say about the copper owl, and since when?"
+    seen: list[tuple[int, int]] = []
+    with Engine(client, step_tokens=16, prefix_bytes=1 << 20) as engine:
+        for fixed_length in (False, True, False, True):
+            provider.num_rows.clear()
+            answer = engine.submit(prompt, max_new_tokens=4, eos_token_id=[], fixed_length=fixed_length)
+            answer.result(TIMEOUT_S)
+            seen.append((sum(provider.num_rows[::GROUPS]), answer.num_reused_tokens))
+    whole = answer.num_prompt_tokens + 3
+    hit = (answer.num_prompt_tokens - 1) // 16 * 16
+    assert seen == [(whole, 0), (whole, 0), (whole - hit, hit), (whole, 0)]
+
+
 # ---- values that are not finite --------------------------------------------------------------------------------------
 
 
 def spoil_first_row(wrong: float, step: int, at_group: int) -> Change:
-    """In a step, the first number of one call's reply is wrong: it is in the first request's first row."""
+    """Makes the first number of one call's reply wrong in a step. It is in the first row, which belongs to the first
+    request."""
 
     def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
         if number == step * GROUPS + at_group:
@@ -183,7 +199,7 @@ def test_with_fixed_length_nobody_sees_that_a_request_is_lost(opened: Opened) ->
 
 
 def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts of one length, lost in the same step, send the same rows from the next step on."""
+    """Two prompts of the same length are lost in the same step. From the next step on, they send the same rows."""
     client, provider = opened()
     sent: dict[str, list[torch.Tensor]] = {}
     compute = Provider.compute

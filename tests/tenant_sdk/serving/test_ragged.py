@@ -1,4 +1,5 @@
-"""Attention over rows of many requests equals attention of each alone, and what it cannot do is refused."""
+"""Tests that attention over rows of many requests equals attention for each request alone, and that unsupported models
+are refused."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tenant_sdk.serving.attention import kernels
+from tenant_sdk.serving.attention.pieces import Piece
 from tenant_sdk.serving.kv import RequestKv, kv_layout
-from tenant_sdk.serving.ragged import Piece, RaggedModel, attend
+from tenant_sdk.serving.ragged import RaggedModel, attend
 from tests.support.served_kinds import CONFIGS, KINDS
 from wire.errors import ConfigurationError
 
@@ -46,8 +49,13 @@ def tokens(num: int, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_three_requests_give_the_logits_of_each_alone(kind: str) -> None:
+def test_pieces_of_three_requests_give_the_logits_of_each_alone(
+    kind: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(kernels, "available", lambda: False)
     reference = local(CONFIGS[kind])
     model = RaggedModel(local(CONFIGS[kind]))
     layout = kv_layout(model.model, "fp32", step_tokens=16)

@@ -1,4 +1,5 @@
-"""Tokens are drawn as transformers' `generate` draws them, each request with its own settings and random numbers."""
+"""Tests that tokens are drawn as transformers' `generate` draws them, with each request's own settings and random
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What goes through the model next: decided without tensors or threads, at times that the test chooses."""
+"""Tests which rows the engine computes next. The scheduler decides without tensors and threads, at times that the test
+sets."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def rows(step: Step) -> dict[int, tuple[int, int]]:
 
 
 def run(made: Scheduler, now: float = 0.0) -> Step:
-    """Plans a step and plays it: each request that samples gets a token."""
+    """Plans a step and completes it: each request that samples gets a token."""
     step = made.plan(now)
     made.advance(step)
     for segment in step.segments:
@@ -46,15 +47,32 @@ def run(made: Scheduler, now: float = 0.0) -> Step:
 
 
 def test_it_is_pure() -> None:
-    """It imports the standard library, and of that nothing with a clock, a thread or a random number.
+    """The scheduler imports the standard library, but no clock, threads or random numbers of it.
 
-    The errors and the check of a setting are what else it imports.
+    Apart from this, it imports only the errors and the check of a setting.
     """
     tree = ast.parse(Path(scheduler_module.__file__).read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {"tenant_sdk.plain_values", "wire.errors"}
     assert imported == {"__future__", "collections", "collections.abc", "dataclasses", "typing", *own}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+
+
+def test_rows_that_need_no_computing_are_asked_for_at_admission() -> None:
+    made, asked = scheduler(max_running=1), []
+
+    def known() -> int:
+        asked.append(made.num_running)
+        return 5
+
+    made.add(0, 7, 1, READY)
+    made.add(1, 12, 1, READY, start=known)
+    assert rows(run(made)) == {0: (0, 7)}
+    assert not asked
+    made.remove(0)
+    assert rows(run(made)) == {1: (5, 12)}
+    assert rows(run(made)) == {1: (12, 13)}
+    assert len(asked) == 1
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
@@ -181,16 +199,53 @@ def test_budgets_that_cannot_be(changes: dict[str, int]) -> None:
         scheduler(**changes)
 
 
-@settings(max_examples=60, deadline=None)
+def test_an_answer_has_rows_for_drafted_tokens_in_every_step_and_a_prompt_has_none() -> None:
+    made = scheduler(step_tokens=12, max_running=2, num_drafted=3)
+    made.add(1, 1, 10, READY)
+    assert [segment.num_rows for segment in run(made).segments] == [1], "one row of a prompt is no answer"
+    made.add(2, 20, 10, READY)
+    for _ in range(2):
+        step = run(made)
+        assert {segment.request: (segment.num_rows, segment.num_drafted) for segment in step.segments} == {
+            1: (4, 3), 2: (8, 0),
+        }  # fmt: skip
+        assert step.num_rows == len(step.slot_of_row) == 12
+    assert {segment.request: segment.num_wanted for segment in made.plan(0.0).segments} == {1: 4, 2: 1}
+
+
+def test_accepted_tokens_are_read_and_the_rows_of_others_are_computed_again() -> None:
+    made = scheduler(num_drafted=1)
+    made.add(1, 5, 10, READY)
+    run(made)
+    for num_new, want in ((1, (5, 6)), (2, (6, 7)), (2, (8, 9)), (1, (10, 11))):
+        step = made.plan(0.0)
+        assert rows(step) == {1: want}
+        made.advance(step)
+        made.append(1, num_new)
+
+
+def test_a_step_has_room_for_drafted_rows_of_all_answers() -> None:
+    scheduler(step_tokens=16, max_running=4, num_drafted=3)
+    with pytest.raises(
+        ConfigurationError, match=r"step_tokens \(16\) .*max_running \(4\) times 1 \+ num_drafted \(5\)"
+    ):
+        scheduler(step_tokens=16, max_running=4, num_drafted=4)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 3), st.sampled_from("ab")), max_size=12),
     st.randoms(use_true_random=False),
+    st.integers(0, 1),
 )
 def test_every_request_gets_each_of_its_rows_once_in_order(
-    requests: list[tuple[int, int, int, str]], random: object
+    requests: list[tuple[int, int, int, str]], random: object, num_drafted: int
 ) -> None:
-    """Joins at random times; whatever the mix, no row is left out or repeated, and budgets hold."""
-    made = scheduler(kv_bytes=60)
+    """Requests join at random times. In every mix, no row is left out or repeated, and budgets are kept.
+
+    Drafted tokens are accepted at random, and accepted tokens are not computed again.
+    """
+    made = scheduler(kv_bytes=60, num_drafted=num_drafted)
     due = {number: each for number, each in enumerate(requests)}
     fresh, read, answered = list(due), dict.fromkeys(due, 0), dict.fromkeys(due, 0)
     for now in range(2_000):
@@ -208,13 +263,17 @@ def test_every_request_gets_each_of_its_rows_once_in_order(
         made.advance(step)
         for segment in step.segments:
             assert segment.start == read[segment.request]
+            assert segment.num_drafted == (num_drafted if answered[segment.request] else 0)
             read[segment.request] = segment.stop
             if segment.samples:
-                answered[segment.request] += 1
-                if answered[segment.request] == due[segment.request][1]:
+                left = due[segment.request][1] - answered[segment.request]
+                num_new = random.randint(1, min(left, 1 + segment.num_drafted))  # type: ignore[attr-defined]
+                answered[segment.request] += num_new
+                read[segment.request] += num_new - 1
+                if num_new == left:
                     made.remove(segment.request)
                 else:
-                    made.append(segment.request)
+                    made.append(segment.request, num_new)
         if not fresh and made.num_running == made.num_waiting == 0:
             break
     assert answered == {number: each[1] for number, each in due.items()}

@@ -1,4 +1,5 @@
-"""Text while it comes: whole characters only, nothing of a stop string, and in the end what decoding at once gives."""
+"""Tests streamed text: it consists of whole characters, has nothing of a stop string, and equals in the end the text
+that is decoded at once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tenant_sdk.text.failures import SafeDecoding
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, as byte-level BPE without merges, and one special token."""
+    """Returns a tokenizer with one token per byte, like byte-level BPE without merges, and one special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

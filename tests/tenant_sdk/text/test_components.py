@@ -1,4 +1,5 @@
-"""Which tokenizer.json a provider may send: those of real models pass, those that spell text out as rows do not."""
+"""Tests which tokenizer.json files are accepted from a provider: those of real models are, and those that reveal text
+by row counts are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding to a stated number of tokens."""
+"""Tests padding to a given number of tokens."""
 
 from __future__ import annotations
 

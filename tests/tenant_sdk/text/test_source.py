@@ -1,4 +1,4 @@
-"""Which tokenizer a session uses, and which tokens end its answers."""
+"""Tests which tokenizer a session uses, and which tokens end its answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_the_providers_own_equals_transformers_on_a_real_model(tmp_path: Path, s
 
 
 def test_a_sentencepiece_like_one(tmp_path: Path) -> None:
-    """A beginning-of-text token, a prepended space and bytes for what the vocabulary lacks."""
+    """The tokenizer has a token for the beginning of a text, prepends a space, and uses byte tokens for characters that
+    the vocabulary lacks."""
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "\u2581", *map(chr, range(33, 127))]
     backend = Tokenizer(
         models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -81,7 +82,7 @@ def test_a_sentencepiece_like_one(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_numbers_that_the_model_does_not_have() -> None:
-    """A token without an embedding would end the run of a text that has it."""
+    """A token without an embedding would end a run whose text has this token."""
     check_fits_embedding(character_tokenizer(), 128)
     with pytest.raises(ConfigurationError, match="the provider's model has 50"):
         check_fits_embedding(character_tokenizer(), 50)
@@ -103,7 +104,7 @@ def test_a_bundle_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def other_numbers() -> Any:
-    """As many tokens, two of them with each other's numbers."""
+    """Returns a vocabulary of the same size in which two tokens have exchanged numbers."""
     made = character_tokenizer()
     content = json.loads(made.backend_tokenizer.to_str())
     vocabulary = content["model"]["vocab"]
@@ -160,7 +161,7 @@ TWO_ENDS = (
 
 
 def test_two_stop_ids_of_eos_and_turn_end(tmp_path: Path) -> None:
-    """The end of a text is one token, the end of an assistant's turn another: both end an answer."""
+    """The end of a text and the end of an assistant's turn are two different tokens, and both end an answer."""
     folder = bundle(tmp_path / "b", character_tokenizer(TWO_ENDS))
     expected = (SPECIAL.index("<|end|>"), SPECIAL.index("<|assistant|>"))
     assert provider_text(folder).stop_ids == expected

@@ -1,4 +1,4 @@
-"""What an output folder may hold, and that a replaced adapter is never lost."""
+"""Tests which contents an output folder may have, and that an adapter that is replaced is never lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows, their labels under real and awkward chat templates, and every data set that must be refused in one line."""
+"""Tests rows, their labels under real and unusual chat templates, and every data set that must be refused with one
+line."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def smollm() -> Any:
 
 
 def tiny(template: str | None = CHATML, eos: str | None = "<|end|>", post: Any = None) -> Any:
-    """One token per byte, except that a newline merges with a following h, and a colon with a following space."""
+    """Makes a tokenizer with one token per byte, except that a newline merges with a following h, and a colon with a
+    following space."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -85,7 +87,7 @@ def tiny(template: str | None = CHATML, eos: str | None = "<|end|>", post: Any =
 
 
 def labelled(tokenizer: Any, row: dict[str, list[int]]) -> list[str]:
-    """The decoded text of each unbroken run of labels."""
+    """Returns the decoded text of each uninterrupted run of labels."""
     runs: list[list[int]] = [[]]
     for label in row["labels"]:
         if label != IGNORE_INDEX:
@@ -109,7 +111,7 @@ def assert_aligned(tokens: dict[str, list[int]]) -> None:
 
 
 def one_line(failure: pytest.ExceptionInfo[Exception]) -> str:
-    """The message, once it is sure that neither it nor its traceback shows the row."""
+    """Returns the error's message, after checking that neither it nor the traceback shows the row."""
     message = str(failure.value)
     shown = message + "".join(traceback.format_exception_only(failure.value)) + str(failure.value.__cause__)
     assert failure.value.__cause__ is None

@@ -1,4 +1,5 @@
-"""finetune(): it learns, says truly what it did, and gives what transformers' own Trainer gives with PEFT."""
+"""Tests finetune(): it learns, reports correctly what it did, and gives the same results as transformers' own Trainer
+with PEFT."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
 
 
 def stock_losses(folder: Path, config: Any, scratch: Path, data: Any = ROWS, **changes: Any) -> tuple[list[float], Any]:
-    """Losses of transformers' own Trainer and loss on a local model with the same settings."""
+    """Returns the losses of transformers' own Trainer on a local model with the same settings."""
     set_seed(0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     settings = {"gradient_accumulation_steps": 1, **QUICK, **changes}
@@ -70,7 +71,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.fixture
 def trained_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The model of each training run, as it is when the run ends."""
+    """Returns a list to which the model of each training run is added, in the state at the end of the run."""
     from tenant_sdk.training import finetune
 
     models: list[Any] = []
@@ -104,7 +105,7 @@ def test_it_learns_and_reports(chat_client: Any, chat_folder: Path, tmp_path: Pa
 
 
 def test_over_mtls(chat_served_model: ServedModel, chat_client: Any, tmp_path: Path) -> None:
-    """The same numbers as in process, and the bytes that really crossed."""
+    """The results are the same as in process, and the bytes are those that really crossed."""
     want = chat_client.finetune(ROWS, lora(), tmp_path / "inproc", **QUICK)
     state = StateDir(tmp_path / "state")
     with serving(chat_served_model, state=state) as server:
@@ -144,7 +145,7 @@ CONFIGS = {
 def test_same_losses_as_stock_trainer(
     chat_client: Any, chat_folder: Path, tmp_path: Path, config: str, accumulation: int
 ) -> None:
-    """Batches of 3 leave an uneven rest, and rows differ in length: means of means would show."""
+    """Batches of 3 leave an uneven rest, and rows differ in length, so that a mean of means would show."""
     make = CONFIGS[config]
     changes = {"batch_size": 3, "gradient_accumulation_steps": accumulation, "max_steps": 5}
     want, _ = stock_losses(chat_folder, make(), tmp_path / "stock", **changes)
@@ -235,7 +236,7 @@ def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> No
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=32, **QUICK)
     assert "xxx" not in str(failure.value)
     data.write_text(json.dumps({"text": "x" * 200}))
-    with pytest.raises(DatasetError, match="at most 128 tokens"):  # the model's context, whatever the user asks
+    with pytest.raises(DatasetError, match="at most 128 tokens"):  # the limit of the model's context
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=4096, **QUICK)
     assert not (tmp_path / "out.checkpoints").exists()
 
@@ -295,7 +296,7 @@ def test_modules_of_the_tenant_are_trained_whole(
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
 def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> None:
-    """GPT-2's positions end: 128 of them, 4 for the adapter, one token of a row for its end."""
+    """GPT-2 has 128 positions: 4 are for the adapter, and one token is for the end of a row."""
     folder, out = make_chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
     data = tmp_path / "data.jsonl"
     options = {**QUICK, "max_steps": 1}

@@ -1,4 +1,4 @@
-"""A run's own state of accelerate, and an adapter drawn from its seed alone."""
+"""Tests that a run has its own state of accelerate, and that an adapter is drawn from the run's seed alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.waiting import WAIT_S
 
 
 def start_anew(folder: Path) -> None:
-    """Discards the state of accelerate and makes it again, as every Trainer does first."""
+    """Discards the state of accelerate and makes a new one, as every Trainer does first."""
     assert TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[]).device == torch.device("cpu")
 
 
@@ -103,7 +103,8 @@ def trainable(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_an_adapter_is_what_its_seed_alone_draws(config: Any, folder: Path) -> None:
-    """Compared with `set_seed` before PEFT and nothing beside it; another thread has moved torch's generator since."""
+    """The adapter is compared with one made after `set_seed` alone. In the meantime another thread has used torch's
+    generator."""
     base = AutoModelForCausalLM.from_pretrained(folder)
     set_seed(5)
     expected = trainable(get_peft_model(base, config))

@@ -1,4 +1,5 @@
-"""The client bundle from a provider that lies: nothing is run, fetched or written where it should not be."""
+"""Tests the client bundle of a lying provider: no code is run, and nothing is fetched or written where it should not
+be."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def client(liar: Liar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attempt to reach another machine fails the test."""
+    """Makes any attempt to reach another machine fail the test."""
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("something was looked up on the network")
@@ -65,7 +66,7 @@ def test_a_file_other_than_announced(liar: Liar, client: TenantClient, tmp_path:
 
 
 def test_a_forged_file_list(liar: Liar, client: TenantClient, tmp_path: Path) -> None:
-    """The digest of the honest bundle with the files of another one would poison the cache."""
+    """The digest of the honest bundle with the files of another one would put wrong files into the cache."""
     honest = liar.manifest().bundle_digest
     liar.change_json("config.json", hidden_act="gelu")
     liar.announce(bundle_digest=honest)
@@ -108,7 +109,7 @@ def test_unsafe_keys_go_at_any_depth() -> None:
 def test_settings_that_would_fetch_or_run_something(
     liar: Liar, client: TenantClient, chat_folder: Path, tmp_path: Path
 ) -> None:
-    """The model and the tokenizer are built all the same, from what remains."""
+    """The model and the tokenizer are still built, from the remaining settings."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         liar.change_json(name, **UNSAFE)
     liar.announce()
@@ -165,7 +166,7 @@ def test_a_context_that_is_not_named(liar: Liar, tmp_path: Path) -> None:
 
 
 def test_a_manifest_with_another_config_than_the_bundle(liar: Liar, client: TenantClient) -> None:
-    """No digest covers the manifest's copy."""
+    """No digest covers the manifest's copy of the config."""
     liar.announce(config=json.loads(liar.files["config.json"]) | {"max_position_embeddings": 3})
     with pytest.raises(MalformedFrame, match="config in the provider's manifest is not the one in its bundle"):
         client.load_model()

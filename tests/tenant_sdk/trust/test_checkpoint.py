@@ -1,4 +1,4 @@
-"""A provider's offer against the checkpoint that the tenant trusts: all of it, part by part."""
+"""Tests the comparison of a provider's offer with the checkpoint that the tenant trusts, part by part."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from wire.transport.inproc import InprocConnection
 
 @dataclass
 class Offer:
-    """What a provider offers: its served model, its manifest and a bundle of its own to spoil."""
+    """Holds a provider's offer, which a test changes: the served model, the manifest and a bundle."""
 
     served_model: ServedModel
     manifest: Manifest
     bundle: Path
 
     def json(self, name: str, **changes: Any) -> None:
-        """Changes keys of a file, and of the manifest's copy if it is the config."""
+        """Changes keys of a JSON file and, if it is the config, of the manifest's copy."""
         path = self.bundle / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
         if name == "config.json":
@@ -54,7 +54,7 @@ class Offer:
         self.manifest = Manifest.model_validate({**self.manifest.model_dump(), **changes})
 
     def layer(self, name: str, **changes: Any) -> None:
-        """Changes what the manifest says of a layer or, by its group's name, of a group."""
+        """Changes the manifest's entry of a layer or, by the group's name, of a group."""
         content = self.manifest.model_dump()
         for group in content["groups"]:
             for entry in (group, *group["layers"]):
@@ -93,7 +93,7 @@ def check(folder: Path | str, offer: Offer) -> tuple[Verifier, TrustedCheckpoint
 
 
 def projections_hold(verifier: Verifier, offer: Offer) -> None:
-    """The provider's own products pass, in both directions, and a changed one does not."""
+    """Checks that the verifier accepts the provider's own products in both directions, and refuses a changed one."""
     for group in offer.manifest.groups:
         for direction in Direction:
             cols = group.in_features if direction is Direction.FORWARD else group.out_features
@@ -106,7 +106,8 @@ def projections_hold(verifier: Verifier, offer: Offer) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])
 def test_an_honest_provider(kind: str, folders: dict[str, Path], honest: dict[str, Offer]) -> None:
-    """Untied and tied heads, Conv1D with biases, soft-capping: streamed, and every group projected."""
+    """The models have untied and tied heads, Conv1D with biases, and soft-capping. Weights are streamed, and every
+    group is projected."""
     verifier, trusted = check(folders[kind], honest[kind])
     assert trusted.streamed
     projections_hold(verifier, honest[kind])
@@ -144,7 +145,7 @@ def test_a_sharded_checkpoint(folders: dict[str, Path], honest: dict[str, Offer]
 
 
 def test_a_checkpoint_of_the_base_model(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """As GPT-2's own on the hub: keys without `transformer.`, and no head."""
+    """The keys have no `transformer.` in front and there is no head, as in GPT-2's own checkpoint on the hub."""
     shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     GPT2LMHeadModel.from_pretrained(folders["gpt2"]).transformer.save_pretrained(tmp_path)
     shutil.copy(folders["gpt2"] / "config.json", tmp_path)
@@ -154,7 +155,7 @@ def test_a_checkpoint_of_the_base_model(folders: dict[str, Path], honest: dict[s
 
 
 def with_tensors(folder: Path, where: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a checkpoint with other tensors."""
+    """Makes a copy of a checkpoint with other tensors."""
     shutil.copytree(folder, where, dirs_exist_ok=True)
     tensors = load_file(where / "model.safetensors")
     change(tensors)
@@ -171,7 +172,7 @@ def with_config(folder: Path, where: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
-    """fp32 in the file and 16 bits in the config: both sides must round before they quantise."""
+    """The file holds fp32 numbers, and the config says 16 bits. Both sides must round before they quantise."""
     folder = with_config(folders["llama"], tmp_path / "model", dtype=dtype)
     offer = offer_of(folder, tmp_path)
     assert load_file(offer.bundle / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, dtype)
@@ -183,7 +184,7 @@ def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tm
 
 
 def test_layers_that_are_not_served(folders: dict[str, Path], tmp_path: Path) -> None:
-    """They are in the bundle, and compared there."""
+    """Such layers are in the bundle, and are compared there."""
     offer = offer_of(folders["llama"], tmp_path, patterns="*self_attn*")
     projections_hold(check(folders["llama"], offer)[0], offer)
     offer.tensors(lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].neg_())
@@ -216,7 +217,7 @@ def test_a_checkpoint_that_only_transformers_can_read(
 
 
 def test_the_same_tied_tensor_twice(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Some checkpoints store a tied head as well."""
+    """Some checkpoints also store a tied head."""
     folder = with_tensors(
         folders["gpt2"], tmp_path / "model",
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
@@ -272,7 +273,8 @@ def other_scale_name(offer: Offer) -> None:
 
 
 def negative_zero(offer: Offer) -> None:
-    """Equal as a number, not as a bit; the norm's first weight is set to a zero on one side only."""
+    """The first weight of the norm is set to a zero with the other sign on one side. The two are equal as numbers, but
+    not as bits."""
     offer.tensors(lambda tensors: tensors["model.norm.weight"][0].zero_())
 
 
@@ -384,7 +386,7 @@ OTHER_WEIGHTS = {
 def test_a_provider_of_other_weights(
     change: Callable[[dict[str, torch.Tensor]], None], name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its manifest and bundle are consistent: only the checkpoint tells."""
+    """The provider's manifest and bundle are consistent, so only the checkpoint shows the difference."""
     other = with_tensors(folders["llama"], tmp_path / "other", change)
     with pytest.raises(VerificationFailed, match=f"the weight of {name}"):
         check(folders["llama"], offer_of(other, tmp_path))
@@ -396,7 +398,7 @@ def test_a_provider_of_another_model(folders: dict[str, Path], honest: dict[str,
 
 
 def test_a_checkpoint_without_a_tokenizer(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Then the provider's cannot be trusted."""
+    """Without a tokenizer in the checkpoint, the provider's tokenizer cannot be trusted."""
     AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path)
     with pytest.raises(VerificationFailed, match=r"tokenizer|chat template"):
         check(tmp_path, honest["llama"])
@@ -412,7 +414,7 @@ def test_same_bits() -> None:
 
 
 def hub_cache(folder: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The hub's cache layout, with one snapshot."""
+    """Makes a folder with the layout of the hub's cache and one snapshot."""
     commit = "a" * 40
     repo = where / "models--acme--tiny"
     shutil.copytree(folder, repo / "snapshots" / commit)
@@ -457,7 +459,7 @@ def test_pickles_are_not_opened(folders: dict[str, Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_damaged_checkpoint(name: str, folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Ours, not the provider's: nobody is accused."""
+    """The damaged checkpoint is the tenant's own, so the error must not accuse the provider."""
     shutil.copytree(folders["llama"], tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigurationError, match="cannot read the trusted checkpoint") as failure:
@@ -468,7 +470,7 @@ def test_a_damaged_checkpoint(name: str, folders: dict[str, Path], honest: dict[
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_smollm2_from_its_own_file(smollm2: Path, tmp_path: Path) -> None:
-    """Held for the pass, freed after it."""
+    """The checkpoint is kept in memory for the comparison, and freed afterwards."""
     offer = offer_of(smollm2, tmp_path)
     verifier, trusted = check("smollm2-135m", offer)
     assert trusted._loaded is None

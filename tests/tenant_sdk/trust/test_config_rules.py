@@ -1,4 +1,5 @@
-"""An unverified config: what its class declares, in ranges; every architecture's own defaults pass."""
+"""Tests an unverified config: only keys that its class declares, in their ranges; the defaults of every architecture
+pass."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_the_same_config(tmp_path: Path) -> None:
 
 
 def test_the_defaults_of_every_architecture_pass(tmp_path: Path) -> None:
-    """A rule that an honest provider breaks would shut it out; what is dropped is no field of the class."""
+    """A rule that an honest provider breaks would exclude it. Keys that are dropped are no fields of the class."""
     checked = 0
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         if config_class.model_type == "blt":  # refused: its rows depend on contents

@@ -1,4 +1,4 @@
-"""What is pinned at first use, and who may change it."""
+"""Tests what is pinned at first use, and how a change is accepted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_damaged_pins_are_no_empty_pins(tmp_path: Path, damage: str) -> None:
 
 
 def test_pins_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only place is an error at first use, and none where nothing is to be written."""
+    """In a read-only folder the first use is an error. If nothing has to be written, there is no error."""
     Pins(tmp_path).check("one", FIRST)
 
     def refuse(*_: object, **__: object) -> None:
@@ -90,7 +90,7 @@ def test_several_at_once(tmp_path: Path) -> None:
 
 
 def test_canonical_values(chat_served_model: ServedModel, tmp_path: Path) -> None:
-    """The release that wrote a file, and the order of its keys, are no change; any other value is."""
+    """The release that wrote a file and the order of its keys do not count as a change. Any other value does."""
     manifest = chat_served_model.manifest()
     for file in manifest.bundle:
         (tmp_path / file.name).write_bytes(b"".join(chat_served_model.read_file(file.name)))

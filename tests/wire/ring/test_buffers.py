@@ -1,4 +1,4 @@
-"""Memory of messages: used again once nobody looks at it, never before."""
+"""Tests the memory of messages: it is reused once nothing refers to it any more, and never before."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.waiting import end
 from wire.ring.buffers import unwritten, unwritten_tensor
 
 SIZE = 300_000
-"""Bytes: 512 KiB are taken for it."""
+"""The bytes of a message, for which a buffer of 512 KiB is used."""
 
 
 KEPT_BYTES = 16 << 20
-"""Most bytes that are kept of each size."""
+"""The most bytes that are kept of each buffer size."""
 
 
 def address(view: memoryview) -> int:
@@ -31,18 +31,18 @@ def address(view: memoryview) -> int:
 
 
 def next_address() -> int:
-    """Where the next buffer of `SIZE` would lie: what was given back last is used first."""
+    """Returns the address of the next buffer of `SIZE`. The buffer that was returned last is used first."""
     return address(unwritten(SIZE))
 
 
 def memory_of(view: memoryview) -> weakref.ref[Any]:
-    """The memory behind a view, which is there for as long as it is looked at, or kept."""
+    """Returns the memory behind a view. It exists as long as a view refers to it, or while it is kept."""
     assert isinstance(view.obj, np.ndarray)
     return weakref.ref(view.obj.base)
 
 
 def there(memories: Iterable[weakref.ref[Any]]) -> list[Any]:
-    """Those that are still there, each once."""
+    """Returns the objects that still exist, each once."""
     gc.collect()
     return list({id(found): found for found in (each() for each in memories) if found is not None}.values())
 
@@ -210,7 +210,8 @@ def test_a_forked_child_takes_nothing_from_its_parent() -> None:
 
 @pytest.mark.slow
 def test_nothing_goes_back_because_the_process_ends() -> None:
-    """Other threads may still write. `weakref.finalize` calls what is left, so nothing may be left to it."""
+    """Other threads may still write to the memory. `weakref.finalize` would run for what is left, so nothing may be
+    left to it."""
     code = """
 import atexit
 atexit.register(lambda: print("again", buffers.unwritten(300_000).obj.ctypes.data == where))  # called after finalizers

@@ -1,4 +1,5 @@
-"""The compiled kernels: there where they can be, exact in pieces and threads, and inside the memory they are given."""
+"""Tests the compiled kernels: they are available where they should be, exact in pieces and threads, and stay inside the
+given memory."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkey
 
 
 MUCH = 1 << 24
-"""Multiplications for each number, so that every product is worth sharing."""
+"""The number of multiplications for each number of a product, so that every product is worth sharing among threads."""
 
 
 @needs_products
@@ -359,7 +360,7 @@ def test_one_row_refuses_what_the_compiled_code_would_not_notice() -> None:
 @needs_products
 @pytest.mark.parametrize("form", ["avx2", pytest.param("", marks=needs_vnni)])
 def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
-    """In a process of its own: what it would do wrong ends it."""
+    """The test runs in a process of its own, which ends if a kernel reads or writes past an end."""
     environment = os.environ | {"VEILBASE_KERNELS": form}
     done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
@@ -368,7 +369,7 @@ def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
 @needs_products
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
 def test_the_users_default_type_is_not_that_of_the_memory(name: str) -> None:
-    """transformers sets it, for the whole process, while it loads a model."""
+    """transformers sets the default dtype for the whole process while it loads a model."""
     rows = torch.randn(64, 300)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, name))
@@ -392,12 +393,13 @@ def test_nor_is_the_users_default_device_its_place() -> None:
 
 @needs_products
 def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call is interrupted a helper ends its piece later; by then the memory must not be another reply's."""
+    """If a call is interrupted, a helper thread may end its piece later. Until then the memory must not be used for
+    another reply."""
     given: list[Callable[[], None]] = []
     monkeypatch.setattr(kernels, "share", lambda work, items: given.append(lambda: work(iter(items))))
     rows, weight = draw(200, 512, 512)
     plain.product(rows, weight)
-    with contextlib.suppress(InvalidTensor):  # nobody has looked at its rows
+    with contextlib.suppress(InvalidTensor):  # its rows have not been used
         coding.encode(torch.randn(200, 512), 100.0)
     others = [unwritten_tensor(200, 512, torch.int32).fill_(7) for _ in range(3)]
     while given:
@@ -409,7 +411,7 @@ def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("_loaded_anew")
 @pytest.mark.parametrize("older", [0, 1])
 def test_a_library_of_another_version_is_not_used(older: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`git pull` leaves the old one beside new sources."""
+    """`git pull` leaves an old compiled library beside new sources."""
     load = ctypes.CDLL
 
     def versioned(path: str) -> Any:

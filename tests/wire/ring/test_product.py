@@ -1,4 +1,4 @@
-"""The product mod 2^32: equal to big integers for every shape, layout and value, by every kernel."""
+"""Tests the product mod 2^32: every kernel gives the results of big integers for every shape, layout and value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_int_mm = pytest.mark.skipif(not kernels.int_mm_is_exact(), reason="this ma
 
 
 def by(name: str) -> Product:
-    """The kernel of that name, for one matrix."""
+    """Returns the kernel of this name as a function of one matrix."""
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return kernels.KERNELS[name]([rows], weight)[0]
@@ -64,14 +64,15 @@ KERNELS = [
     ]
 )
 def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `_int_mm` is taken for fast, and else whether there are compiled kernels: each, where it can be."""
+    """Makes the tests run with `_int_mm` counted as fast, without it but with compiled kernels, and without both, if
+    the machine has them."""
     monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: request.param == "limbs")
     monkeypatch.setattr(compiled, "available", lambda: request.param == "compiled")
     return bool(request.param == "limbs")
 
 
 def in_new_thread(work: Callable[[], bool]) -> bool:
-    """What it says there, where no scratch memory has been made yet."""
+    """Returns the result of a call in a new thread, which has no scratch memory yet."""
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
@@ -259,7 +260,8 @@ def test_threads_do_not_share_scratch_memory() -> None:
 @pytest.mark.parametrize("d", [2**13, 2**14])
 @pytest.mark.parametrize("row", [LOWEST, HIGHEST])
 def test_sums_at_the_rounders_bound(value: int, d: int, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8,192 products of 2^31 and 128 are 2^51, beyond which a sum would leave the range of unit spacing."""
+    """The sum of 8,192 products of 2^31 and 128 is 2^51. A larger sum would leave the range in which float64 has unit
+    spacing."""
     monkeypatch.setattr(kernels, "_FAST_INNER_ROWS", 2**20)
     rows = torch.full((40, d), row, dtype=torch.int32)
     weight = torch.full((d, 33), value, dtype=torch.int8)

@@ -1,4 +1,5 @@
-"""The product by signed limbs, as a GPU does it: here on the CPU, against big integers; on a GPU where there is one."""
+"""Tests the product by signed limbs, as a GPU computes it. It runs here on the CPU, against big integers, and on a GPU
+if there is one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Operands = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Operands]:
-    """What is given to the device's byte multiplication from now on; here it is made in int64."""
+    """Returns a list of the operands of the device's byte multiplication from now on. In these tests the multiplication
+    is computed in int64."""
     seen: list[Operands] = []
 
     def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Operands]:
 
 
 def full_range(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw`, and weights of -128, which the quantiser does not make."""
+    """Returns rows and a weight as `draw` does, plus weights of -128, which the quantiser does not make."""
     rows, weight = draw(num_rows, d, m, seed)
     generator = torch.Generator().manual_seed(seed)
     return rows, torch.where(torch.rand(d, m, generator=generator) < 0.2, -128, weight.to(torch.int32)).to(torch.int8)
@@ -144,7 +146,7 @@ def test_nothing_to_multiply(shape: tuple[int, int, int]) -> None:
 
 
 def is_kept(address: int) -> bool:
-    """Tells whether any tensor has its numbers there."""
+    """Returns whether any tensor has its numbers in this memory."""
     gc.collect()
     return any(type(each) is torch.Tensor and each.data_ptr() == address for each in gc.get_objects())
 

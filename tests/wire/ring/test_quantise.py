@@ -1,4 +1,5 @@
-"""The normative quantiser: golden vectors, its error bound, its refusals, and norms that bound."""
+"""Tests the normative quantiser: golden vectors, its error bound, the inputs that it refuses, and its bounds on
+norms."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WEIGHTS = hnp.arrays(
 
 
 def bits(numbers: torch.Tensor) -> Any:
-    """float32 as hex digits, nested like the tensor."""
+    """Returns float32 numbers as hex digits, nested like the tensor."""
     if numbers.dim():
         return [bits(part) for part in numbers]
     return struct.pack(">f", float(numbers)).hex()

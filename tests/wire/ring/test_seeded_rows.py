@@ -1,4 +1,5 @@
-"""Seeded rows: golden vectors, rows that depend on seed and number alone, bounds, and seeds that do not show."""
+"""Tests seeded rows: golden vectors, that rows depend only on seed and row number, bounds, and that seeds are never
+shown."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_any_range_can_be_made_alone(seed: bytes, first: int, count: int, featur
     ("features", "num_rows"), [(1, 40_000), (4, 16_384), (7, 8_193), (300, 500), (65_536, 2), (70_000, 3)]
 )
 def test_pieces_do_not_show(features: int, num_rows: int) -> None:
-    """Counters are made for as many rows at a time as 256 KiB hold, or for one; these are a few such pieces each."""
+    """Counters are made for as many rows at a time as fit into 256 KiB, and for at least one row. In these cases there
+    are several such pieces."""
     rows = SeededRows(SEED, 2**32 - 5, num_rows)
     parts = torch.cat([part.expand(features) for part in rows.split(max(1, num_rows // 37))])
     assert torch.equal(rows.expand(features), parts)

@@ -1,4 +1,5 @@
-"""One core for one thread: its own operations, whichever library makes them, and nobody else's."""
+"""Tests that one thread can be limited to one core: its own operations are limited, in whichever library, and those of
+other threads are not."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ HAS_GOMP = bool(list(TORCH_CPU.parent.glob("libgomp*.so*")))
 
 
 def mkl_threads() -> int:
-    """How many MKL would use in this thread; 0 where torch has none."""
+    """Returns how many threads MKL would use in this thread; 0 if torch has no MKL."""
     return int(getattr(ctypes.CDLL(str(TORCH_CPU)), "MKL_Get_Max_Threads", int)()) if TORCH_CPU.exists() else 0
 
 
@@ -58,7 +59,8 @@ def test_only_the_thread_that_asks_is_alone() -> None:
 
 
 def taking(taken: list[tuple[int, str]], meet: threading.Barrier | None = None) -> Callable[[Iterator[int]], None]:
-    """Work that notes each item and who took it; with a barrier, only when so many threads have one."""
+    """Returns work that notes each item and the thread that took it. With a barrier, items are taken only when that
+    many threads each have one."""
 
     def work(items: Iterator[int]) -> None:
         for item in items:
@@ -137,7 +139,8 @@ def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_after(allowed: int, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Makes a machine that has no thread left after `allowed` more; returns the work that was queued in vain."""
+    """Makes the machine refuse further threads after `allowed` more have started. Returns the work that was queued in
+    vain."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     submit, left, queued = ThreadPoolExecutor.submit, [allowed], list[Callable[[], object]]()
 
@@ -164,7 +167,7 @@ def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allow
 
 
 def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the caller works: what a helper has not begun by then is not done."""
+    """Ctrl-C arrives while the caller works. Items that no helper thread has begun by then are not processed."""
     queued = refuse_after(0, monkeypatch)
     taken: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Adapters elsewhere: only those that the operator's catalogue names, and only with the pinned digest."""
+"""Tests adapters that are fetched: only those in the operator's catalogue, and only with the pinned digest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def web(made: Path) -> Iterator[tuple[str, list[str]]]:
-    """A server on this machine's loopback, and the paths that it was asked for."""
+    """Runs a server on this machine's loopback, and returns it with the paths that were requested."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -125,7 +125,7 @@ def test_too_large_a_file_ends_the_download(made: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("where", ["/nothing", "/elsewhere"])
 def test_what_is_not_there_is_one_line_without_the_address(where: str, web: tuple[str, list[str]], cache: Path) -> None:
-    """Nor is a redirect away from https followed."""
+    """A redirect to an address without https is not followed either."""
     with pytest.raises(ConfigurationError, match=f"one cannot be fetched: its {CONFIG} is not to be had") as caught:
         fetch("one", Entry(source=f"{web[0]}{where}", digest=ZEROS), cache, MOST)
     assert "127.0.0.1" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""What lies in the folder of adapters is checked before it is used, and nothing outside of it is opened."""
+"""Tests that the files in the folder of adapters are checked before they are used, and that no file outside of it is
+opened."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ def folder(root: Path, base: Base) -> AdapterFolder:
 
 
 def packed_from(folder: AdapterFolder, name: str = "good", dtype: torch.dtype = torch.float32) -> PackedAdapter:
-    """Reads an adapter whole."""
+    """Reads all of an adapter into memory."""
     with folder.reading(name) as reading:
         return pack(reading, dtype)
 
 
 def refuse(folder: AdapterFolder, name: str, match: str) -> None:
-    """Both ways to open an adapter say the same, in one line."""
+    """Checks that both ways to open an adapter raise the same error of one line."""
     for opened in (folder.find, lambda name: packed_from(folder, name)):
         with pytest.raises(ConfigurationError, match=match) as caught:
             opened(name)
@@ -185,7 +186,7 @@ def test_a_stamp_of_a_moment_ago_is_not_relied_on(folder: AdapterFolder, root: P
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Changes the header of a file and leaves the numbers as they are."""
+    """Changes the header of a file and leaves the numbers unchanged."""
 
     def apply(path: Path) -> None:
         content = path.read_bytes()

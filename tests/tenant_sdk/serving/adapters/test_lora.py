@@ -1,4 +1,4 @@
-"""Many adapters in one pass answer as stock PEFT does with each of them alone."""
+"""Tests that a pass with many adapters gives the same results as stock PEFT with each of them alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPT2: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote to is NaN, so that reading it shows."""
+    """Fills newly allocated memory with NaN, so that a read of memory that was not written shows."""
     empty = torch.empty
 
     def dirty(*args: Any, **options: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
-    """One slot of one rank: each adapter writes over another that had more ranks, or more layers."""
+    """There is one slot of one rank. Each adapter replaces one that had a larger rank, or more layers."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     settings: list[dict[str, Any]] = [{"r": 8}, {"r": 8, "target_modules": ["q_proj"]}, {"r": 3}, {"r": 5}, {"r": 1}]
@@ -149,7 +149,7 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_makes_few_logits_does_not_meet_adapters_of_the_head(tmp_path: Path) -> None:
-    """An engine asks for the logits of the rows that it samples from."""
+    """An engine computes the logits only of the rows from which it samples."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     save_adapter(model, tmp_path / "head", seed=1, target_modules=["lm_head", "q_proj"])
@@ -220,7 +220,7 @@ def test_outputs_that_others_own_are_not_changed() -> None:
 
 @pytest.mark.parametrize("num_adapters", [1, 5])
 def test_gradients_pass_through(num_adapters: int) -> None:
-    """Five adapters take the grouped product, one takes plain ones."""
+    """Five adapters use the grouped product, and one adapter uses plain products."""
     torch.manual_seed(0)
     numbers = SlotNumbers((8,), 8)
     linear, current = torch.nn.Linear(16, 24), CurrentStep()

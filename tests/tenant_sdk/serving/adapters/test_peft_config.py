@@ -1,4 +1,4 @@
-"""PEFT's settings: those that LoRA needs are honoured as PEFT honours them, all others are refused by name."""
+"""Tests PEFT's settings: those of LoRA have the same effect as in PEFT, and all others are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over a provider's layers adapters change the tenant's numbers and none of the calls."""
+"""Tests that adapters over a provider's layers change the tenant's results and none of the calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.support.tiny_models import make_tiny
 
 IDS = torch.randint(3, 128, (4, 6), generator=torch.Generator().manual_seed(2))
 GROUPS = 2 * 4 + 1
-"""Two blocks with qkv, o, gate and up, down (in GPT-2 c_attn, c_proj, c_fc, c_proj), and the head."""
+"""The number of groups: in each of two blocks qkv, o, gate and up, and down (for GPT-2 c_attn, c_proj, c_fc, c_proj),
+and the head."""
 
 
 def traffic(client: TenantClient) -> torch.Tensor:

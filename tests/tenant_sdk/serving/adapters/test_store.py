@@ -1,4 +1,5 @@
-"""Tiers, budgets and waiting: who gets a slot when, and what is said to whom."""
+"""Tests the tiers, budgets and waiting of the adapter store: which request gets a slot when, and which errors it
+gets."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from wire.errors import ConfigurationError
 
 NUM_ADAPTERS, RANK = 8, 8
 PACKED_BYTES = 2 * RANK * 4 * 32
-"""An adapter of q and v in bfloat16: A and B of 32 × 8 numbers for each."""
+"""The bytes of an adapter of q and v in bfloat16. A and B have 32 × 8 numbers each."""
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,10 @@ def root(model: Any, tmp_path: Path) -> Path:
 
 
 def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
-    """Waits until all that was reserved is loaded, in a store with one slot of each rank.
+    """Waits until all reserved adapters are loaded, in a store with one slot of each rank.
 
-    One of two adapters of another rank has to be loaded, and that comes after them.
+    To know this, the function reserves two adapters of another rank. One of them has to be loaded, and that comes after
+    all earlier ones.
     """
     for name in ("wide", "wider"):
         for ticket in held(store, bell, name):
@@ -55,7 +57,8 @@ def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
 
 @contextlib.contextmanager
 def held_up(where: Any, name: str) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Keeps whoever calls a function until the second event is set; the first says that somebody is there."""
+    """Stops all callers of a function until the second event is set. The first event is set when a caller has
+    arrived."""
     there, go_on, real = threading.Event(), threading.Event(), getattr(where, name)
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -72,7 +75,7 @@ def held_up(where: Any, name: str) -> Iterator[tuple[threading.Event, threading.
 
 
 class Reads:
-    """Counts what is read from disk."""
+    """Counts how often adapters are read from disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -87,7 +90,8 @@ class Reads:
 
 @pytest.fixture
 def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a test are new; it does not change them within a tick."""
+    """Makes the store rely on the stamps of new files, since a test does not change its files within a tick of the
+    clock."""
     monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)
 
 
@@ -194,7 +198,8 @@ def test_other_ranks_do_not_wait(model: Any, root: Path) -> None:
 
 
 def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, no_racy_files: None) -> None:
-    """Requests for a popular adapter never leave its slot alone: at last they queue behind the one that waits."""
+    """Requests for a popular adapter would never leave its slot free. After some time they queue behind the request
+    that waits."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (popular,) = held(store, bell, "a1")
@@ -415,7 +420,7 @@ def test_the_line_for_the_start(model: Any, root: Path) -> None:
 
 
 def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_racy_files: None) -> None:
-    """A step goes on while another adapter is stuck on its way from disk."""
+    """A step continues while another adapter is still being read from disk."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (ticket,) = held(store, bell, "a1")

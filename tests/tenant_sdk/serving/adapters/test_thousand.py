@@ -1,4 +1,5 @@
-"""A thousand adapters at random, each with a code of its own: whoever is given another's fails the test."""
+"""Tests a thousand random adapters that each answer with a code of their own: a request that gets another's adapter
+fails the test."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.support.saved_adapters import Bell, held
 
 NUM_ADAPTERS, AT_ONCE = 1000, 16
 NUM_BUSY = 40
-"""Adapters for the test with threads."""
+"""The number of adapters in the test with threads."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_a_thousand_at_random(model: Any, root: Path) -> None:
 
 
 def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model: Any, root: Path) -> None:
-    """Four threads, three slots of each rank, a host tier that holds few: everything is evicted all the time."""
+    """There are four threads, three slots of each rank, and a host tier that holds few adapters, so that adapters are
+    replaced all the time."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=3, host_bytes=60_000)
     wrong: list[object] = []

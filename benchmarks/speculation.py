@@ -1,0 +1,197 @@
+"""Measures an answer that copies from its prompt, with and without speculation, over a network.
+
+Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way (benchmarks/link.py), and both use this
+machine's cores. One request at a time runs in an engine over SmolLM2-135M. The clock starts when the first token is
+chosen, so the prompt is not in the figures. Hints are fetched, and with `lattice` masks are made, before the clock
+starts. Engines take turns, and all give the same text, or the benchmark fails. The benchmark needs permission to make
+network namespaces (root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.common import Worker, interleaved, local_model, provider, ratios
+from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
+
+PROMPT = (
+    "Repeat this text word for word, and nothing else:\n\nThe harbour master keeps a ledger of every vessel that "
+    "enters the bay. Each line gives the name of the ship, her flag, her draught in metres and the hour at which the "
+    "pilot went aboard. In winter the entries are few."
+)
+PROMPT_TOKENS = 96
+"""A number above that of the prompt's tokens, for which masks are made."""
+NEW_TOKENS = 32
+NUM_DRAFTED = 7
+ROUND_TRIP_MS = 20.0
+NONE, LOOKUP, DRAFT = "none", "lookup", "draft"
+DRAFTS = {
+    NONE: "without speculation", LOOKUP: "prompt lookup", DRAFT: "draft model (the model itself)",
+}  # fmt: skip
+"""The engines by name, and what they draft with."""
+BAR = 4.0
+"""The least tokens per second with prompt lookup, in multiples of those without speculation."""
+
+
+class _FirstToken:
+    """A logits processor that holds the engine at the first token of an answer until `go` is set."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, token_ids: Any, logits: Any) -> Any:
+        self.reached.set()
+        self.go.wait()
+        return logits
+
+
+class _Decoding:
+    """Decodes one answer: `prepare` computes the prompt, and `run` the rest."""
+
+    def __init__(self, client: Any, engine: Any, num_new: int, num_rows: int, record: Path) -> None:
+        """Keeps what is needed.
+
+        Args:
+            client, engine: the tenant's session, and its engine.
+            num_new: the number of tokens of an answer.
+            num_rows: the number of rows for which masks are made before an answer.
+            record: the file to which the answer's text and its number of passes are written.
+        """
+        self._client, self._engine, self._num_new, self._num_rows, self._record = (
+            client, engine, num_new, num_rows, record,
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        """Makes masks and waits until the prompt has been computed."""
+        self._client.prepare(self._num_rows)
+        self._held = _FirstToken()
+        self._answer = self._engine.submit(
+            PROMPT, max_new_tokens=self._num_new, eos_token_id=[], logits_processor=[self._held]
+        )
+        self._held.reached.wait()
+
+    def run(self) -> None:
+        """Waits for the end of the answer."""
+        before = self._client.traffic.calls
+        self._held.go.set()
+        text = self._answer.result()
+        num_passes = (self._client.traffic.calls - before) // len(self._client.connect().groups)
+        self._record.write_text(json.dumps({"text": text, "passes": num_passes}))
+
+
+def tenant(url: str, folder: str, mask: str, draft: str, num_drafted: str, num_new: str) -> None:
+    """Runs one tenant with an engine, as a worker."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
+
+    from benchmarks.common import serve_worker
+
+    drafted = 0 if draft == NONE else int(num_drafted)
+    options = {"background": False} if mask == "lattice" else {}
+    with tenant_sdk.TenantClient(
+        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
+    ) as client:
+        local = {"draft": local_model(), "draft_tokenizer": client.tokenizer} if draft == DRAFT else {}
+        speculation = tenant_sdk.Speculation(drafted, **local) if drafted else None
+        with tenant_sdk.Engine(client, speculation=speculation) as engine:
+            num_rows = PROMPT_TOKENS + int(num_new) + int(num_new) * drafted // 2
+            decoding = _Decoding(client, engine, int(num_new), num_rows, Path(folder) / f"{draft}.json")
+            serve_worker(decoding.run, decoding.prepare)
+
+
+def run(
+    drafts: Sequence[str], mask: str, num_drafted: int, num_new: int, round_trip_ms: float, rounds: int
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Measures engines in turns.
+
+    Args:
+        drafts: names of DRAFTS.
+        mask: the mask of all engines.
+        num_drafted: the tokens that are drafted before a pass.
+        num_new: the number of tokens of an answer.
+        round_trip_ms: the round-trip time of the link, in milliseconds.
+        rounds: the number of measured rounds.
+
+    Returns:
+        The measured round trip in milliseconds, and for each engine its text, passes, seconds and, as `ratio`, the
+        median over the rounds of its tokens per second in multiples of those of the first engine.
+
+    Raises:
+        NoNamespaces: this user or kernel cannot make two hosts.
+        SystemExit: the engines gave different texts.
+    """
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with hosts.inside(0):
+            url, _ = stack.enter_context(provider(folder, "--host", ADDRESSES[0]))
+        with hosts.inside(1):  # hints are fetched before there is a delay
+            workers = {
+                draft: stack.enter_context(
+                    Worker(__name__, "tenant", url, str(folder), mask, draft, str(num_drafted), str(num_new))
+                )
+                for draft in drafts
+            }
+        hosts.set_round_trip(round_trip_ms)
+        measured = hosts.measured_round_trip_ms(urlsplit(url).port or 0)
+        seconds = interleaved(
+            {draft: worker.run for draft, worker in workers.items()}, rounds, warmup=0,
+            before={draft: worker.prepare for draft, worker in workers.items()},
+        )  # fmt: skip
+        found = {draft: json.loads((folder / f"{draft}.json").read_text()) for draft in drafts}
+    if len({each["text"] for each in found.values()}) > 1:
+        raise SystemExit("the engines gave different texts")
+    for draft, ratio in ratios(seconds, drafts[0]).items():
+        found[draft] |= {"seconds": statistics.median(seconds[draft]), "ratio": 1 / ratio, "num_new": num_new}
+    return measured, found
+
+
+def report(measured_ms: float, mask: str, num_drafted: int, found: dict[str, dict[str, Any]]) -> None:
+    """Prints the results as a table, and whether prompt lookup reaches its bar."""
+    print(f"| mask {mask}, round trip {measured_ms:.1f} ms | rows a pass | passes | s | tokens/s | ratio |\n"
+          "|---|---|---|---|---|---|")  # fmt: skip
+    for draft, each in found.items():
+        num_rows, seconds = 1 if draft == NONE else 1 + num_drafted, each["seconds"]
+        rate = (each["num_new"] - 1) / seconds
+        print(f"| {DRAFTS[draft]} | {num_rows} | {each['passes']} | {seconds:.1f} | {rate:.2f} "
+              f"| {each['ratio']:.2f} |")  # fmt: skip
+    if next(iter(found)) == NONE and LOOKUP in found:
+        print(f"\nprompt lookup: {found[LOOKUP]['ratio']:.2f} times the tokens per second, at least {BAR:g} wanted")
+
+
+def main() -> None:
+    """Prints the table, or exits with code 2 if network namespaces cannot be made."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=[NONE, LOOKUP])
+    parser.add_argument("--mask", default="lattice")
+    parser.add_argument("--num-drafted", type=int, default=NUM_DRAFTED)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--round-trip-ms", type=float, default=ROUND_TRIP_MS)
+    parser.add_argument("--rounds", type=int, default=3)
+    given, _ = parser.parse_known_args()
+    try:
+        measured, found = run(
+            given.drafts, given.mask, given.num_drafted, given.new_tokens, given.round_trip_ms, given.rounds
+        )
+    except NoNamespaces as exc:
+        print(f"{exc}: run it as root on Linux with iproute2", file=sys.stderr)
+        sys.exit(2)
+    report(measured, given.mask, given.num_drafted, found)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["tenant"]:
+        tenant(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,1 @@
+"""This package computes attention over the keys and values of many requests."""

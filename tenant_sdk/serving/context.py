@@ -1,0 +1,53 @@
+"""This module bounds the tokens of a request, prompt and answer together, by the model's context and the engine's own
+limit."""
+
+from __future__ import annotations
+
+from tenant_sdk.generate import answer_length
+from tenant_sdk.plain_values import positive
+from wire.errors import ConfigurationError
+
+
+class ContextLimit:
+    """Holds the most tokens of a request."""
+
+    def __init__(self, max_context: int | None, model_context: int, bucket: int | None) -> None:
+        """Checks the engine's limit.
+
+        Args:
+            max_context: the engine's limit, in tokens; None means the model's context.
+            model_context: the tokens that the model's context holds.
+            bucket: the number of tokens to which prompts are padded; None if they are not padded.
+
+        Raises:
+            ConfigurationError: the limit is larger than the model's context, or leaves no room for an answer.
+        """
+        self.num_tokens = model_context if max_context is None else positive("max_context", max_context)
+        if self.num_tokens > model_context:
+            raise ConfigurationError(f"max_context is {self.num_tokens}, the model's context holds {model_context}")
+        if max_context is not None and self.num_tokens <= (bucket or 1):
+            raise ConfigurationError(
+                f"max_context is {self.num_tokens}: a prompt of {bucket or 1} tokens leaves no room for an answer"
+            )
+        self._is_own = self.num_tokens < model_context
+
+    def answer_length(self, asked: int | None, num_prompt: int) -> int:
+        """Returns the length limit of an answer, in tokens.
+
+        Args:
+            asked: the limit that the user gave, or None.
+            num_prompt: the number of tokens of the prompt.
+
+        Raises:
+            ConfigurationError: there is no room for the limit that was asked for, or for any answer.
+        """
+        if asked is not None:
+            positive("max_new_tokens", asked)
+        room = self.num_tokens - num_prompt
+        if self._is_own and room < (asked or 1):
+            advice = f"ask for at most {room}" if room > 0 else "the prompt is too long"
+            raise ConfigurationError(
+                f"the prompt has {num_prompt} tokens, and prompt and answer together may have {self.num_tokens} here "
+                f"(max_context): {advice}"
+            )
+        return answer_length(asked, num_prompt, 0, self.num_tokens)

@@ -1,0 +1,151 @@
+"""This module drafts with a small model at the tenant, a draft model, for all requests of a step at once.
+
+The draft model computes the same tokens as the remote model, with keys and values of its own, in ragged passes (see
+tenant_sdk/serving/ragged.py). It computes prompts piece by piece as the remote model does, and one pass drafts one
+token of each request that is being answered. It draws as the request itself will draw, without the user's logits
+processors.
+
+Guarantees: nothing goes wrong with a request for which the draft model gives a number that is not finite, or whose
+tokens do not fit into the draft model's context: nothing more is drafted for it. The user's model is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.kv import KvLayout, RequestKv, kv_layout
+from tenant_sdk.serving.ragged import RaggedModel
+from tenant_sdk.serving.requests import Request
+from tenant_sdk.serving.sampling import Sampler
+from tenant_sdk.serving.scheduler import Segment
+from tenant_sdk.serving.speculation.drafter import most_drafted
+
+
+@dataclass(eq=False)
+class _Read:
+    """Holds what the draft model has computed of a request: the first `num_tokens` tokens."""
+
+    kv: RequestKv
+    num_tokens: int = 0
+
+
+@dataclass(eq=False)
+class _Line:
+    """Holds the tokens of one request while tokens are drafted for it."""
+
+    read: _Read
+    token_ids: list[int] = field(repr=False)
+    num_wanted: int
+    sampler: Sampler
+
+    def __post_init__(self) -> None:
+        self.num_known = len(self.token_ids)
+        # The model computed the last known token never, and those before it as they are.
+        self.read.num_tokens = min(self.read.num_tokens, self.num_known - 1)
+
+    @property
+    def drafted(self) -> list[int]:
+        return self.token_ids[self.num_known :]
+
+    @property
+    def num_unread(self) -> int:
+        """The number of tokens to compute next; 0 if nothing more is to be done."""
+        is_done = self.num_wanted and len(self.drafted) >= self.num_wanted
+        return 0 if is_done else len(self.token_ids) - self.read.num_tokens
+
+    def put(self, logits: torch.Tensor) -> None:
+        """Drafts the next token from logits of shape (vocab_size,); gives up if the largest is not finite."""
+        if not torch.isfinite(logits.amax()):
+            self.num_wanted = len(self.drafted)
+            return
+        self.token_ids.append(self.sampler.next_token(self.token_ids, logits))
+
+
+class DraftModel:
+    """Drafts tokens with a local model."""
+
+    def __init__(
+        self, model: Any, num_drafted: int, kv_dtype: str, step_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """Prepares a copy of the model, which has the same parameters in the same memory, and tries it once.
+
+        Args:
+            model: a local transformers model.
+            num_drafted: the most tokens that are drafted for a request at a time.
+            kv_dtype: the type in which its keys and values are kept.
+            step_tokens: the most rows of a pass.
+            vocab_size: the number of logits of the remote model.
+            device: the device of the remote model's logits.
+
+        Raises:
+            ConfigurationError: the model cannot compute rows of several requests in one pass.
+        """
+        shared = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        self.layout: KvLayout = replace(kv_layout(shared, kv_dtype, step_tokens), num_rewound=num_drafted)
+        self._ragged = RaggedModel(shared.eval())
+        self._step_tokens, self._vocab_size, self._device = step_tokens, vocab_size, device
+        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
+        config = model.config.get_text_config(decoder=True)
+        self._context: int = getattr(config, "max_position_embeddings", None) or step_tokens
+        with torch.no_grad():
+            self._forward([Piece(self._make_kv(1), 0, 1)], [0], [0], [0])
+
+    def draft(self, segments: Sequence[Segment], requests: Sequence[Request]) -> None:
+        """Sets the drafted tokens of each request; see `Drafter.draft`."""
+        lines = {
+            request: line
+            for segment, request in zip(segments, requests, strict=True)
+            if (line := self._line(segment, request)) is not None
+        }
+        while active := [line for line in lines.values() if line.num_unread]:
+            self._pass(active)
+        for request in requests:
+            request.drafted = lines[request].drafted if request in lines else []
+
+    def _line(self, segment: Segment, request: Request) -> _Line | None:
+        """Returns what is to be computed for a segment; None if nothing can be drafted from there on."""
+        num_wanted = most_drafted(segment, request)
+        known = list(request.known_ids[: max(segment.stop - request.prompt.num_padding, 0)])
+        if not known or request.num_draftable < 1 or len(known) + num_wanted > self._context:
+            return None
+        if request.draft_state is None:
+            request.draft_state = _Read(self._make_kv(request.num_tokens))
+        return _Line(request.draft_state, known, num_wanted, request.sampler.fork() if num_wanted else request.sampler)
+
+    def _pass(self, lines: Sequence[_Line]) -> None:
+        """Computes tokens of each line, in all at most `step_tokens`; drafts a token where all are computed."""
+        pieces, token_ids, positions, ends, ready = list[Piece](), list[int](), list[int](), list[int](), list[_Line]()
+        for line in lines:
+            begin = line.read.num_tokens
+            num_rows = min(line.num_unread, self._step_tokens - len(token_ids))
+            if num_rows < 1:
+                break
+            pieces.append(Piece(line.read.kv, begin, num_rows))
+            token_ids += line.token_ids[begin : begin + num_rows]
+            positions += range(begin, begin + num_rows)
+            line.read.num_tokens += num_rows
+            if line.num_wanted and line.read.num_tokens == len(line.token_ids):
+                ready.append(line)
+                ends.append(len(token_ids) - 1)
+        for line, logits in zip(ready, self._forward(pieces, token_ids, positions, ends), strict=True):
+            line.put(logits)
+
+    def _forward(
+        self, pieces: Sequence[Piece], token_ids: list[int], positions: list[int], wanted: list[int]
+    ) -> torch.Tensor:
+        """Returns the logits of the wanted rows as the remote model numbers tokens, shape (num_wanted, vocab_size)."""
+        known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
+        numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]
+        logits, _ = self._ragged.forward(pieces, numbers[0], numbers[1], numbers[2].long())
+        num_missing = self._vocab_size - logits.shape[1]
+        return functional.pad(logits.to(self._device), (0, num_missing), value=-torch.inf)
+
+    def _make_kv(self, num_tokens: int) -> RequestKv:
+        return RequestKv(self.layout, num_tokens, self._ragged.model.device)

@@ -1,0 +1,69 @@
+"""This module drafts by prompt lookup: it expects that a text goes on as it did where its last tokens stood before.
+
+This takes no model. It pays where answers copy from their prompts, as in summaries, corrections and code.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tenant_sdk.serving.requests import Request
+from tenant_sdk.serving.scheduler import Segment
+from tenant_sdk.serving.speculation.drafter import most_drafted
+
+_LONGEST = 5
+"""The most last tokens that are looked for. The more of them are found again, the likelier the text goes on alike."""
+
+
+class PromptLookup:
+    """Drafts from each request's own tokens."""
+
+    layout = None
+
+    def draft(self, segments: Sequence[Segment], requests: Sequence[Request]) -> None:
+        """Sets the drafted tokens of each request; see `Drafter.draft`."""
+        for segment, request in zip(segments, requests, strict=True):
+            request.drafted = continuation(request.known_ids, most_drafted(segment, request))
+
+
+def continuation(token_ids: Sequence[int], num_wanted: int) -> list[int]:
+    """Returns the tokens that followed where the last tokens of a text stood before.
+
+    As many last tokens as possible are looked for, and the last place counts where they stood. If the text ends before
+    there are enough tokens, they are repeated, as in a text that repeats itself.
+
+    Args:
+        token_ids: the tokens of the text.
+        num_wanted: the number of tokens to return.
+
+    Returns:
+        `num_wanted` tokens, or none if the last token did not stand anywhere before.
+    """
+    if num_wanted < 1:
+        return []
+    text = array("Q", token_ids)
+    for size in range(min(_LONGEST, len(text) - 1), 0, -1):
+        place = _last_place(text, size)
+        if place is not None:
+            return _copied(token_ids, place + size, num_wanted)
+    return []
+
+
+def _last_place(text: array[int], size: int) -> int | None:
+    """Returns the last place before the end at which the last `size` tokens stand; None if there is none."""
+    content, sought, width = text.tobytes(), text[-size:].tobytes(), text.itemsize
+    end = len(content) - width
+    while (found := content.rfind(sought, 0, end)) >= 0:
+        if found % width == 0:
+            return found // width
+        end = found + len(sought) - 1  # These bytes begin in the middle of a token.
+    return None
+
+
+def _copied(token_ids: Sequence[int], begin: int, num_wanted: int) -> list[int]:
+    copied: list[int] = list(token_ids[begin : begin + num_wanted])
+    period = len(token_ids) - begin
+    while len(copied) < num_wanted:
+        copied.append(copied[-period])
+    return copied

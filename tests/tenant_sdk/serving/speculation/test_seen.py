@@ -1,0 +1,178 @@
+"""What the provider sees of speculation: the same rows in every pass of an answer, whatever the text and its drafts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from attacks.programs.honest import HonestOffer
+from provider.model.served_model import ServedModel
+from tenant_sdk import Speculation, TenantClient, embedded
+from tenant_sdk.serving.engine import Engine
+from tenant_sdk.serving.requests import Request
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.served_kinds import make_model
+from tests.support.serving import make_served_model
+from tests.support.step_gate import TIMEOUT_S
+from wire.errors import NotFinite
+from wire.frame import Call
+from wire.ring.seeded_rows import Rows, count_rows
+from wire.transport.inproc import InprocConnection
+
+pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+GROUPS = 9
+"""Calls of a step: four for each of two layers and one for the head."""
+NUM_DRAFTED = 4
+NEW_TOKENS = 23
+TEXTS = ("abcabcabcabcabcabcab", "copper owl? Nobody..")
+"""Two prompts of one length: the first says again what it said, the second does not."""
+MASKS: dict[str, dict[str, Any]] = {
+    "off": {"mask": "off", "arithmetic": "float"},
+    "lattice": {"mask": "lattice", "mask_options": {**TOY_OPTIONS, "hints": "stream", "background": False}},
+}
+
+
+class Provider(HonestOffer):
+    """Notes the rows and the bytes of every product; spoils one number of one reply."""
+
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
+        self.seen: list[tuple[int, int]] = []
+        self.spoiled: tuple[int, int] | None = None
+        """(call, row) of a reply that has NaN."""
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        reply = self.served_model.compute(call, rows)
+        if call.purpose.name == "PRODUCT":
+            if self.spoiled is not None and self.spoiled[0] == len(self.seen):
+                reply = reply.clone()
+                reply[self.spoiled[1], 0] = math.nan
+            num_bytes = rows.element_size() * rows.numel() if isinstance(rows, torch.Tensor) else 0
+            self.seen.append((count_rows(rows), num_bytes))
+        return reply
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("seen") / "llama")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> dict[str, ServedModel]:
+    return {"off": make_served_model(folder), "lattice": make_served_model(folder, "int8")}
+
+
+@contextmanager
+def opened(
+    served: dict[str, ServedModel], cache: Path, monkeypatch: pytest.MonkeyPatch, mask: str = "off", **options: Any
+) -> Iterator[tuple[TenantClient, Provider]]:
+    provider = Provider(served[mask])
+    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
+    with TenantClient("inproc:x", cache=cache / "cache", progress=False, **MASKS[mask], **options) as client:
+        yield client, provider
+
+
+def steps_of(client: TenantClient, provider: Provider, prompt: str, draft: Any = None, **options: Any) -> list[Any]:
+    """What the provider sees of each step of one answer: the rows and bytes of each of its calls."""
+    provider.seen.clear()
+    speculation = Speculation(NUM_DRAFTED, draft=draft)
+    with Engine(client, step_tokens=32, max_running=2, speculation=speculation) as engine:
+        engine.submit(prompt, **{"max_new_tokens": NEW_TOKENS, "eos_token_id": [], **options}).result(TIMEOUT_S)
+    assert len(provider.seen) % GROUPS == 0
+    return [provider.seen[at : at + GROUPS] for at in range(0, len(provider.seen), GROUPS)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
+def test_the_rows_of_a_pass_are_the_same_for_different_texts(
+    served: dict[str, ServedModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str, mask: str
+) -> None:
+    """The texts differ in what is accepted, so in the number of passes, and in nothing else."""
+    local = None if draft == "lookup" else AutoModelForCausalLM.from_pretrained(folder).eval()
+    with opened(served, tmp_path, monkeypatch, mask) as (client, provider):
+        seen = [steps_of(client, provider, text, local) for text in TEXTS]
+        seen += [steps_of(client, provider, text, local, do_sample=True, seed=1, top_k=0) for text in TEXTS]
+    num_passes = [len(steps) for steps in seen]
+    assert draft == "itself" or len(set(num_passes)) > 1, "drafts were accepted in one text more than in another"
+    for one, other in itertools.pairwise(seen):
+        assert one[: len(other)] == other[: len(one)]
+    for prompt, *steps in seen:
+        assert [num_rows for num_rows, _ in prompt] == [len(TEXTS[0]) + 3] * (GROUPS - 1) + [1]
+        for step in steps:
+            assert [num_rows for num_rows, _ in step] == [1 + NUM_DRAFTED] * GROUPS
+
+
+def test_drafts_are_dummies_tokens_and_both(
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above: the texts have passes with all numbers of drafted tokens."""
+    drafted: set[int] = set()
+    rows = Request.rows
+
+    def noted(self: Request, segment: Any) -> Any:
+        if segment.num_drafted:
+            drafted.add(len(self.drafted))
+        return rows(self, segment)
+
+    monkeypatch.setattr(Request, "rows", noted)
+    with opened(served, tmp_path, monkeypatch) as (client, provider):
+        for text in TEXTS:
+            steps_of(client, provider, text)
+            steps_of(client, provider, text, max_new_tokens=4)
+    assert drafted >= {0, 2, NUM_DRAFTED}
+
+
+def test_dummies_and_rejected_tokens_leave_no_trace(
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed of a known token is the same number for number, whatever stands in the rows beside it."""
+    with opened(served, tmp_path, monkeypatch, "lattice") as (client, _):
+        texts = set()
+        for drafts in ([], [5], [5, 6, 7, 8], [9, 9, 9, 9]):
+
+            class Fixed:
+                layout = None
+
+                def draft(self, segments: Any, requests: Any, drafts: list[int] = drafts) -> None:
+                    for segment, request in zip(segments, requests, strict=True):
+                        request.drafted = drafts[: min(segment.num_drafted, max(request.num_draftable, 0))]
+
+            monkeypatch.setattr("tenant_sdk.serving.engine.make_drafter", lambda *_: Fixed())
+            with Engine(client, speculation=Speculation(NUM_DRAFTED)) as engine:
+                answer = engine.submit("who?", max_new_tokens=NEW_TOKENS, eos_token_id=[])
+                texts.add(answer.result(TIMEOUT_S))
+    assert len(texts) == 1
+
+
+def test_padded_prompts_show_no_length(
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(served, tmp_path, monkeypatch, pad_rows=24) as (client, provider):
+        seen = [steps_of(client, provider, text) for text in ("a", "where is it now?")]
+    shorter = min(map(len, seen))
+    assert seen[0][:shorter] == seen[1][:shorter]
+    assert seen[0][0][0][0] == 24
+
+
+@pytest.mark.parametrize("row", [0, NUM_DRAFTED])
+def test_a_value_that_is_not_finite_ends_its_own_request_after_the_step(
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
+) -> None:
+    """In a dummy's row or a token's: the same shows, so that a lie does not tell which row is which."""
+    with opened(served, tmp_path, monkeypatch) as (client, provider):
+        want = client.generate("why so?", max_new_tokens=NEW_TOKENS)
+        provider.seen.clear()
+        provider.spoiled = (4 * GROUPS + 2, row)
+        with Engine(client, step_tokens=16, max_running=2, speculation=Speculation(NUM_DRAFTED)) as engine:
+            with pytest.raises(NotFinite):
+                engine.submit("who?", max_new_tokens=NEW_TOKENS, eos_token_id=[]).result(TIMEOUT_S)
+            assert len(provider.seen) == 5 * GROUPS
+            assert engine.submit("why so?", max_new_tokens=NEW_TOKENS).result(TIMEOUT_S) == want
