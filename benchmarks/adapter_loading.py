@@ -62,8 +62,8 @@ Times = tuple[float, float]
 
 
 def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[Times]:
-    """Returns the times of `count` switches to the adapters in turn. Every switch loads an adapter, because there are
-    fewer slots than adapters."""
+    """Returns the times of `count` switches, each to the next adapter of `names`. Every switch loads an adapter,
+    because there are fewer slots than adapters."""
     ready = threading.Event()
     store = AdapterStore(model, root, host_bytes=host_bytes, device_slots=2, on_ready=ready.set, preload=names)
     times = []
@@ -100,7 +100,7 @@ def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[
 
 
 def run(count: int = 50) -> dict[str, Times]:
-    """Measures all ways to load adapters, and returns the median times by way."""
+    """Measures each way to load adapters, and returns a mapping from the way's name to the median times."""
     torch.set_num_threads(1)
     model, names = smollm2_shapes(), [f"a{at}" for at in range(5)]
     medians = {}

@@ -33,7 +33,8 @@ ROWS = (*PARAMETERS.values(), REFUSED)
 
 
 class Refused(Exception):
-    """Is raised if no estimate can be made, or if an estimate differs. The text is one line for the user."""
+    """Says that no estimate can be made, or that an estimate differs from the published bits. The text is one line for
+    the user."""
 
 
 def checked_checkout(given: str) -> Path:

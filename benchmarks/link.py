@@ -40,7 +40,7 @@ _PACKETS_AT_ONCE = 64
 
 
 class NoNamespaces(Exception):
-    """This user or this kernel cannot make network namespaces."""
+    """Says that this user or this kernel cannot make network namespaces."""
 
 
 class Hosts:
@@ -105,7 +105,7 @@ class Hosts:
             os.close(home)
 
     def set_round_trip(self, milliseconds: float) -> None:
-        """Sets the round-trip time, half of which every packet sent from now on takes."""
+        """Sets the round-trip time of the link. Each packet that is sent from then on takes half of this time."""
         if self._carrier.stdin is not None:
             self._carrier.stdin.write(f"{milliseconds}\n")
             self._carrier.stdin.flush()

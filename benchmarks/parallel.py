@@ -1,10 +1,10 @@
-"""Compares one process, shards, replicas, tensor parallel and FSDP2 by rows per second through all layers and by
-memory.
+"""Compares five ways to run a provider: one process, shards, replicas, tensor parallel and FSDP2.
 
-All providers run at once and receive requests in turn, over gRPC on loopback, in ring arithmetic. Each process has one
-thread. The provider of one process is also measured with two threads. Memory is the PSS of each process, so that a page
-that several processes share is counted once in their sum. Ranks, which are the processes of a parallel provider,
-communicate by gloo over loopback, which is faster than a real network.
+The figures are rows per second through all layers, and memory. All providers run at once and receive requests in turn,
+over gRPC on loopback, in ring arithmetic. Each process has one thread. The provider of one process is also measured
+with two threads. Memory is the PSS of each process, so that a page that several processes share is counted once in
+their sum. Ranks, which are the processes of a parallel provider, communicate by gloo over loopback, which is faster
+than a real network.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Measures the processor time that the scheduler takes per request, from `add` to `finished`, with 1,000 requests
-queued."""
+"""Measures the scheduler's processor time per request, from `add` to `finished`, with 1,000 requests queued."""
 
 from __future__ import annotations
 

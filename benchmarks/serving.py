@@ -1,8 +1,8 @@
 """Measures the serving engine over mTLS loopback: tokens per second and per CPU second, and times to first tokens.
 
-Provider and tenant are processes on one machine, with SmolLM2-135M as base. A run submits its requests at once, each
-with a short question, and ends with the last token (48, or `--new-tokens`) of each. With `lattice`, the masks of
-a run are made before its clock starts, and none are made beside it. The CPU seconds are those of both processes, and
+Provider and tenant are processes on one machine, with SmolLM2-135M as base. A run submits all of its requests at once,
+each with a short question, and ends when each has 48 new tokens (or `--new-tokens`). With `lattice`, the masks of a run
+are made before its clock starts, and none are made while it runs. The CPU seconds are those of both processes, and
 those of `lattice` include the masks that were made for the run. Runs of all kinds take turns, and the figures are
 medians over the rounds. The peer is transformers' `generate` with the same model in float32, on left-padded batches.
 """
@@ -46,8 +46,8 @@ def question(number: int) -> str:
 
 
 def serve_lines(work: Callable[[int, int, int], Figures]) -> None:
-    """Answers each line "requests adapters tokens" on standard input with the figures of that run, as a line of
-    JSON."""
+    """Makes one run for each line "requests adapters tokens" on standard input, and prints the figures of this run as a
+    line of JSON."""
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(work(*map(int, line.split()))), flush=True)
@@ -82,7 +82,7 @@ def local() -> None:
 
 
 class _Clock:
-    """A logits processor that changes nothing, and records the time of each step."""
+    """Records the time of each step of `generate`, as a logits processor that changes nothing."""
 
     def __init__(self, times: list[float]) -> None:
         self._times = times
@@ -203,7 +203,7 @@ class Worker:
 
 
 Kind = tuple[str, int, int]
-"""(worker, requests, adapters) of a run."""
+"""Identifies a kind of run: the worker's name, the number of requests and the number of adapters."""
 
 
 @contextlib.contextmanager
@@ -281,7 +281,8 @@ def table(made: dict[Kind, list[Figures]], num_new: int) -> str:
 
 
 def ratio(made: dict[Kind, list[Figures]], one: Kind, other: Kind, figure: str) -> float:
-    """Returns the median over the rounds of how many times the tokens per second of `figure` the run `one` has."""
+    """Returns the rate of the runs `one` divided by that of the runs `other`, as the median over the rounds. The rate
+    is tokens per second, with the seconds that `figure` names: `wall_s`, `cpu_s` or `decode_s`."""
     rate = [
         (one[1] / a[figure]) / (other[1] / b[figure]) for a, b in zip(made[one], made[other], strict=True)
     ]  # fmt: skip
@@ -289,7 +290,8 @@ def ratio(made: dict[Kind, list[Figures]], one: Kind, other: Kind, figure: str) 
 
 
 def bars(made: dict[Kind, list[Figures]]) -> str:
-    """Returns the ratios that have a bar, with their bars, as far as their runs were made."""
+    """Returns a table of the ratios that have a bar (a target), with the bars. If the runs of a ratio were not made, it
+    is left out."""
     wanted = [
         ("tokens per CPU second, 8 requests to 1", ("lattice", 8, 0), ("lattice", 1, 0), "cpu_s", 3.0),
         ("tokens per CPU second, 16 requests to 1", ("lattice", 16, 0), ("lattice", 1, 0), "cpu_s", 4.5),

@@ -37,10 +37,10 @@ NUM_ADAPTERS, SLOTS = 5, 2
 NEW_TOKENS = 10
 MARGIN = 4.0
 AT_A_TIME = 24
-"""The most requests that are not done; more wait for one of these."""
+"""The most requests that are open at a time. The next request is submitted when one of them has ended."""
 KILL_EVERY_S = 40.0
 Case = tuple[str, str | None]
-"""(prompt, adapter) of a request."""
+"""A request's prompt, and the name of its adapter (None for the base model)."""
 
 
 @dataclass
@@ -48,14 +48,16 @@ class Mix:
     """Holds the results of a run.
 
     Attributes:
-        right, wrong: the numbers of complete answers, and of cancelled answers' beginnings, by their tokens.
-        cancelled: the number of answers that were cancelled, which are also in `right` or `wrong`.
+        right, wrong: how many answers had the right tokens, and how many had a wrong one. Of a cancelled answer, the
+            tokens that it has are judged.
+        cancelled: the number of answers that were cancelled; they are counted in `right` or `wrong`, too.
         failed: the number of requests that failed because the provider was away.
         other: the names of all other errors.
         deaths: how often the provider was killed.
         rows, rows_twice: the number of masked rows sent, and how many of them equal an earlier one.
         left: what was still held at the end: requests, KV bytes, adapters.
-        distinct: the number of different reference answers; with adapters that do nothing it would be that of prompts.
+        distinct: the number of different reference answers. If adapters changed nothing, it would be the number of
+            prompts.
     """
 
     right: int = 0
@@ -71,7 +73,8 @@ class Mix:
 
     @property
     def is_good(self) -> bool:
-        """Returns whether nothing was wrong, sent twice or left over, and requests were answered in every way."""
+        """Returns whether nothing was wrong, sent twice or left over. There must also be right answers and cancelled
+        ones, and adapters must have changed answers."""
         wrong = self.wrong or self.other or self.rows_twice or any(self.left)
         return not wrong and self.right > 20 and self.cancelled > 0 and self.distinct > len(PROMPTS)
 
@@ -106,7 +109,8 @@ class SentRows:
 
 
 def references(client: TenantClient, folder: Path, cases: list[Case]) -> dict[Case, list[int]]:
-    """Returns for each case the tokens of its answer up to the first whose choice is not clear."""
+    """Returns, for each case, the tokens of its answer before the first token whose two largest logits are too close to
+    tell which token is right (see the module's docstring). A case without such clear tokens is left out."""
     import torch
 
     def logits_of(case: Case) -> torch.Tensor:
@@ -242,7 +246,8 @@ def _drive(
 
 
 def _submit(engine: Engine, open_answers: list[Any], want: dict[Case, list[int]], chance: random.Random) -> None:
-    """Submits one request, whose length is that of its clear answer, and cancels it or another one now and then."""
+    """Submits one random request for as many tokens as its reference answer has. Now and then, cancels one of the
+    requests in `open_answers`."""
     case = chance.choice(list(want))
     answer = engine.submit(case[0], case[1], len(want[case]), eos_token_id=[], caller=chance.choice("ab"))
     open_answers.append((case, answer))

@@ -30,7 +30,7 @@ PROMPT = (
     "pilot went aboard. In winter the entries are few."
 )
 PROMPT_TOKENS = 96
-"""A number above that of the prompt's tokens, for which masks are made."""
+"""Masks are made for a prompt of this many tokens, and PROMPT has fewer tokens."""
 NEW_TOKENS = 32
 NUM_DRAFTED = 7
 ROUND_TRIP_MS = 20.0
@@ -38,13 +38,14 @@ NONE, LOOKUP, DRAFT = "none", "lookup", "draft"
 DRAFTS = {
     NONE: "without speculation", LOOKUP: "prompt lookup", DRAFT: "draft model (the model itself)",
 }  # fmt: skip
-"""The engines by name, and what they draft with."""
+"""Maps each engine's name to the way in which the engine drafts tokens, in words."""
 BAR = 4.0
-"""The least tokens per second with prompt lookup, in multiples of those without speculation."""
+"""The target: tokens per second with prompt lookup are at least this many times those without speculation."""
 
 
 class _FirstToken:
-    """A logits processor that holds the engine at the first token of an answer until `go` is set."""
+    """Holds the engine at the first token of an answer until `go` is set. It is a logits processor that changes
+    nothing."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -59,7 +60,7 @@ class _Decoding:
     """Decodes one answer: `prepare` computes the prompt, and `run` the rest."""
 
     def __init__(self, client: Any, engine: Any, num_new: int, num_rows: int, record: Path) -> None:
-        """Keeps what is needed.
+        """Keeps the arguments; nothing is computed before `prepare`.
 
         Args:
             client, engine: the tenant's session, and its engine.

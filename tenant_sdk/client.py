@@ -343,8 +343,9 @@ class TenantClient:
             max_new_tokens: the most tokens of each answer; None for 128, or for fewer if the context has less room.
             progress: whether a progress bar is shown on stderr.
             options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
-                to every prompt; and the options kv_dtype, kv_bytes, max_running, step_tokens and speculation of
-                `Engine`.
+                to every prompt; the options kv_dtype, kv_bytes, max_running, step_tokens, speculation, prefix_bytes,
+                max_context and kv_device of `Engine`; and separate_calls of `AdapterStore`, which adapters that change
+                inputs need (OFT, BOFT, some IA3).
 
         Returns:
             The answers, in the order of the prompts.

@@ -2,7 +2,7 @@
 
 For v: if q and k are not adapted, attention mixes values in a known way that is linear in W_v. Otherwise position 0
 helps: it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. Position 0 suffices only if the prompts have at
-least one different first token for each input of the layer.
+least as many different first tokens as the layer has inputs.
 
 For q and k: if v is known, `attention_scores` reads q and k from the softmax. If there are too few tokens for that, or
 if heads are too wide, q and k are found by descent from the public weights: the outputs are a smooth function of the

@@ -176,7 +176,7 @@ def _ratios(
 
 
 def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the fields of `_Ratios` for the last token of some prompts.
+    """Returns the fields of `_Ratios` for the query at position `num_keys` − 1 of each of several prompts.
 
     Args:
         share, stretched: the probabilities and the error factors from `probabilities`, shape (num_prompts, num_keys).
@@ -280,8 +280,8 @@ class _Group:
         return q, k
 
     def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
-        """Returns the derivative of the scores by W_k, and the residuals, both without the part that a change of W_q
-        can explain."""
+        """Returns two results of all heads together: the derivatives by W_k from `_of_k`, and the residuals from
+        `_residuals`. From both, the part that a change of W_q can explain is removed."""
         derivatives, residuals = [], []
         of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
         for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
@@ -298,7 +298,7 @@ class _Group:
 
     def _best_q(self, k: torch.Tensor) -> list[tuple[torch.Tensor, _Solver]]:
         """Returns, for each head of q, the derivative from `_of_q` and a least-squares solver for W_q. The result for
-        the last k is kept, because each improved k is passed twice."""
+        the last k is kept, because callers pass each improved k twice."""
         if self._kept is None or self._kept[0] is not k:
             self._kept = k, [(one, _LeastSquares(one).solver(_FLOOR)) for one in self._of_q(k)]
         return self._kept[1]
@@ -314,8 +314,9 @@ class _Group:
         return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
 
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
-        """Returns each ratio's difference of two keys, rotated so that its product with W_q's output is the difference
-        of two scores.
+        """Returns, for each entry of `_Ratios`, the vector whose product with the unrotated query is the difference of
+        two scores. It is the difference of the two rotated keys, rotated back by the query's position and divided by
+        √head_dim.
 
         The result has shape (num_ratios, head_dim).
         """
@@ -324,8 +325,8 @@ class _Group:
         return self._turned(difference, one.at, -1.0) / self._root
 
     def _residuals(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Returns, for each head, the weighted differences between `seen` and the predicted scores, shape
-        (num_ratios,)."""
+        """Returns, for each head of q, the recorded differences of scores minus those that these weights predict, times
+        `weights`; shape (num_ratios,)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             scores = (_out(self._rows, weight, bias)[one.at] * self._keys(k, one)).sum(1)
@@ -336,7 +337,8 @@ class _Group:
         return float(torch.cat(self._residuals(q, k)).norm())
 
     def _of_q(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """Returns, per head, the weighted derivative of scores by W_q, shape (num_ratios, hidden · head_dim)."""
+        """Returns, for each head of q, the derivative of the differences of scores by W_q, times `weights`; shape
+        (num_ratios, hidden · head_dim)."""
         found = []
         for one in self._ratios:
             outer = self._rows[one.at][:, :, None] * self._keys(k, one)[:, None, :]
@@ -344,7 +346,8 @@ class _Group:
         return found
 
     def _of_k(self, q: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns, per head, the weighted derivative of scores by W_k, shape (num_ratios, hidden · head_dim)."""
+        """Returns, for each head of q, the derivative of the differences of scores by W_k, times `weights`; shape
+        (num_ratios, hidden · head_dim)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             queries = self._turned(_out(self._rows, weight, bias)[one.at], one.at) / self._root

@@ -36,8 +36,8 @@ _DEVIATIONS = 12.0
 happens less than once in 2^66 (Wilson and Hilferty's approximation), hence less than once in 2^46 over a million
 tests."""
 FALSE_POSITIVE_BITS = 40
-"""The bound on correlations is such that, by chance, any correlation of a view exceeds it with probability 2^-b, where
-b is this number."""
+"""The number b that sets the bound on correlations: the probability that at least one correlation of a view exceeds the
+bound by chance is 2^-b."""
 FEWEST = 4096
 """The fewest numbers that are tested. With fewer numbers, chi-square is not yet close to its limit distribution."""
 _FEWEST_PAIRS = 1024
@@ -119,8 +119,8 @@ class Uniformity:
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
     def in_words(self) -> str:
-        """Returns a line of text: the largest values, the range of them that chance explains, and how much was not
-        tested."""
+        """Returns a line of text: the largest values, the ranges in which chance would put them, and how many numbers
+        were not tested."""
         count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
         low, high = largest_chi_squares(count)
         low_z, high_z = largest_correlations(self.num_serial)
@@ -153,8 +153,8 @@ def largest_chi_squares(count: int) -> tuple[float, float]:
 
 
 def _tail(count: int, share: float) -> float:
-    """Returns the probability that one value exceeds a bound, if the largest of `count` values stays below this bound
-    in the given share of cases."""
+    """Returns the probability that one value exceeds a bound. The bound is the one below which the largest of `count`
+    independent values stays with probability `share`."""
     return -math.expm1(math.log(share) / max(count, 1))
 
 

@@ -29,8 +29,9 @@ _NOTHING = 1e-3
 """A row whose size is below this share of the largest row's counts as zero. Normed rows all have about the same size;
 in ring arithmetic the sizes differ by a small factor."""
 _SINGLE = 0.25
-"""The share of a row's magnitudes that its one negative number must have. Softmax minus one-hot sums to zero, so this
-number has half of them. Noise has many negative numbers."""
+"""A row has a label if the magnitude of its lowest number is more than this share of the sum of all magnitudes of the
+row. Softmax minus one-hot sums to zero, so its one negative number has half of the sum. Noise has many negative
+numbers."""
 
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:

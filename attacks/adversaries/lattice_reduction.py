@@ -155,7 +155,8 @@ def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float)
     """Returns log2 of the ratio of a reduced basis's last Gram-Schmidt vectors to the error σ of one coordinate.
 
     The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d. The
-    reduction finds the secret if they are longer than the error's share of one coordinate, so if the result is above 0.
+    reduction finds the secret if these vectors are longer than the error's share of one coordinate, that is, if the
+    result is above 0.
     """
     size = dimension + num_samples
     volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))

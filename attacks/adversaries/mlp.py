@@ -213,7 +213,11 @@ class _Columns:
         return torch.nan_to_num(errors, nan=torch.inf)
 
     def _steps(self, weights: list[torch.Tensor], damping: torch.Tensor, at: torch.Tensor) -> list[torch.Tensor]:
-        """Solves (JᵀJ + λ diag JᵀJ) step = Jᵀ missed for the columns `at`; J has a block of columns per layer."""
+        """Returns one Levenberg-Marquardt step of the weights of the columns `at`, one tensor for each layer.
+
+        For each of these columns, the step solves (JᵀJ + λ diag JᵀJ)·step = Jᵀ(seen − predicted). J is the derivative
+        of the column's predicted outputs by the column's weights in all layers, and λ is the column's damping.
+        """
         terms = [term.requires_grad_() for term in self._terms(weights, at)]
         predicted = self._predict(terms)
         slopes = torch.autograd.grad(predicted.sum(), terms)  # elementwise, so each is its own column's derivative

@@ -59,8 +59,9 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 class Equations:
-    """Holds the linear equations that a mask gives for its secret, or for the difference of two secrets, from as many
-    rows as determine it."""
+    """Holds the linear equations M·s = z mod 2^32 that the numbers z of a mask give for the mask's secret s. The
+    equations come from as many rows as are needed to determine s. A difference of two masks gives the same equations
+    for the difference of their secrets."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree

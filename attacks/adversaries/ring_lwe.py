@@ -96,7 +96,7 @@ class PublicMatrix:
         return self.matrix.shape[0]
 
     def equations(self, offset: int) -> torch.Tensor:
-        """Returns the M with which the row at this offset is M·s + e mod 2^32.
+        """Returns the matrix M of the row at this offset, whose mask is M·s + e mod 2^32.
 
         Args:
             offset: how far the row is from the row that is taken as row 0, −N < offset < N.

@@ -130,12 +130,20 @@ class _System(Equations):
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Finds the pairs of windows whose difference is A·u for a small u.
+        """Finds the pairs of windows whose masks differ by exactly M·u mod 2^32 for a u in {−2 … 2}, as masks with the
+        same error do. Known plaintext is subtracted first.
 
-        A pair is skipped if its first row is done or in `known`. Callers may add rows to both between two yields.
+        A pair is skipped if the first row of its first window is done in the stream, or is a key of `known`. Callers
+        may mark rows as done, and add rows to `known`, between two yields.
+
+        Args:
+            stream: the rows.
+            starts: for each window to try, the index of the window's first row.
+            distance: how many rows after a window the other window of the pair begins.
+            known: maps the index of a row to the difference of a pair of rows that was found already.
 
         Yields:
-            The first row of the first window, and u.
+            The index of the first row of the first window, and u, the difference of the two secrets.
         """
         differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
         for row, plain in stream.known.items() if starts else ():
@@ -186,8 +194,8 @@ def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | No
 
 
 class _Differences:
-    """Collects the known differences between pairs of rows of a stream that are `distance` rows apart. `rows` maps the
-    index of a pair's first row to the difference of the pair."""
+    """Collects differences between the plaintexts of two rows of a stream that are `distance` rows apart. `rows` maps
+    the index of the first row of such a pair to the pair's difference."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
@@ -195,8 +203,19 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Extends a window in both directions while differences are small, and unmasks each row that has a known row at
-        the distance."""
+        """Computes the plaintext differences of the pairs of rows in and around a pair of windows, and adds them to
+        `rows`.
+
+        Pairs are added from row `start` forwards and then backwards. Each direction ends before a difference that is
+        not small, which shows that the rows belong to other blocks. If the plaintext of one row of a pair is known, the
+        other row is unmasked.
+
+        Args:
+            public: the public matrix A.
+            found: the difference of the two secrets, in the form in which it gives the difference of the masks at
+                `start`.
+            start: the index of the first row of the first window.
+        """
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):
@@ -219,8 +238,8 @@ class _Differences:
                 stream.is_open[place] = True
 
     def claims(self) -> list[Claim]:
-        """Returns a claim for each pair of blocks that share an error, and the differences between messages at the same
-        position in the two blocks."""
+        """Claims each pair of blocks that share an error, and the differences between messages at the same position in
+        the two blocks."""
         spans = self._stream.spans
         begins = {first: (seq, stop) for seq, first, stop in spans}
         owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}

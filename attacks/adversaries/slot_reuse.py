@@ -71,8 +71,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def shared_secrets(view: View) -> list[Claim]:
-    """Claims a fact for each pair of groups (layers with one input), or of directions of one group, whose messages
-    share a secret."""
+    """Claims which messages of different groups (layers that read the same input), or of different directions, share a
+    secret. Even if two groups or directions share many secrets, only one pair of their messages is claimed."""
     places: dict[tuple[str, int], int] = {}
     heads, owners, messages = [], [], []
     for message in view.with_tensors().products():

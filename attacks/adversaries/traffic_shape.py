@@ -215,8 +215,9 @@ def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
 
 
 def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns sets of layers, joined by `+`, for the lowest group that was requested several times. Changed inputs of
-    any one of these sets would cause the number of calls that was seen."""
+    """Returns the sets of layers whose changed inputs would explain the traffic of the lowest group that was requested
+    several times. Each entry holds the names of one set, joined by `+`. If the adapter changes
+    the inputs of just these layers, the group causes the numbers of calls and gradients that were seen."""
     if not seen.repeated:
         return ()
     group = min(seen.repeated)

@@ -19,8 +19,9 @@ repeatedly, and 49 repeated rows of 32 features give the adversary enough equati
 
 
 def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:
-    """Makes traffic in which the first and the fifth message of each block hold the same prompt; with `share_pieces`
-    the second does, too. All other prompts differ. A block has eight pieces, and each piece masks one message.
+    """Makes traffic in which the first and the fifth message of each block hold the same prompt. With `share_pieces`,
+    the second message of each block also holds this prompt. All other prompts differ. A block has eight pieces, and
+    each piece masks one message.
 
     Args:
         share_blocks: whether all blocks have the same lattice error.

@@ -58,7 +58,8 @@ _TRAIN_STEPS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes one number of each reply of a kind, always in the output head's column of the end-of-answer token.
+    """Describes how the provider falsifies its replies of one kind: it changes one number of each reply, in the output
+    head's column of the end-of-answer token, or sends the previous reply again.
 
     Attributes:
         purpose, direction: the kind of requests whose replies are changed. In the reply to a request for a product the
@@ -92,8 +93,8 @@ BACKWARD_FAULTS = (
 )
 TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
 SECRET_FAULT = FORWARD_FAULTS[6]
-"""The fault of the hint with which the provider reads secrets. In row t of a block, it changes the output column by
-2^30 times coefficient t of the block's first secret."""
+"""The fault in a hint by which the provider reads secrets. Because of it, row t of a block is wrong, in the column of
+the end-of-answer token, by 2^30 times coefficient t of the block's first secret polynomial."""
 
 Job = Literal["answers", "repeated", "training"]
 
@@ -113,12 +114,14 @@ class Outcome:
     """Holds the result of one fault against one job, over all of the job's secrets.
 
     Attributes:
-        job: `answers` to different prompts, one prompt's answer `repeated`, or `training` on different data.
+        job: `answers` (different prompts are answered), `repeated` (one prompt is answered several times) or `training`
+            (on different data).
         fault: the fault's name; None for the honest run.
         verify: whether the tenant checks replies.
         caught: whether every run ended with the fixed error of a failed check.
         failed: the number of runs that ended in any error.
-        requests_after: the most requests that followed the first wrong reply, including those of an attempt to go on.
+        requests_after: the most requests of a run after the first wrong reply. They include those of another prompt,
+            which the tenant tries after an error.
         metadata: how runs compare with their honest runs: all are the `same`, all are the same but some are `cut
             short`, or some are `different`.
         decode_steps: the number of decode steps of each answer; empty for training.
@@ -263,7 +266,7 @@ class _Run:
 
 
 def _run(where: Site, fault: Fault | None, verify: bool, work: Callable[[TenantClient], None]) -> _Run:
-    """Runs one session. After an error the tenant tries another prompt. The requests for this prompt count as
+    """Runs one session. After an error the tenant tries another prompt. The requests for this prompt count towards
     `requests_after`."""
     error: str | None = None
     with where.session(fault, verify) as (client, liar):

@@ -296,7 +296,8 @@ def _won(
 
 
 def _reuse(tenant: Tenant) -> Sender:
-    """Sends two messages under one mask, of which the first holds a known text. No mask of noise/ would do this."""
+    """Returns a sender that uses one mask for two messages, the first of which holds a known text. No mask of noise/
+    would do this."""
 
     def send(coin: int) -> Seen:
         first = tenant.message(0)

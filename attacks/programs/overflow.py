@@ -91,7 +91,7 @@ FAULTS = tuple(
     for first in ((0, 7) if wrong != 2.0**30 else (0,))
 )
 OVERFLOW = Fault(Direction.BACKWARD, 2.0**31)
-"""The fault against which a tenant that stops at once loses."""
+"""The fault with which the provider must win against the control, the tenant that stops at once."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Site:
 
     @contextlib.contextmanager
     def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
-        """Opens a tenant without a mask and without `verify`. With `stops_at_once` it is the control, which stops at
-        the first value that is not finite."""
+        """Opens a tenant without a mask and without `verify`. With `stops_at_once` this tenant is the control, which
+        stops at the first value that is not finite."""
         provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
             open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
@@ -207,7 +207,7 @@ def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) ->
 
 
 def measure_all(folder: Path) -> list[Outcome]:
-    """Measures the control, and then every fault against both jobs, training and answers."""
+    """Measures the control, then every fault against training, and every fault of forward replies against answers."""
     where = site(folder)
     outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True)]
     outcomes += [measure(where, "training", fault) for fault in FAULTS]
@@ -225,7 +225,8 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes overflow.json and overflow.md; returns 1 if a fault told data apart, or if the control's fault did not."""
+    """Writes overflow.json and overflow.md. Returns 1 if a fault told the data of the real tenant apart, or if the
+    provider did not win against the control; otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
     options = parser.parse_args(arguments)

@@ -34,11 +34,11 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "sparse-secret": (),
     "shared-error": (shared_error.SHARED,),
 }
-"""Maps each adversary that claims only what it has checked, with less than one mistake in 2^40, to the names of those
-of its facts that count in the verdict."""
+"""The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
+mapped to the names of those of its facts that count in the verdict."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
-"""Adversaries that run a second time if another adversary unmasked rows, on these rows."""
+"""The adversaries that run a second time, on unmasked rows, if another adversary has unmasked rows."""
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
 """The smallest half-width of an interval of chance, for a gain or an agreement; a narrower interval is widened to this.
@@ -223,8 +223,9 @@ def _divergence_of(worth: Worth) -> Finding:
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:
-    """Returns a line whose interval of chance extends at least `_NOTICED` to each side. The bootstrap covers only the
-    choice of questions, not the luck of an attacker."""
+    """Returns the table's line for one value of a stolen adapter. Its interval of chance is widened to at least
+    `_NOTICED` on each side of the baseline, because the bootstrap's interval covers only the choice of questions, not
+    an attacker's luck."""
     low, high = worth.by_chance
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))

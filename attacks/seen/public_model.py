@@ -20,8 +20,8 @@ from wire.ring.quantise import digest, quantise
 
 @dataclass(frozen=True)
 class Norm:
-    """Computes a norm layer, which is RMSNorm, weight · x / rms(x), or LayerNorm if there is a bias. Both have `eps`
-    under the root."""
+    """Computes a norm layer: LayerNorm if there is a bias, otherwise RMSNorm, which is weight · x / rms(x). Both add
+    `eps` under the root."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Decides whether claims are right, by computing metrics and their random baselines from the victim's secrets.
 
 Every metric has a baseline with a 99% interval, which comes from random guesses of what the adversary claims to know. A
-value in the interval is "at baseline". This means only that this metric shows nothing that this adversary learned.
+value in the interval is "at baseline". This means only that, by this metric, the adversary did no better than guessing.
 """
 
 from __future__ import annotations

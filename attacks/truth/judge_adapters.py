@@ -143,7 +143,8 @@ def _changes_scores(block: Block, truth: Truth) -> bool:
 
 
 def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
-    """Compares the change of W_q W_kᵀ: the median error and the mean cosine over the heads."""
+    """Compares the claimed change of W_q W_kᵀ with the true change, by the median error and the mean cosine over the
+    heads. Returns None if there is no claim about q or none about k."""
     if block.q.name not in claimed or block.k.name not in claimed:
         return None
     errors, cosines = [], []
@@ -156,7 +157,8 @@ def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Tr
 
 
 def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) -> list[torch.Tensor]:
-    """Returns `_scores` of each head, with ΔW of q and k if `deltas` has them."""
+    """Returns, for each head, the result of `_scores` for the public weights of q and k, plus those ΔW that `deltas`
+    holds."""
     public = truth.public
     q, k = (one.weight + deltas.get(one.name, torch.zeros(())) for one in (block.q, block.k))
     found = []
@@ -168,7 +170,8 @@ def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) ->
 
 
 def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Returns the part of one head's W_q W_kᵀ on which a softmax depends: differences between keys.
+    """Returns the part of one head's W_q W_kᵀ that affects a softmax, which depends only on the differences between
+    keys.
 
     After LayerNorm, rows differ only orthogonally to 1/γ, and all have the same coordinate along 1/γ (γ: the norm's
     weight). This direction adds a constant to each query, as the bias of q does, and no data can separate the two. Both
@@ -200,7 +203,8 @@ def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _off(delta: torch.Tensor, public: torch.Tensor) -> torch.Tensor:
-    """Returns ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by nearly a multiple of −W."""
+    """Returns ΔW without its component along W. IA3, OFT and BOFT change W by nearly a multiple of −W, and a claim of
+    such a multiple needs no knowledge, since W is public."""
     return delta - public * ((delta * public).sum() / public.pow(2).sum())
 
 

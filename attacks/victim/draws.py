@@ -33,9 +33,9 @@ from wire.frame import Direction
 
 DEFAULT = PARAMETERS["default"]
 CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
-"""These sizes say which errors of a block, or of a piece of one, are kept for comparison with all others. Kept are the
-first `CORNER_FEATURES` features of the first `CORNER_ROWS` rows, and the first `PREFIX` numbers in memory order. The
-first `CORNER_FEATURES` numbers of each row are hashed."""
+"""These sizes say which errors of a block, or of a piece of a block, are kept for comparison with those of all others.
+They are the first `CORNER_FEATURES` features of the first `CORNER_ROWS` rows, and the first `PREFIX` numbers in memory
+order. The first `CORNER_FEATURES` numbers of each row are hashed."""
 
 
 @dataclass(frozen=True)

@@ -219,8 +219,19 @@ class Statistics:
         owners: Sequence[tuple[Place, int]],
         sigma: float,
     ) -> None:
-        """Tests every pair for correlation, which is the sum of products over positions that both have, in units of
-        σ·‖the other‖. Results are grouped by the relation between the two."""
+        """Adds tests of the correlation of every pair of rows of `numbers`, one test for each relation between the
+        owners of two rows.
+
+        The correlation is the sum of products over the positions at which both rows have a number, in units of σ·‖b‖,
+        where b holds the second row's numbers at these positions.
+
+        Args:
+            what: the name of the numbers, for the results.
+            numbers: shape (num_rows, length); each row is a secret's polynomial, or errors of a block or piece.
+            is_there: 1 where a row has a number and 0 in the padding; the same shape.
+            owners: the place and the secret's index of each row.
+            sigma: the standard deviation σ of the numbers.
+        """
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
         lengths = (there @ wide.square().t()).sqrt()
@@ -286,7 +297,7 @@ def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
 
 
 def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
-    """Returns `_relation` of all pairs, int64, shape (n, n)."""
+    """Returns, for each pair of owners, the index in `_RELATIONS` of the relation between them; int64, shape (n, n)."""
     columns = [
         torch.tensor([(place.session, place.group, list(type(place.direction)).index(place.direction), number)[part]
                       for place, number in owners])

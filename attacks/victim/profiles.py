@@ -15,8 +15,8 @@ from wire.errors import ConfigurationError
 
 _FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
 _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
-"""The number of prompts, and the number of tokens of each. In all these are more tokens than down_proj of SmolLM2 has
-inputs (1,536)."""
+"""The number of prompts, and the number of tokens of each. Together the prompts have more tokens than down_proj of
+SmolLM2 has inputs (1,536)."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
 MASKS = ("off", "gaussian-pool", "lattice", "pad")

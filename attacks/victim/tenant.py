@@ -139,7 +139,8 @@ def _watched(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _batches() -> Iterator[list[dict[str, Any]]]:
-    """Keeps the batches that the SDK's trainer uses, padded, in the order of the forward passes."""
+    """Yields a list to which every batch that the SDK's trainer uses within the block is added, padded, in the order of
+    the forward passes."""
     from tenant_sdk.training.finetune import CompletionTrainer
 
     kept: list[dict[str, Any]] = []

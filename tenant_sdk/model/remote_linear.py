@@ -89,6 +89,12 @@ class _Remote(nn.Module):
         None before `attach`."""
         return None if self._group is None else self._group.planned_calls
 
+    @property
+    def shares_calls(self) -> bool:
+        """Returns whether this layer and others of its group, such as q, k and v, share a call if they get the same
+        input."""
+        return self._group is not None and len(self._group.member_features) > 1
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x·W + b; the provider computes x·W under the tenant's mask.
 

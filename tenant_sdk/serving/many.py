@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.plain_values import true_or_false
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
@@ -52,7 +53,8 @@ def generate_many(
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
-    names, make_slots = _named(_one_each(adapters, len(prompts)))
+    separate_calls = options.pop("separate_calls", False)
+    names, make_slots = _named(_one_each(adapters, len(prompts)), true_or_false("separate_calls", separate_calls))
     _check_options(options)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
@@ -91,7 +93,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """
     for name in options:
         if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
-            known = ", ".join((*_OF_A_REQUEST, *_OF_THE_ENGINE))
+            known = ", ".join((*_OF_A_REQUEST, *_OF_THE_ENGINE, "separate_calls"))
             raise ConfigurationError(f"generate_many does not take {name}: beside adapters= it takes {known}")
 
 
@@ -108,7 +110,9 @@ def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
     return list(adapters)
 
 
-def _named(adapters: Sequence[str | Path | None]) -> tuple[list[str | None], MakeSlots | None]:
+def _named(
+    adapters: Sequence[str | Path | None], separate_calls: bool
+) -> tuple[list[str | None], MakeSlots | None]:  # fmt: skip
     """Returns the adapters' names in a store over their common folder, and a function that makes this store.
 
     The store keeps the files' numbers unrounded, so that answers are the same as those of `generate`.
@@ -124,6 +128,8 @@ def _named(adapters: Sequence[str | Path | None]) -> tuple[list[str | None], Mak
         raise ConfigurationError(f"the adapters of generate_many lie in one folder, got {len(roots)} folders")
 
     def make_slots(model: Any, wake: Callable[[], None]) -> AdapterStore:
-        return AdapterStore(model, roots[0], on_ready=wake, dtype=torch.float32)
+        return AdapterStore(
+            model, roots[0], on_ready=wake, dtype=torch.float32, separate_calls=separate_calls
+        )  # fmt: skip
 
     return [None if path is None else path.name for path in paths], make_slots

@@ -1,5 +1,5 @@
-"""This module implements the device tier, which keeps adapters in numbered slots, stacked layer by layer, so that one
-matrix product serves many adapters.
+"""This module implements the device tier, which keeps adapters in numbered slots: LoRA factors stacked layer by layer,
+so that one matrix product serves many adapters, and other kinds as PEFT's modules.
 
 Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
 slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer
 from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
-from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
+from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers, Stack
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
+from tenant_sdk.serving.adapters.peft_modules import Layer, make_modules
 
 
 @dataclass
@@ -30,7 +33,8 @@ class _Slot:
 
 
 class DeviceTier:
-    """Keeps adapters in slots on the device; each rank has the same number of slots."""
+    """Keeps adapters in slots on the device. Each rank has the same number of slots, and adapters that are kept as
+    modules have as many (rank `MODULES`)."""
 
     def __init__(
         self, layers: Mapping[str, AdaptedLayer], shapes: Mapping[str, tuple[int, int]], numbers: SlotNumbers,
@@ -94,10 +98,11 @@ class DeviceTier:
             self._slot_of[digest] = slot
             return slot
 
-    def fill(self, slot: int, packed: PackedAdapter) -> None:
+    def fill(self, slot: int, packed: PackedAdapter | PackedModules) -> None:
         """Copies an adapter into the slot that `assign` returned for it. From then on, `acquire` finds the adapter.
 
         Raises:
+            ConfigurationError: the adapter's modules cannot be used; the slot is then free again.
             RuntimeError: the device has too little memory; the slot is then free again.
         """
         rank, place = self.numbers.place(slot)
@@ -138,16 +143,30 @@ class DeviceTier:
             del self._slot_of[self._slots.pop(slot).digest]
             self._free[rank].append(place)
 
-    def _copy(self, rank: int, place: int, packed: PackedAdapter) -> None:
+    def _copy(self, rank: int, place: int, packed: PackedAdapter | PackedModules) -> None:
+        if isinstance(packed, PackedModules):
+            adapted = self._put_modules(place, packed)
+        else:
+            adapted = self._copy_factors(rank, place, packed)
+        for name, other in self._layers.items():
+            stack = other.modules if rank == MODULES else other.stacks.get(rank)
+            if name not in adapted and stack is not None:
+                stack.clear(place)  # The slot's previous adapter may have adapted this layer.
+
+    def _copy_factors(self, rank: int, place: int, packed: PackedAdapter) -> set[str]:
+        """Copies a LoRA adapter's factors into the stacks, and returns the layers that the adapter adds to."""
         values = packed.values if self.device.type == "cpu" else packed.values.to(self.device)
         own = dict(zip(packed.layers, values.split([layer.num_weights for layer in packed.layers]), strict=True))
         for layer, factors in own.items():
             _fill(self._stack(self._layers[layer.module], rank), place, layer, factors)
-        adapted = {layer.module for layer in own}
-        for name, other in self._layers.items():
-            if name not in adapted and rank in other.stacks:
-                other.stacks[rank].places[place].zero_()  # The slot's previous adapter may have adapted this layer.
-                other.stacks[rank].adapted.discard(place)
+        return {layer.module for layer in own}
+
+    def _put_modules(self, place: int, packed: PackedModules) -> set[str]:
+        """Makes an adapter's modules, and returns the layers that the adapter changes."""
+        layers = {name: Layer(self._layers[name].like, self._shapes[name]) for name in packed.contents.modules}
+        for name, module in make_modules(packed, layers, self.dtype, self.device).items():
+            self._layers[name].modules.put(place, module, packed.contents.settings.changes_input(name))
+        return set(packed.contents.modules)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
         """Returns a layer's stack (the factors in all slots) for a rank; makes the stack if the layer has none yet."""

@@ -1,5 +1,5 @@
-"""This module implements the host tier, which keeps adapters in host memory, each as one flat tensor, within a budget
-of bytes.
+"""This module implements the host tier, which keeps adapters in host memory, each as one block, within a budget of
+bytes.
 
 Guarantees: adapters never take more bytes than the budget. The adapter that was used longest ago is dropped first.
 Every number that is kept is finite. An adapter that is dropped while it is being copied to a device stays in memory
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.reading import Reading
-from tenant_sdk.serving.adapters.weights_file import LoraLayer
+from tenant_sdk.serving.adapters.weights_file import LoraFile, LoraLayer
 from wire.errors import ConfigurationError
 
 
@@ -51,7 +52,7 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """Holds one adapter in host memory.
+    """Holds one LoRA adapter in host memory.
 
     Attributes:
         digest: the SHA-256 of the adapter's files, in hex.
@@ -74,18 +75,19 @@ class PackedAdapter:
         return self.values.numel() * self.values.itemsize
 
 
-def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
-    """Reads an adapter's weights into one flat tensor.
+def pack(reading: Reading, contents: LoraFile, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
+    """Reads a LoRA adapter's weights into one flat tensor.
 
     Args:
         reading: the adapter's open files.
+        contents: what they contain, `reading.found.contents`.
         dtype: the dtype of the tensor, torch.bfloat16 or torch.float32.
         pinned: whether the tensor is in pinned memory, from which a CUDA device copies faster.
 
     Raises:
         ConfigurationError: a number is NaN or infinite, or too large for `dtype`; or the files changed in the meantime.
     """
-    stored = reading.found.layers
+    stored = contents.layers
     layers = tuple(_packed_layer(each, dtype) for each in stored)
     values = torch.empty(sum(layer.num_weights for layer in layers), dtype=dtype, pin_memory=pinned)
     places: dict[int, tuple[torch.Tensor, float]] = {}
@@ -128,10 +130,10 @@ class HostTier:
         """
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._kept: OrderedDict[str, PackedAdapter | PackedModules] = OrderedDict()
         self._used_bytes = 0
 
-    def get(self, digest: str) -> PackedAdapter | None:
+    def get(self, digest: str) -> PackedAdapter | PackedModules | None:
         """Returns an adapter and counts it as just used; returns None if the adapter is not in host memory."""
         with self._lock:
             found = self._kept.get(digest)
@@ -150,7 +152,7 @@ class HostTier:
                 self._used_bytes -= dropped.num_bytes
             return True
 
-    def put(self, packed: PackedAdapter) -> None:
+    def put(self, packed: PackedAdapter | PackedModules) -> None:
         """Keeps an adapter, and drops others if the budget requires this. An adapter larger than the budget is not
         kept."""
         if not self.make_room(packed.num_bytes):

@@ -1,29 +1,27 @@
-"""This module adds, to each row of a linear layer's output, the LoRA product B·A·x of the row's own adapter and input.
+"""This module keeps LoRA factors in stacks, layer by layer, and adds the products B·A·x of many adapters at once.
 
-Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding. The
-layer itself gets the same tensor object as without adapters, so that the provider receives the same calls, and the same
-layers share a call. If a layer is adapted in a step but gets another number of rows than the step has, the call fails.
+Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from wire.errors import ConfigurationError, InvalidTensor
+from wire.errors import ConfigurationError
 
 MOST_RUNS = 2
 """Up to this many adapters of one rank in a step are multiplied one after the other; more are multiplied by
 `grouped_mm`. One group of 16 rows takes 19 µs in the first way and 41 µs in the second (576 to 1536 features, one
 core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
+
+
+MODULES = 0
+"""The number that stands for a rank in the slots of adapters that are kept as PEFT's modules. No LoRA has this rank."""
 
 
 class Stack:
@@ -47,6 +45,30 @@ class Stack:
         self.lora_b = whole[:, rank * inputs :].view(num_slots, rank, outputs)
         self.places = whole.unbind(0)
         self.adapted: set[int] = set()
+
+    def clear(self, place: int) -> None:
+        """Makes a slot add nothing to this layer."""
+        self.places[place].zero_()
+        self.adapted.discard(place)
+
+    def apply(self, rows: torch.Tensor, flat: torch.Tensor, segment: Segment, inputs: torch.Tensor) -> None:
+        """Adds B·A·x of their adapters to the rows of a segment.
+
+        Args:
+            rows: the input of the layer, shape (rows of the step, inputs).
+            flat: the output of the layer, shape (rows of the step, outputs), which is changed in place.
+            segment: the rows with adapters of this stack.
+            inputs: the same as `rows`, since LoRA does not change inputs.
+        """
+        lora_a, lora_b = self.lora_a, self.lora_b
+        if segment.offs is None:
+            for run in segment.runs:
+                inner = F.linear(rows[run.begin : run.end].to(lora_a.dtype), lora_a[run.place])
+                flat[run.begin : run.end].add_(inner @ lora_b[run.place])
+            return
+        part = rows[segment.begin : segment.end].to(lora_a.dtype)
+        inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (rows of the segment, rank)
+        flat[segment.begin : segment.end].add_(F.grouped_mm(inner, lora_b, offs=segment.offs))
 
 
 @dataclass(frozen=True)
@@ -80,16 +102,26 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """Describes one forward pass: the number of its rows, and the adapter of each row."""
+    """Describes one forward pass.
 
-    num_rows: int
+    Attributes:
+        slot_of_row: each row's slot, ascending.
+        segments: the rows that have an adapter, by rank.
+    """
+
+    slot_of_row: tuple[int, ...]
     segments: tuple[Segment, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows of the pass."""
+        return len(self.slot_of_row)
 
 
 @dataclass(frozen=True)
 class SlotNumbers:
     """Numbers the slots (places for adapters on the device). Number 0 means no adapter; then each rank has `num_slots`
-    numbers, the smallest rank first."""
+    numbers, the smallest rank first. `MODULES` may be one of the ranks."""
 
     ranks: tuple[int, ...]
     num_slots: int
@@ -129,97 +161,13 @@ class SlotNumbers:
             self._segment(rank, tuple(run for _, run in group), device)
             for rank, group in groupby(runs, key=lambda each: each[0])
         ]
-        return Step(len(slot_of_row), tuple(segments))
+        return Step(tuple(slot_of_row), tuple(segments))
 
     def _segment(self, rank: int, runs: tuple[Run, ...], device: torch.device) -> Segment:
         offs = None
-        if len(runs) > MOST_RUNS:
+        if len(runs) > MOST_RUNS and rank != MODULES:
             counts = torch.zeros(self.num_slots, dtype=torch.int32)
             for run in runs:
                 counts[run.place] = run.end - run.begin
             offs = counts.cumsum(0).int().to(device)
         return Segment(rank, runs[0].begin, runs[-1].end, runs, offs)
-
-
-class CurrentStep(threading.local):
-    """Holds the step (one forward pass) that the current thread computes; None outside a step."""
-
-    value: Step | None = None
-
-    @contextlib.contextmanager
-    def of(self, step: Step) -> Iterator[None]:
-        """Makes `step` the current step inside the context, and restores the previous step afterwards."""
-        before, self.value = self.value, step
-        try:
-            yield
-        finally:
-            self.value = before
-
-
-class AdaptedLayer:
-    """Adds adapters to the outputs of one linear layer of the model, and holds the layer's stacks by rank."""
-
-    def __init__(self, name: str, layer: nn.Module, current: CurrentStep) -> None:
-        """Registers a hook on the layer's outputs. The layer's inputs and calls do not change.
-
-        Args:
-            name: the layer's name in the model.
-            layer: a Linear or Conv1D, local or remote.
-            current: the step that each thread is computing.
-        """
-        self.name = name
-        self._current = current
-        self.stacks: dict[int, Stack] = {}
-        self._handle = layer.register_forward_hook(self._after)
-
-    def detach(self) -> None:
-        """Removes the hook, so that the layer computes as before."""
-        self._handle.remove()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedLayer:
-        """Returns the same object, since a copied model gets its adapters from the same store."""
-        return self
-
-    def _after(self, layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-        step = self._current.value
-        if step is None or not self.stacks:
-            return None
-        segments = [segment for segment in step.segments if self._adds_to(segment)]
-        return self.add(args[0], output, segments, step.num_rows) if segments else None
-
-    def _adds_to(self, segment: Segment) -> bool:
-        stack = self.stacks.get(segment.rank)
-        return stack is not None and any(run.place in stack.adapted for run in segment.runs)
-
-    def add(self, x: torch.Tensor, y: torch.Tensor, segments: Sequence[Segment], num_rows: int) -> torch.Tensor:
-        """Returns y, with B·A·x of the row's adapter added to each row.
-
-        Args:
-            x: the layer's input, shape (..., inputs).
-            y: the layer's output, shape (..., outputs). It is changed in place if it is contiguous and has no gradient.
-            segments: the segments with an adapter that adds to this layer.
-            num_rows: the number of rows of the step.
-
-        Raises:
-            InvalidTensor: x has another number of rows than the step, so the adapter of each row is unknown.
-        """
-        rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
-        if rows.shape[0] != num_rows:
-            raise InvalidTensor(f"{self.name} got {rows.shape[0]} rows in a step of {num_rows}")
-        made = y.clone() if y.requires_grad or not y.is_contiguous() else y
-        flat = made.view(-1, y.shape[-1])  # (rows, outputs)
-        for segment in segments:
-            _add_segment(rows, flat, segment, self.stacks[segment.rank])
-        return made
-
-
-def _add_segment(rows: torch.Tensor, flat: torch.Tensor, segment: Segment, stack: Stack) -> None:
-    lora_a, lora_b = stack.lora_a, stack.lora_b
-    if segment.offs is None:
-        for run in segment.runs:
-            inner = F.linear(rows[run.begin : run.end].to(lora_a.dtype), lora_a[run.place])
-            flat[run.begin : run.end].add_(inner @ lora_b[run.place])
-        return
-    part = rows[segment.begin : segment.end].to(lora_a.dtype)
-    inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (segment rows, rank)
-    flat[segment.begin : segment.end].add_(F.grouped_mm(inner, lora_b, offs=segment.offs))

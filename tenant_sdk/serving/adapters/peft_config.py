@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenant_sdk.serving.adapters.kinds import KINDS, ModuleSettings, kept_as_modules, module_settings
+from tenant_sdk.serving.adapters.patterns import bounded_patterns
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
 
 MAX_CONFIG_BYTES = 1 << 20
 """The longest adapter_config.json that is read, 1 MiB. A file with a pattern for each layer of a large model takes
 about 100 kB."""
-MAX_PATTERNS = 4096
-"""The most rank or alpha patterns of one adapter: EVA writes one for each linear layer."""
 MAX_SCALING = 1e4
 """The largest magnitude of alpha, which also bounds the scaling alpha / rank. A larger factor could make bfloat16 rows
 overflow, and so spoil the step of other requests."""
@@ -36,20 +36,11 @@ _HARMLESS = frozenset({
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """The values of init_lora_weights that leave the base weights unchanged. With PiSSA, OLoRA and others, PEFT changes the
 base weights."""
-_KINDS = {
+_LORA_KINDS = {
     "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
 """Maps a setting of LoraConfig to the kind of adapter, other than plain LoRA, that PEFT makes if the setting is on."""
-MAX_INTRICATE = 16
-"""The most rank or alpha patterns of one adapter that have a quantifier or an alternative. One takes up to 0.4 ms to
-match a layer's name of 60 characters; a pattern without them takes microseconds."""
-MAX_ALTERNATIVES = 32
-"""The most `|` in one pattern."""
-_QUANTIFIERS = re.compile(r"[*+?{]")
-_UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?!:)|\\[NUux]|[^ -~]")
-"""Finds those parts of a pattern that are refused. These are a repeated group, which may take exponential time to
-match, a flag, a look-ahead, and a character beyond ASCII, because ranges of such characters take long to compile."""
 _PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 
 
@@ -81,7 +72,7 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
-def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings:
+def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | ModuleSettings:
     """Reads and checks the contents of an adapter_config.json.
 
     Args:
@@ -90,17 +81,22 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings:
         base: the model that is served.
 
     Raises:
-        ConfigurationError: the file is not of a LoRA adapter for this model, or has a setting that is not supported.
+        ConfigurationError: the file is not of an adapter for this model, or has a kind or setting that is not
+            supported.
     """
     config = _json_object(name, content)
     _check_kind(name, config)
-    _check_settings(name, config)
     _check_base(name, config, base)
+    if kept_as_modules(config):
+        return module_settings(name, config)
+    _check_settings(name, config)
     return LoraSettings(
         rank=_rank(name, config.get("r")),
         alpha=_alpha(name, config.get("lora_alpha")),
-        ranks=[(pattern, _rank(name, value)) for pattern, value in _patterns(name, config, "rank_pattern")],
-        alphas=[(pattern, _alpha(name, value)) for pattern, value in _patterns(name, config, "alpha_pattern")],
+        ranks=[(pattern, _rank(name, value)) for _, pattern, value in bounded_patterns(name, config, "rank_pattern")],
+        alphas=[
+            (pattern, _alpha(name, value)) for _, pattern, value in bounded_patterns(name, config, "alpha_pattern")
+        ],
         rslora=config.get("use_rslora") is True,
     )
 
@@ -119,12 +115,11 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
 
 def _check_kind(name: str, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
-    if kind != "LORA":
-        shown = ascii(kind)[:40]
-        raise ConfigurationError(f"the adapter {name} is of the kind {shown}: only LoRA and rsLoRA are served")
-    for setting, other in _KINDS.items():
-        if config.get(setting):
-            raise ConfigurationError(f"the adapter {name} is of the kind {other}: only LoRA and rsLoRA are served")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigurationError(f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served")
+    for setting, other in _LORA_KINDS.items():
+        if kind == "LORA" and config.get(setting):
+            raise ConfigurationError(f"the adapter {name} is of the kind {other}, which is not served")
 
 
 def _check_settings(name: str, config: dict[str, Any]) -> None:
@@ -179,34 +174,3 @@ def _alpha(name: str, value: Any) -> float:
             f"the adapter {name} has the alpha {ascii(value)[:40]}: expected a number up to {MAX_SCALING:g}"
         )
     return float(value)
-
-
-def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.Pattern[str], Any]]:
-    patterns = config.get(setting) or {}
-    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
-        raise ConfigurationError(f"the adapter {name} has a {setting} that is no table of up to {MAX_PATTERNS} entries")
-    if sum("|" in pattern or _QUANTIFIERS.search(pattern) is not None for pattern in patterns) > MAX_INTRICATE:
-        raise ConfigurationError(
-            f"the adapter {name} has a {setting} with more than {MAX_INTRICATE} intricate patterns"
-        )
-    compiled = [(_compiled(pattern), value) for pattern, value in patterns.items()]
-    if any(pattern is None for pattern, _ in compiled):
-        raise ConfigurationError(f"the adapter {name} has a {setting} with a pattern that is too intricate")
-    return [(pattern, value) for pattern, value in compiled if pattern is not None]
-
-
-def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if matching could
-    take long."""
-    # If a group is not repeated, its alternatives only add to the ways to match, and do not multiply them. So the time
-    # to match grows at most with the cube of a module name's length, or with its square for each alternative.
-    num_alternatives = pattern.count("|")
-    num_loops = len(_QUANTIFIERS.findall(pattern.replace("(?:", "("))) + (num_alternatives > 0)
-    if len(pattern) > 256 or num_loops > 2 or num_alternatives > MAX_ALTERNATIVES:
-        return None
-    if pattern.count("(") > 1 or _UNBOUNDED.search(pattern) is not None:
-        return None
-    try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, RecursionError, OverflowError):
-        return None

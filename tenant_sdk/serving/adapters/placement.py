@@ -13,6 +13,7 @@ from collections import deque
 
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.host import PackedAdapter
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job
 from wire.errors import ConfigurationError
 
@@ -56,7 +57,7 @@ class Placement:
             self._hand_over(ticket, slot, digest)
             return True
 
-    def place(self, job: Job, packed: PackedAdapter, first: bool = False) -> None:
+    def place(self, job: Job, packed: PackedAdapter | PackedModules, first: bool = False) -> None:
         """Gives a ticket a slot that holds its adapter, or makes the ticket wait for a slot.
 
         Args:

@@ -16,7 +16,7 @@ import torch
 
 from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES, parse_settings
 from tenant_sdk.serving.adapters.targets import Base
-from tenant_sdk.serving.adapters.weights_file import LoraLayer, StoredTensor, header_bytes, parse_layers
+from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile, StoredTensor, header_bytes, parse_weights
 from wire.errors import ConfigurationError
 
 RACY_NS = 100_000_000
@@ -35,23 +35,13 @@ class Found:
         name: the adapter's name.
         stamp: the stamp of the files, which tells a changed adapter from this one without reading the files.
         settled: whether the stamp can be relied on; see `RACY_NS`.
-        layers: the adapter's layers, with the offsets of their tensors in the file.
+        contents: the adapter's layers, with the offsets of their tensors in the file.
     """
 
     name: str
     stamp: Stamp
     settled: bool
-    layers: tuple[LoraLayer, ...]
-
-    @property
-    def rank(self) -> int:
-        """Returns the largest rank of the adapter's layers."""
-        return max(layer.rank for layer in self.layers)
-
-    @property
-    def num_weights(self) -> int:
-        """Returns how many numbers all factors A and B have together."""
-        return sum(layer.rank * (layer.lora_a.shape[1] + layer.lora_b.shape[0]) for layer in self.layers)
+    contents: LoraFile | ModuleFile
 
 
 def stamp_of(*files: int) -> Stamp:
@@ -92,8 +82,8 @@ class Reading:
             raise ConfigurationError(f"the adapter {name} has more than {MAX_CONFIG_BYTES} bytes of settings")
         start = os.pread(weights, 8, 0)
         header = os.pread(weights, header_bytes(name, start, file_bytes), 8)
-        layers = parse_layers(name, header, file_bytes, parse_settings(name, settings, base), base)
-        self.found = Found(name, stamp, is_settled(stamp), layers)
+        contents = parse_weights(name, header, file_bytes, parse_settings(name, settings, base), base)
+        self.found = Found(name, stamp, is_settled(stamp), contents)
         self._digest = hashlib.sha256(settings + start + header)
 
     def tensors(self) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
@@ -105,7 +95,7 @@ class Reading:
         Raises:
             ConfigurationError: the file became shorter.
         """
-        stored = [each for layer in self.found.layers for each in (layer.lora_a, layer.lora_b)]
+        stored = self.found.contents.tensors
         memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
         view = memory.numpy().data
         for each in sorted(stored, key=lambda one: one.begin):

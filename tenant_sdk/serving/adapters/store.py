@@ -20,15 +20,19 @@ from typing import Any
 
 import torch
 
+from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import AdapterFolder
-from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
+from tenant_sdk.serving.adapters.head_rows import HeadRows
+from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter
 from tenant_sdk.serving.adapters.known import Known
-from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers
+from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
+from tenant_sdk.serving.adapters.peft_modules import Layer
 from tenant_sdk.serving.adapters.placement import Placement
-from tenant_sdk.serving.adapters.reading import Found
-from tenant_sdk.serving.adapters.targets import base_of, linear_layers
+from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
+from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
@@ -76,7 +80,7 @@ class AdapterStore:
         self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
         device_slots: int = 16, host_bytes: int = HOST_BYTES, on_ready: Callable[[], None] | None = None, *,
         dtype: torch.dtype = torch.bfloat16, bases: Sequence[str] = (), preload: Sequence[str] = (),
-        cache: str | Path | None = None, with_head: bool = False,
+        cache: str | Path | None = None, separate_calls: bool = False,
     ) -> None:  # fmt: skip
         """Opens a store over a model.
 
@@ -84,16 +88,18 @@ class AdapterStore:
             model: a transformers model; its linear layers have hooks until `close`.
             root: the folder of PEFT adapters, one subfolder each; None if all adapters come from the catalogue.
             catalogue: the operator's list of adapters to fetch, or the path of its file.
-            device_slots: the most adapters of one rank that can be on the device at a time, 1 to 64.
+            device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
+                adapters of all other kinds together.
             host_bytes: the most bytes of adapters in host memory.
             on_ready: called from another thread, without arguments, when a ticket is ready or has failed.
-            dtype: the dtype of adapters in host memory: torch.bfloat16, or torch.float32 to keep the files' numbers
-                unrounded.
+            dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
+                numbers unrounded. Adapters of other kinds keep the dtypes of their files.
             bases: further names of this model's weights, which adapters may name as their base model.
             preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
             cache: the folder of downloads; None means `adapters` in the client's cache.
-            with_head: whether adapters may add to the head. It must be False if a pass computes the logits of only
-                some rows, since the store then cannot tell which adapter a row of logits belongs to.
+            separate_calls: whether layers that share a call to the provider, such as q, k and v, get a call each, in
+                every step. Adapters that change the inputs of such a layer (OFT, BOFT, some IA3) need this, and are
+                refused otherwise: if only their steps had more calls, the provider would see which steps these are.
 
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
@@ -105,15 +111,17 @@ class AdapterStore:
             raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
         self.on_ready = on_ready
         self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base = base_of(model, tuple(bases), with_head)
+        self._base = base_of(model, tuple(bases))
         self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
-        layers = linear_layers(model)
-        self._layers = {name: AdaptedLayer(name, layers[name], self._current) for name in self._base.shapes}
+        numbers = SlotNumbers((MODULES, *RANKS), device_slots)
+        self._watch(model, numbers, separate_calls)
         rows: Any = next(model.parameters())
-        numbers = SlotNumbers(RANKS, device_slots)
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
+        limits = Limits(self._dtype, numbers, frozenset() if separate_calls else self._base.in_groups)
+        likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
+        self._reader = AdapterReader(likes, self._host, self._known, limits, pinned=self._device.device.type == "cuda")
         self._lock = threading.Lock()
         self._pending: set[AdapterTicket] = set()
         self._fetching: dict[str, list[Job]] = {}
@@ -146,8 +154,7 @@ class AdapterStore:
         return ticket
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which forward passes of this thread add to each row the product B·A·x of the row's own
-        adapter.
+        """Returns a context in which forward passes of this thread apply to each row the row's own adapter.
 
         Args:
             slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
@@ -168,7 +175,8 @@ class AdapterStore:
         )  # fmt: skip
 
     def describe(self, rank: int = 16, modules: Sequence[str] | None = None) -> str:
-        """Returns a line that states how many adapters of a rank fit on each tier; a server shows it when it starts.
+        """Returns a line that states how many LoRA adapters of a rank fit on each tier, and how many adapters of other
+        kinds the device takes; a server shows it when it starts.
 
         Args:
             rank: the rank of the adapters.
@@ -184,9 +192,10 @@ class AdapterStore:
         packed = rank * sum(sum(shapes[name]) for name in names) * self._dtype.itemsize
         slot, status = self._device.slot_bytes(padded, names), self.status()
         return (
-            f"adapters of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({_mb(slot)} each), "
-            f"host {self._host.budget_bytes // max(1, packed)} ({_mb(packed)} each), "
-            f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue"
+            f"adapters of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
+            f"host {self._host.budget_bytes // max(1, packed)} ({megabytes(packed)} each), "
+            f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue; "
+            f"adapters of other kinds: device {numbers.num_slots}"
         )
 
     def close(self) -> None:
@@ -198,8 +207,25 @@ class AdapterStore:
         for ticket in tuple(self._pending):
             ticket.failure = ConfigurationError("the adapter store was closed")
             self._settle(ticket)
-        for layer in self._layers.values():
-            layer.detach()
+        for hook in self._hooks:
+            hook.detach()
+
+    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers, separate_calls: bool) -> None:
+        """Registers the hooks by which adapters change the model's layers."""
+        layers, head = linear_layers(model), head_of(model)
+        self._layers = {
+            name: AdaptedLayer(
+                name, layers[name], self._current, name == head, separate_calls and name in self._base.in_groups
+            )
+            for name in self._base.shapes
+        }
+        self._hooks: list[AdaptedLayer | HeadRows] = [*self._layers.values()]
+        if head in self._layers:
+            self._hooks.append(
+                HeadRows(
+                    model, self._layers[head], self._current, lambda slots: numbers.step(slots, self._device.device)
+                )
+            )
 
     def _open_folders(
         self, root: str | Path | None, catalogue: str | Path | Catalogue | None, cache: Path
@@ -239,19 +265,8 @@ class AdapterStore:
             return origin.entry.sha256
         digest = self._known.digest(origin.name, origin.folder.stamp(origin.name, origin.subfolder))
         if digest is None:
-            self._check_size(origin.folder.find(origin.name, origin.subfolder))
+            self._reader.check(origin.folder.find(origin.name, origin.subfolder))
         return digest
-
-    def _check_size(self, found: Found) -> None:
-        num_bytes = found.num_weights * self._dtype.itemsize
-        if num_bytes > self._host.budget_bytes:
-            raise ConfigurationError(
-                f"the adapter {found.name} takes {_mb(num_bytes)}: the host tier has {_mb(self._host.budget_bytes)}"
-            )
-        if self._device.numbers.rank_for(found.rank) is None:
-            raise ConfigurationError(
-                f"the adapter {found.name} has the rank {found.rank}: the device tier takes up to {RANKS[-1]}"
-            )
 
     def _start(self, job: Job) -> None:
         entry = job.origin.entry
@@ -295,7 +310,7 @@ class AdapterStore:
         if job.ticket.released:
             return
         try:
-            self._placement.place(job, self._packed(job), first)
+            self._place(job, self._packed(job), first)
         except VeilbaseError as exc:
             self._fail(job, exc)
         except Exception as exc:  # noqa: BLE001 - such as a device without memory; a ticket must not wait for ever
@@ -306,26 +321,18 @@ class AdapterStore:
             if job.ticket.is_ready():
                 self._settle(job.ticket)
 
-    def _packed(self, job: Job) -> PackedAdapter:
+    def _place(self, job: Job, packed: PackedAdapter | PackedModules, first: bool) -> None:
+        try:
+            self._placement.place(job, packed, first)
+        except ConfigurationError as exc:
+            if isinstance(packed, PackedModules):  # Modules are tried when they are made, which takes long.
+                self._known.keep_failure(job.origin.name, packed.stamp, exc)
+            raise
+
+    def _packed(self, job: Job) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
         found = self._host.get(job.digest) if job.digest is not None else None
-        return found if found is not None else self._read(job.origin)
-
-    def _read(self, origin: Origin) -> PackedAdapter:
-        stamp = origin.folder.stamp(origin.name, origin.subfolder)
-        try:
-            with origin.folder.reading(origin.name, origin.subfolder) as reading:
-                self._check_size(reading.found)
-                self._host.make_room(reading.found.num_weights * self._dtype.itemsize)
-                packed = pack(reading, self._dtype, pinned=self._device.device.type == "cuda")
-            if origin.entry is not None and packed.digest != origin.entry.sha256:
-                raise ConfigurationError(f"the adapter {origin.name} was changed after it was fetched: delete its copy")
-        except VeilbaseError as exc:
-            self._known.keep_failure(origin.name, stamp, exc)
-            raise
-        self._known.keep_digest(reading.found, packed.digest)
-        self._host.put(packed)
-        return packed
+        return found if found is not None else self._reader.read(job.origin)
 
     def _release(self, ticket: AdapterTicket) -> None:
         rank = self._placement.release(ticket)
@@ -360,7 +367,3 @@ class AdapterStore:
             ticket.release()
             if ticket.failure is not None:
                 raise ticket.failure
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"

@@ -17,13 +17,12 @@ class Base:
     Attributes:
         names: the names by which adapters may refer to the model; the first is the model's own name.
         shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
-        head: the module name of the output head if adapters may not add to it; None if adapters may add to the head, or
-            if there is no head.
+        in_groups: the layers that share a call to the provider with other layers, such as q, k and v.
     """
 
     names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, int]]
-    head: str | None = None
+    in_groups: frozenset[str] = frozenset()
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,14 +41,13 @@ def shape_of(layer: Any) -> tuple[int, int]:
     return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
 
 
-def base_of(model: nn.Module, also: tuple[str, ...] = (), with_head: bool = True) -> Base:
+def base_of(model: nn.Module, also: tuple[str, ...] = ()) -> Base:
     """Returns the description of a model that is needed to check whether adapters fit the model.
 
     Args:
         model: a transformers model.
         also: further names of the same weights, such as a hub id if the provider serves a local folder.
-        with_head: whether adapters may add to the head.
     """
-    own, head = str(getattr(model, "name_or_path", "") or ""), None if with_head else head_of(model)
-    layers = {name: layer for name, layer in linear_layers(model).items() if name != head}
-    return Base((own, *also), {name: shape_of(layer) for name, layer in layers.items()}, head)
+    own, layers = str(getattr(model, "name_or_path", "") or ""), linear_layers(model)
+    in_groups = frozenset(name for name, layer in layers.items() if getattr(layer, "shares_calls", False))
+    return Base((own, *also), {name: shape_of(layer) for name, layer in layers.items()}, in_groups)

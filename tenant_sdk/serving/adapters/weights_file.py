@@ -1,8 +1,8 @@
 """This module reads and checks the header of an adapter's safetensors file, before memory for tensors is allocated.
 
 Guarantees: before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges
-are within bounds, and agree with the file's size and with the model. Each layer has exactly one A and one B, of the
-rank in the settings.
+are within bounds, and agree with the file's size and with the model. Each layer of a LoRA adapter has exactly one A
+and one B, of the rank in the settings.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
@@ -10,13 +10,16 @@ Source of the format: the safetensors specification (a length of 8 bytes, a JSON
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tenant_sdk.serving.adapters.kinds import ModuleSettings
 from tenant_sdk.serving.adapters.peft_config import LoraSettings
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
@@ -30,12 +33,17 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes in which PEFT saves adapters."""
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+_ADAPTER_WIDE = re.compile(r"base_model\.[A-Za-z0-9_]{1,64}")
+"""Finds the names of tensors that all layers of an adapter share, such as VeRA's projections."""
+MAX_DEPTH = 64
+"""The most parts of a layer's name, such as `layers` and `0`."""
+MAX_DIMENSIONS = 4
+"""The most dimensions of a tensor."""
 _OTHER_KINDS = {
-    "lora_magnitude_vector": "DoRA", "lora_embedding_": "LoRA of an embedding", "ia3_l": "IA3", "hada_": "LoHa",
-    "lokr_": "LoKr", "oft_": "OFT", "vera_": "VeRA", "prompt_embeddings": "prompt learning",
+    "lora_magnitude_vector": "DoRA", "lora_embedding_": "LoRA of an embedding", "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
 }  # fmt: skip
-"""Maps parts of tensor names to the kind of adapter, other than plain LoRA, that has such tensors."""
+"""Maps parts of tensor names that plain LoRA does not have to what has such tensors."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +51,13 @@ class StoredTensor:
     """Describes a tensor in the file. `begin` is the offset of its first byte from the start of the file."""
 
     dtype: torch.dtype
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     begin: int
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes that the tensor takes in the file."""
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,51 @@ class LoraLayer:
         return self.lora_a.shape[0]
 
 
+@dataclass(frozen=True)
+class LoraFile:
+    """Describes the contents of a LoRA adapter: its layers, in the order of their names."""
+
+    layers: tuple[LoraLayer, ...]
+
+    @property
+    def rank(self) -> int:
+        """Returns the largest rank of the adapter's layers."""
+        return max(layer.rank for layer in self.layers)
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Returns the descriptions of all tensors."""
+        return tuple(each for layer in self.layers for each in (layer.lora_a, layer.lora_b))
+
+    def packed_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes that the adapter takes in host memory if its numbers have this dtype."""
+        return sum(math.prod(each.shape) for each in self.tensors) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ModuleFile:
+    """Describes the contents of an adapter that is kept as PEFT's modules.
+
+    Attributes:
+        settings: the adapter's settings.
+        modules: the names of the layers that the adapter changes, in order.
+        named: the tensors by the names that PEFT gives them.
+    """
+
+    settings: ModuleSettings
+    modules: tuple[str, ...]
+    named: Mapping[str, StoredTensor]
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Returns the descriptions of all tensors."""
+        return tuple(self.named.values())
+
+    def packed_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes that the adapter takes in host memory, where its numbers keep the dtypes of the file."""
+        return sum(each.num_bytes for each in self.tensors)
+
+
 def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
     """Returns the length of a file's header in bytes.
 
@@ -90,18 +143,47 @@ def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
     return int(length)
 
 
-def parse_layers(
-    name: str, header: bytes, file_bytes: int, settings: LoraSettings, base: Base
-) -> tuple[LoraLayer, ...]:
+def parse_weights(
+    name: str, header: bytes, file_bytes: int, settings: LoraSettings | ModuleSettings, base: Base
+) -> LoraFile | ModuleFile:
     """Reads a header, and checks each of its tensors against the file's size, the settings and the model.
 
-    Returns:
-        The adapter's layers, in the order of their names.
+    Whether the shapes of another kind than LoRA fit the settings is checked later, since only PEFT knows these shapes.
 
     Raises:
         ConfigurationError: a check failed; the error states the expected and the found value in one line.
     """
-    tensors = _tensors(name, header, file_bytes)
+    tensors = _tensors(name, header, file_bytes, 2 if isinstance(settings, LoraSettings) else MAX_DIMENSIONS)
+    if not tensors:
+        raise ConfigurationError(f"the adapter {name} holds no tensors")
+    if isinstance(settings, ModuleSettings):
+        modules = _modules(name, tensors, base)
+        if not modules:
+            raise ConfigurationError(f"the adapter {name} holds no tensor of a layer")
+        return ModuleFile(settings, modules, tensors)
+    return LoraFile(_lora_layers(name, tensors, settings, base))
+
+
+def _modules(name: str, tensors: Mapping[str, StoredTensor], base: Base) -> tuple[str, ...]:
+    """Returns the layers to which tensors belong, in the model's order."""
+    found = {_module_of(name, key, base) for key in tensors if _ADAPTER_WIDE.fullmatch(key) is None}
+    return tuple(module for module in base.shapes if module in found)
+
+
+def _module_of(name: str, key: str, base: Base) -> str:
+    parts = key.removeprefix(_PREFIX).split(".") if key.startswith(_PREFIX) else []
+    for length in range(min(len(parts) - 1, MAX_DEPTH), 0, -1):
+        module = ".".join(parts[:length])
+        if module in base.shapes:
+            return module
+    raise ConfigurationError(
+        f"the adapter {name} is for another base: this model has no linear layer {ascii(key)[:100]}"
+    )
+
+
+def _lora_layers(
+    name: str, tensors: Mapping[str, StoredTensor], settings: LoraSettings, base: Base
+) -> tuple[LoraLayer, ...]:  # fmt: skip
     factors: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in tensors.items():
         found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
@@ -113,8 +195,6 @@ def parse_layers(
         ):  # Names with and without the prefix mean the same layer, and only one of them would be read.
             raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]} twice, with and without {_PREFIX}")
         own[found[2]] = tensor
-    if not factors:
-        raise ConfigurationError(f"the adapter {name} holds no tensors")
     return tuple(_layer(name, module, factors[module], settings, base) for module in sorted(factors))
 
 
@@ -122,7 +202,7 @@ def _kind(key: str) -> str:
     return next((kind for part, kind in _OTHER_KINDS.items() if part in key), "no factor of a LoRA layer")
 
 
-def _tensors(name: str, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
+def _tensors(name: str, header: bytes, file_bytes: int, dimensions: int) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError):
@@ -134,7 +214,7 @@ def _tensors(name: str, header: bytes, file_bytes: int) -> dict[str, StoredTenso
         raise ConfigurationError(f"the adapter {name} has {len(entries)} tensors: at most {MAX_TENSORS} are read")
     data = 8 + len(header)
     ends: list[tuple[int, int]] = []
-    tensors = {key: _tensor(name, key, entry, data, ends) for key, entry in entries.items()}
+    tensors = {key: _tensor(name, key, entry, data, ends, dimensions) for key, entry in entries.items()}
     if [begin for begin, _ in sorted(ends)] + [file_bytes] != [data] + [end for _, end in sorted(ends)]:
         raise ConfigurationError(f"the adapter {name} has tensors that overlap, leave gaps or pass the file's end")
     return tensors
@@ -147,35 +227,51 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _tensor(name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]]) -> StoredTensor:
-    """Checks one entry of the header, and adds the tensor's range of bytes in the file to `ends`."""
+def _tensor(
+    name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]], dimensions: int
+) -> StoredTensor:  # fmt: skip
+    """Checks one entry of the header, and adds the tensor's range of bytes in the file to `ends`.
+
+    Args:
+        dimensions: 2 if the tensor has to be a matrix, otherwise the most dimensions that it may have.
+    """
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = DTYPES.get(str(fields.get("dtype"))), _pair(fields, "shape"), _pair(fields, "data_offsets")
-    if dtype is None or shape is None or offsets is None or 0 in shape:
+    dtype, shape, offsets = (
+        DTYPES.get(str(fields.get("dtype"))),
+        _sizes(fields, "shape"),
+        _sizes(fields, "data_offsets"),
+    )
+    wanted = "a matrix" if dimensions == 2 else f"1 to {dimensions} dimensions"
+    if (
+        dtype is None
+        or shape is None
+        or offsets is None
+        or len(offsets) != 2
+        or 0 in shape
+        or not (len(shape) == 2 or (dimensions > 2 and 1 <= len(shape) <= dimensions))
+    ):
         raise ConfigurationError(
-            f"the adapter {name} has {ascii(key)[:100]} in another form than a matrix of {', '.join(DTYPES)}"
+            f"the adapter {name} has {ascii(key)[:100]} in another form than {wanted} of {', '.join(DTYPES)}"
         )
     begin, end = offsets
-    if end - begin != shape[0] * shape[1] * dtype.itemsize:
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise ConfigurationError(f"the adapter {name} has {ascii(key)[:100]} with a size that is not its shape's")
     ends.append((data + begin, data + end))
     return StoredTensor(dtype, shape, data + begin)
 
 
-def _pair(fields: dict[str, Any], key: str) -> tuple[int, int] | None:
-    """Returns a field that is a pair of whole numbers below 2^40; None if the field is anything else."""
+def _sizes(fields: dict[str, Any], key: str) -> tuple[int, ...] | None:
+    """Returns a field that is a short list of whole numbers below 2^40; None if the field is anything else."""
     value = fields.get(key)
-    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 0 <= n < 1 << 40 for n in value):
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None
-    return value[0], value[1]
+    return tuple(value) if all(type(n) is int and 0 <= n < 1 << 40 for n in value) else None
 
 
 def _layer(
     name: str, module: str, factors: dict[str, StoredTensor], settings: LoraSettings, base: Base
 ) -> LoraLayer:  # fmt: skip
     expected = base.shapes.get(module)
-    if module == base.head:
-        raise ConfigurationError(f"the adapter {name} adapts the head, which is not served: leave {module} out")
     if expected is None:
         raise ConfigurationError(
             f"the adapter {name} is for another base: this model has no linear layer {ascii(module)[:100]}"

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS, AdapterFolder
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
+from tenant_sdk.serving.adapters.weights_file import LoraFile
 from tests.support.saved_adapters import base_model, save_adapter
 from wire.errors import ConfigurationError
 
@@ -54,7 +55,9 @@ def folder(root: Path, base: Base) -> AdapterFolder:
 def packed_from(folder: AdapterFolder, name: str = "good", dtype: torch.dtype = torch.float32) -> PackedAdapter:
     """Reads all of an adapter into memory."""
     with folder.reading(name) as reading:
-        return pack(reading, dtype)
+        contents = reading.found.contents
+        assert isinstance(contents, LoraFile)
+        return pack(reading, contents, dtype)
 
 
 def refuse(folder: AdapterFolder, name: str, match: str) -> None:
@@ -77,7 +80,11 @@ def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
         lora_a, lora_b = layer.factors(values)
         assert torch.equal(lora_a, saved[f"base_model.model.{layer.module}.lora_A.weight"])
         assert torch.equal(lora_b.t(), 2 * saved[f"base_model.model.{layer.module}.lora_B.weight"])  # alpha / rank
-    assert packed.values.numel() == folder.find("good").num_weights == sum(each.numel() for each in saved.values())
+    assert (
+        4 * packed.values.numel()
+        == folder.find("good").contents.packed_bytes(torch.float32)
+        == 4 * sum(each.numel() for each in saved.values())
+    )
 
 
 def test_the_digest_is_what_sha256sum_says(folder: AdapterFolder, root: Path) -> None:

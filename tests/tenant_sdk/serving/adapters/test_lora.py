@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers, Stack
+from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep
+from tenant_sdk.serving.adapters.lora import SlotNumbers, Stack
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
@@ -53,7 +54,7 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
     stock = copy.deepcopy(model)
     for at, setting in enumerate(settings):
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
-    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
     tickets = held(store, bell, *(f"a{at}" for at in range(len(settings))))
     logits = stepped(store, model, [(0, IDS[-1]), *((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets))])
     plain = [stock(ids[None]).logits[0] for ids in IDS]
@@ -148,39 +149,35 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_pass_that_makes_few_logits_does_not_meet_adapters_of_the_head(tmp_path: Path) -> None:
+def test_a_pass_that_makes_few_logits_gives_each_its_own_adapter_of_the_head(tmp_path: Path) -> None:
     """An engine computes the logits only of the rows from which it samples."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     save_adapter(model, tmp_path / "head", seed=1, target_modules=["lm_head", "q_proj"])
     save_adapter(model, tmp_path / "other", seed=2)
+    save_adapter(model, tmp_path / "third", seed=3, r=16, target_modules=["lm_head"])
+    names = ["head", "other", "third", None]
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    with pytest.raises(ConfigurationError, match="head adapts the head, which is not served: leave lm_head out"):
-        store.reserve("head")
-    (ticket,) = held(store, bell, "other")
-    with store.in_step([ticket.slot] * 5), torch.no_grad():
-        last = model(IDS[:1], logits_to_keep=1).logits[0, 0]
-    expected = peft_logits(stock, tmp_path / "other", IDS[0])[-1]
-    assert (last - expected).abs().max() < 1e-5 * expected.abs().max()
+    slots = [ticket.slot for ticket in held(store, bell, "head", "other", "third")] + [0]
+    order = sorted(range(4), key=lambda at: slots[at])
+    expected = [
+        peft_logits(stock, tmp_path / name, IDS[at]) if name else stock(IDS[at][None]).logits[0]
+        for at, name in enumerate(names)
+    ]
+    ids = torch.stack([IDS[at] for at in order])
+    with store.in_step([slots[at] for at in order for _ in range(5)]), torch.no_grad():
+        for keep in (1, 3, torch.tensor([1, 4]), 0, torch.tensor([], dtype=torch.int64)):
+            logits = model(ids, logits_to_keep=keep).logits
+            rows = slice(-keep, None) if isinstance(keep, int) else keep
+            for got, at in zip(logits, order, strict=True):
+                assert got.shape == expected[at][rows].shape
+                assert torch.allclose(got, expected[at][rows], atol=2e-5 * float(expected[at].abs().max()))
+        hidden = model.model(ids).last_hidden_state  # a head that is called with rows that nobody announced
+        with pytest.raises(InvalidTensor, match="4 rows in a step of 20"):
+            model.lm_head(hidden[:, -1:])
     store.close()
-    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
-    head, other = held(store, bell, "head", "other")
-    with (
-        store.in_step([other.slot] * 5),
-        torch.no_grad(),
-    ):  # an adapter of the head that is not in the step is no matter
-        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
-    with store.in_step([head.slot] * 5), torch.no_grad(), pytest.raises(InvalidTensor, match="1 rows in a step of 5"):
-        model(IDS[:1], logits_to_keep=1)
-    store.close()
-    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True, device_slots=1)
-    for name in ("head", "other"):
-        (ticket,) = held(store, bell, name)
-        ticket.release()
-    (ticket,) = held(store, bell, "other")  # in the slot in which the adapter of the head was
-    with store.in_step([ticket.slot] * 5), torch.no_grad():
-        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
-    store.close()
+    with torch.no_grad():
+        assert torch.equal(model(ids, logits_to_keep=1).logits, stock(ids, logits_to_keep=1).logits)
 
 
 def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
@@ -202,18 +199,24 @@ def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
 
 
 def test_outputs_that_others_own_are_not_changed() -> None:
-    numbers, current = SlotNumbers((8,), 8), CurrentStep()
-    layer = AdaptedLayer("layer", torch.nn.Linear(16, 24), current)
+    class Given(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return y
+
+    numbers, current, given = SlotNumbers((8,), 8), CurrentStep(), Given()
+    layer = AdaptedLayer("layer", given, current)
     stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
     layer.stacks[8] = stack
     stack.lora_a.normal_()
     stack.lora_b.normal_()
+    stack.adapted.add(1)
     x, slots = torch.randn(6, 16), [numbers.slot(8, 1)] * 6
     step = numbers.step(slots, torch.device("cpu"))
     added = x @ stack.lora_a[1].t() @ stack.lora_b[1]
     for y in (torch.randn(6, 24, requires_grad=True), torch.randn(24, 6).t()):
         before = y.detach().clone()
-        made = layer.add(x, y, step.segments, step.num_rows)
+        with current.of(step):
+            made = given(x)
         assert torch.allclose(made, before + added, atol=1e-4)
         assert torch.equal(y, before)
 

@@ -55,7 +55,7 @@ def test_patterns_match_as_in_peft() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"peft_type": "IA3"}, "kind 'IA3'"),
+        ({"peft_type": "HRA"}, "kind 'HRA', which is not served"),
         ({"peft_type": "PROMPT_TUNING"}, "kind 'PROMPT_TUNING'"),
         ({"peft_type": ["LORA"]}, "kind"),
         ({"peft_type": None}, "kind None"),
@@ -66,7 +66,9 @@ def test_patterns_match_as_in_peft() -> None:
         ({"trainable_token_indices": [1]}, "sets 'trainable_token_indices'"),
         ({"layer_replication": [[0, 1]]}, "sets 'layer_replication'"),
         ({"target_parameters": ["experts"]}, "sets 'target_parameters'"),
-        ({"lora_bias": True}, "sets 'lora_bias'"),
+        ({"lora_bias": 1}, "has 1 for 'lora_bias'"),
+        ({"lora_bias": True, "init_lora_weights": "pissa"}, "was started by 'pissa'"),
+        ({"lora_bias": True, "use_dora": True}, "kind DoRA"),
         ({"something_new": 1}, "sets 'something_new'"),
         ({"use_rslora": 1}, "use_rslora that is neither"),
         ({"bias": "all"}, "trains biases"),

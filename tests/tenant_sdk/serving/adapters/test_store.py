@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
-from tenant_sdk.serving.adapters import store as store_module
+from tenant_sdk.serving.adapters import reader as reader_module
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import WEIGHTS
 from tenant_sdk.serving.adapters.placement import MOST_PASSED, Placement
@@ -113,7 +113,7 @@ def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files:
 def test_tickets_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    with held_up(store_module, "pack") as (_, go_on):
+    with held_up(reader_module, "pack") as (_, go_on):
         ticket = store.reserve("a1")
         assert not ticket.is_ready()
         with pytest.raises(ConfigurationError, match="not in a slot"):
@@ -412,7 +412,7 @@ def test_the_line_for_the_start(model: Any, root: Path) -> None:
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("q", "v")]
     assert store.describe(8, modules) == (
         "adapters of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 10 found, "
-        "network 0 in the catalogue"
+        "network 0 in the catalogue; adapters of other kinds: device 16"
     )
     with pytest.raises(ConfigurationError, match="a rank from 1 to 256"):
         store.describe(300)
@@ -424,7 +424,7 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (ticket,) = held(store, bell, "a1")
-    with held_up(store_module, "pack") as (_, go_on):
+    with held_up(reader_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
         assert answers(store, model, [ticket.slot]) == [code_of(1)]
         assert store.reserve("a1").is_ready()

@@ -1,0 +1,140 @@
+"""This module changes the inputs and outputs of the model's linear layers, so that each row gets its own adapter.
+
+Guarantees: a row gets the adapter of its slot and no other. A layer is called once for all rows of a step, as without
+adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the same
+layers share a call to the provider, except where an adapter in the step changes this layer's input. A store that
+`separates` calls gives each layer a tensor object of its own in every step, so that such adapters do not show. If a
+layer is adapted in a step but gets another number of rows than the step has, the call fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tenant_sdk.serving.adapters.lora import MODULES, Segment, Stack, Step
+from tenant_sdk.serving.adapters.module_stack import ModuleStack
+from wire.errors import InvalidTensor
+
+
+class CurrentStep(threading.local):
+    """Holds the step (one forward pass) that the current thread computes.
+
+    Attributes:
+        value: the step; None outside a step.
+        head: the rows of the step whose logits are computed; None if these are all rows.
+        inputs: by layer, the input that the layer would have got without adapters, where an adapter changed it.
+    """
+
+    value: Step | None = None
+    head: Step | None = None
+
+    def __init__(self) -> None:
+        """Makes a state outside a step, for each thread that uses it."""
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def of(self, step: Step) -> Iterator[None]:
+        """Makes `step` the current step inside the context, and restores the previous step afterwards."""
+        before = self.value, self.head, self.inputs
+        self.value, self.head, self.inputs = step, None, {}
+        try:
+            yield
+        finally:
+            self.value, self.head, self.inputs = before
+
+
+class AdaptedLayer:
+    """Applies adapters to one linear layer of the model.
+
+    Attributes:
+        name, like: the layer's name in the model, and the layer.
+        stacks: the LoRA factors of the layer, by rank.
+        modules: PEFT's modules of the layer, for adapters of other kinds.
+    """
+
+    def __init__(
+        self, name: str, layer: nn.Module, current: CurrentStep, is_head: bool = False, separates: bool = False
+    ) -> None:  # fmt: skip
+        """Registers hooks on the layer.
+
+        Args:
+            name: the layer's name in the model.
+            layer: a Linear or Conv1D, local or remote.
+            current: the step that each thread is computing.
+            is_head: whether the layer computes logits, so that it may get some rows of a step only.
+            separates: whether the layer gets a tensor object of its own in every step.
+        """
+        self.name, self.like = name, layer
+        self._current, self._is_head, self._separates = current, is_head, separates
+        self.stacks: dict[int, Stack] = {}
+        self.modules = ModuleStack()
+        self._handles = (layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after))
+
+    def detach(self) -> None:
+        """Removes the hooks, so that the layer computes as before."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedLayer:
+        """Returns the same object, since a copied model gets its adapters from the same store."""
+        return self
+
+    def changed_by(self, step: Step) -> bool:
+        """Returns whether an adapter of a step changes this layer."""
+        return any(self._adapts(segment) for segment in step.segments)
+
+    def _step(self) -> Step | None:
+        return self._current.head if self._is_head and self._current.head is not None else self._current.value
+
+    def _adapts(self, segment: Segment) -> bool:
+        stack = self._stack(segment)
+        return stack is not None and any(run.place in stack.adapted for run in segment.runs)
+
+    def _stack(self, segment: Segment) -> Stack | ModuleStack | None:
+        return self.modules if segment.rank == MODULES else self.stacks.get(segment.rank)
+
+    def _before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        step = self._step()
+        if step is None:
+            return None
+        x: torch.Tensor = args[0]
+        self._current.inputs.pop(self.name, None)
+        segment = next((each for each in step.segments if each.rank == MODULES), None)
+        if segment is not None and self.modules.changes_inputs(segment):
+            self._current.inputs[self.name] = x
+            return (self.modules.change_inputs(self._rows(x, step), segment).view(x.shape), *args[1:])
+        return (x.view_as(x), *args[1:]) if self._separates else None
+
+    def _after(self, layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        step = self._step()
+        if step is None:
+            return None
+        segments = [segment for segment in step.segments if self._adapts(segment)]
+        if not segments:
+            return None
+        given = self._rows(args[0], step)
+        rows = self._rows(self._current.inputs.pop(self.name, args[0]), step)
+        made = output.clone() if output.requires_grad or not output.is_contiguous() else output
+        flat = made.view(-1, output.shape[-1])  # (rows, outputs)
+        for segment in segments:
+            stack = self._stack(segment)
+            if stack is not None:
+                stack.apply(rows, flat, segment, given)
+        return made
+
+    def _rows(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns a layer's input as rows, shape (rows, inputs).
+
+        Raises:
+            InvalidTensor: x has another number of rows than the step, so the adapter of each row is unknown.
+        """
+        rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
+        if rows.shape[0] != step.num_rows:
+            raise InvalidTensor(f"{self.name} got {rows.shape[0]} rows in a step of {step.num_rows}")
+        return rows

@@ -1,0 +1,257 @@
+"""This module lists the kinds of PEFT adapters that are kept as PEFT's own modules, and reads their settings.
+
+A kind is in the list if PEFT's layer calls its base layer exactly once, treats each row by itself, and reads no base
+weights. PEFT has other kinds that are refused:
+
+- HRA, HiRA, DEFT, DeLoRA, FRoD, OSF, PEANuT, PSOFT, SHiRA, SuperTuning, TinyLoRA, GLoRA and AdaMSS read base weights;
+- Lily's layers take a mean over rows, so that an answer would depend on the requests beside it;
+- UniLoRA's and Poly's files do not tell the layers or the task; X-LoRA, Shadow and prompt learning change more of the
+  model than its linear layers.
+
+Guarantees: PEFT gets only settings that are listed here, each within a bound. All other settings must be off, or are
+settings of training.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenant_sdk.serving.adapters.patterns import bounded_pattern, bounded_patterns
+from wire.errors import ConfigurationError
+
+MAX_SIZE = 1 << 20
+"""The largest rank, block or number of vectors. What really bounds memory is the comparison with the file's shapes."""
+MAX_TERMS = 64
+"""The most repetitions of a sum or product in a layer: terms of OFT's series, factors of BOFT's butterfly, and so
+on."""
+MAX_NUMBER = 1e4
+"""The largest magnitude of a scaling or another factor, as for LoRA's alpha."""
+_MAX_SEED = 1 << 63
+_WORD = re.compile(r"[A-Za-z0-9_.]{1,16}")
+
+Check = Callable[[Any], bool]
+
+
+def _size(value: Any) -> bool:
+    return type(value) is int and -1 <= value <= MAX_SIZE
+
+
+def _terms(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TERMS
+
+
+def _seed(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_SEED
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= MAX_NUMBER
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _word(value: Any) -> bool:
+    return isinstance(value, str) and _WORD.fullmatch(value) is not None
+
+
+def _kept_ranks(value: Any) -> bool:
+    """Checks the table by which AdaLoRA says which ranks of a layer are left."""
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(each, list) and all(isinstance(kept, bool) for kept in each) for each in value.values())
+    )
+
+
+def _mini(value: Any) -> bool:
+    return isinstance(value, bool) or value == "mini"  # The third way of MiSS, "bat", reads base weights.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Describes a kind of adapter.
+
+    Attributes:
+        title: the kind's name in error messages.
+        settings: the settings that PEFT gets, each with its check.
+        patterns: the settings that are tables of patterns, each with the check of its values.
+        training: further settings that change nothing once the adapter is trained.
+        changes_inputs: whether all layers of this kind call their base layers with changed inputs.
+        shapes_on_meta: whether PEFT can make the layers without memory, to learn their shapes.
+        always: settings of training that PEFT insists on, with values that it takes.
+    """
+
+    title: str
+    settings: Mapping[str, Check]
+    patterns: Mapping[str, Check] = field(default_factory=dict)
+    training: Collection[str] = ()
+    changes_inputs: bool = False
+    shapes_on_meta: bool = True
+    always: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LYCORIS: dict[str, Check] = {"r": _size, "alpha": _number}
+_RANKS: dict[str, Check] = {"rank_pattern": _size, "alpha_pattern": _number}
+_LYCORIS_TRAINING = ("rank_dropout", "module_dropout", "use_effective_conv2d", "rank_dropout_scale")
+_ROUND: dict[str, Check] = {"fan_in_fan_out": _flag}
+_PROJECTION: dict[str, Check] = {"r": _size, "projection_prng_key": _seed, "save_projection": _flag, **_ROUND}
+_SPECTRUM: dict[str, Check] = {"n_frequency": _size, "scaling": _number, "random_loc_seed": _seed, **_ROUND}
+KINDS: dict[str, Kind] = {
+    "LORA": Kind(  # Plain LoRA is stacked (lora.py); see `kept_as_modules`.
+        "LoRA with biases", {"r": _size, "lora_alpha": _number, "use_rslora": _flag, "lora_bias": _flag, **_ROUND},
+        _RANKS, ("lora_dropout", "eva_config"),
+    ),
+    "IA3": Kind("IA3", _ROUND, training=("feedforward_modules",)),  # `feedforward_modules` is read by this module.
+    "LOHA": Kind("LoHa", _LYCORIS, _RANKS, _LYCORIS_TRAINING),
+    "LOKR": Kind(
+        "LoKr", {**_LYCORIS, "decompose_both": _flag, "decompose_factor": _size}, _RANKS, _LYCORIS_TRAINING
+    ),
+    "VERA": Kind("VeRA", _PROJECTION, training=("d_initial", "vera_dropout")),
+    "PVERA": Kind("PVeRA", _PROJECTION, training=("d_initial", "pvera_dropout", "generator_seed")),
+    "RANDLORA": Kind(
+        "RandLoRA", {**_PROJECTION, "sparse": _flag, "very_sparse": _flag, "randlora_alpha": _number},
+        training=("randlora_dropout",),
+    ),
+    "OFT": Kind(
+        "OFT",
+        {
+            "r": _size, "oft_block_size": _size, "coft": _flag, "eps": _number, "block_share": _flag,
+            "use_cayley_neumann": _flag, "num_cayley_neumann_terms": _terms, **_ROUND,
+        },
+        training=("module_dropout",), changes_inputs=True,
+    ),
+    "BOFT": Kind(
+        "BOFT",
+        {"boft_block_size": _size, "boft_block_num": _size, "boft_n_butterfly_factor": _terms, **_ROUND},
+        training=("boft_dropout",), changes_inputs=True, shapes_on_meta=False,
+    ),
+    "FOURIERFT": Kind("FourierFT", _SPECTRUM, {"n_frequency_pattern": _size}),
+    "WAVEFT": Kind(
+        "WaveFT", {**_SPECTRUM, "wavelet_family": _word, "use_idwt": _flag, "proportional_parameters": _flag},
+        {"n_frequency_pattern": _size},
+    ),
+    "VBLORA": Kind(
+        "VB-LoRA", {"r": _size, "num_vectors": _size, "vector_length": _size, "topk": _terms, **_ROUND},
+        training=("vblora_dropout", "init_vector_bank_bound", "init_logits_std"),
+    ),
+    "GRALORA": Kind(
+        "GraLoRA", {"r": _size, "hybrid_r": _size, "alpha": _number, "gralora_k": _terms, **_ROUND},
+        training=("gralora_dropout",),
+    ),
+    "MISS": Kind("MiSS", {"r": _size, "mini_r": _size, "init_weights": _mini}, training=("miss_dropout",)),
+    "BEFT": Kind("BEFT", {}),
+    "C3A": Kind("C3A", {"block_size": _size}, {"block_size_pattern": _size}),
+    "ROAD": Kind("RoAd", {"variant": _word, "group_size": _size}),
+    "ADALORA": Kind(
+        "AdaLoRA", {"init_r": _size, "lora_alpha": _number, "rank_pattern": _kept_ranks, **_ROUND},
+        training=(
+            "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
+            "lora_dropout",
+        ),
+        shapes_on_meta=False, always={"total_step": 1},
+    ),
+}  # fmt: skip
+"""The kinds that are kept as PEFT's own modules, by their `peft_type`."""
+_ALWAYS_TRAINING = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_weights", "init_ia3_weights",
+    "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config", "bias",
+})  # fmt: skip
+"""The settings that every kind may have, and that change nothing once an adapter is trained."""
+_INITS = frozenset({"lycoris", "xavier_uniform", "kaiming_uniform", "gaussian", "orthogonal", "eva"})
+"""The texts that `init_weights` may be: ways to choose the first numbers of the adapter, not those of the base."""
+
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """Holds the checked settings of an adapter that is kept as PEFT's modules.
+
+    Attributes:
+        peft_type: the kind, a key of `KINDS`.
+        options: the settings that PEFT gets.
+        feedforward: for IA3, what tells the layers whose inputs are scaled: the ends of their names, or a pattern.
+    """
+
+    peft_type: str
+    options: Mapping[str, Any]
+    feedforward: tuple[str, ...] | re.Pattern[str] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """Returns the description of the adapter's kind."""
+        return KINDS[self.peft_type]
+
+    def changes_input(self, module: str) -> bool:
+        """Returns whether the adapter calls this layer with a changed input."""
+        return self.kind.changes_inputs or self.scales_input(module)
+
+    def scales_input(self, module: str) -> bool:
+        """Returns whether this is a layer whose input IA3 scales, by PEFT's rule for `feedforward_modules`."""
+        if isinstance(self.feedforward, re.Pattern):
+            return self.feedforward.fullmatch(module) is not None
+        return module.endswith(self.feedforward) if self.feedforward else False
+
+
+def kept_as_modules(config: Mapping[str, Any]) -> bool:
+    """Returns whether an adapter of a kind in `KINDS` is kept as PEFT's modules, and not as stacked LoRA factors."""
+    return config["peft_type"] != "LORA" or bool(config.get("lora_bias"))
+
+
+def module_settings(name: str, config: Mapping[str, Any]) -> ModuleSettings:
+    """Checks the settings of an adapter whose `peft_type` is in `KINDS`.
+
+    Args:
+        name: the adapter's name, for error messages.
+        config: the contents of adapter_config.json.
+
+    Raises:
+        ConfigurationError: a setting is not supported, or out of its bounds.
+    """
+    peft_type = str(config["peft_type"])
+    kind, options = KINDS[peft_type], dict[str, Any]()
+    for setting, value in config.items():
+        if setting in kind.settings:
+            options[setting] = _checked(name, kind, setting, value, kind.settings[setting])
+        elif setting in kind.patterns:
+            table = {pattern: value for pattern, _, value in bounded_patterns(name, config, setting)}
+            for each in table.values():
+                _checked(name, kind, setting, each, kind.patterns[setting])
+            options[setting] = table
+        elif setting not in _ALWAYS_TRAINING and setting not in kind.training and value:
+            raise ConfigurationError(
+                f"the adapter {name} ({kind.title}) sets {ascii(setting)[:60]}, which is not served"
+            )
+    _check_training(name, kind, config)
+    return ModuleSettings(peft_type, options, _feedforward(name, config) if peft_type == "IA3" else ())
+
+
+def _checked(name: str, kind: Kind, setting: str, value: Any, check: Check) -> Any:
+    if not check(value):
+        raise ConfigurationError(
+            f"the adapter {name} ({kind.title}) has {ascii(value)[:40]} for {ascii(setting)[:60]}, which is not served"
+        )
+    return value
+
+
+def _check_training(name: str, kind: Kind, config: Mapping[str, Any]) -> None:
+    if config.get("bias", "none") not in ("none", None):
+        raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
+    for setting in ("init_weights", "init_ia3_weights", "init_lora_weights"):
+        how = config.get(setting)
+        if setting not in kind.settings and not isinstance(how, bool | None) and how not in _INITS:
+            raise ConfigurationError(f"the adapter {name} ({kind.title}) was started by {ascii(how)[:40]}: not served")
+
+
+def _feedforward(name: str, config: Mapping[str, Any]) -> tuple[str, ...] | re.Pattern[str]:
+    """Returns the rule by which IA3 tells the layers whose inputs are scaled."""
+    given = config.get("feedforward_modules") or []
+    if isinstance(given, str) and bounded_pattern(given) is not None:
+        return re.compile(given)
+    if isinstance(given, list) and len(given) <= MAX_SIZE and all(isinstance(each, str) and each for each in given):
+        return tuple(given)
+    raise ConfigurationError(f"the adapter {name} (IA3) has feedforward_modules that are no list of names")

@@ -1,0 +1,225 @@
+"""This module makes PEFT's own modules for an adapter, on stubs in place of the model's layers, and tries each of them.
+
+Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern of the file that tells layers.
+Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are not used,
+so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite, or does
+not call its base layer once with one row for each of its own, is refused before a request uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
+
+from tenant_sdk.serving.adapters.packed_modules import PackedModules
+from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
+from tenant_sdk.serving.adapters.weights_file import ModuleFile
+from wire.errors import ConfigurationError, VeilbaseError
+from wire.loading import loading
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Describes a layer of the model: a module of its type, and the numbers of its inputs and outputs."""
+
+    like: nn.Module
+    shape: tuple[int, int]
+
+
+def check_shapes(name: str, contents: ModuleFile, layers: Mapping[str, Layer], max_bytes: int) -> None:
+    """Compares the tensors of a file with those that PEFT expects, without allocating memory for them.
+
+    Args:
+        name: the adapter's name, for error messages.
+        contents: the file's settings and tensors.
+        layers: the model's layers by name.
+        max_bytes: the most bytes that the modules may take.
+
+    Raises:
+        ConfigurationError: the tensors differ in a name or shape, or the modules take too much memory.
+    """
+    device = META
+    if not contents.settings.kind.shapes_on_meta:
+        _check_bytes(name, contents, _estimated_bytes(contents, layers), max_bytes)
+        device = torch.device("cpu")
+    made = _injected(name, contents, layers, torch.float32, device)
+    expected = {key: tuple(each.shape) for key, each in _state(made).items()}
+    found = {key: each.shape for key, each in contents.named.items()}
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            raise ConfigurationError(
+                f"the adapter {name} ({contents.settings.kind.title}) is for another base or of other settings: "
+                f"{ascii(key)[:100]} was expected with the shape {expected.get(key)}, and has {found.get(key)}"
+            )
+    everything = (*made.parameters(), *made.buffers())
+    _check_bytes(name, contents, sum(each.numel() * each.itemsize for each in everything), max_bytes)
+
+
+def make_modules(
+    packed: PackedModules, layers: Mapping[str, Layer], dtype: torch.dtype, device: torch.device
+) -> dict[str, nn.Module]:
+    """Returns PEFT's module for each layer that an adapter changes.
+
+    Args:
+        packed: the adapter, whose shapes were checked.
+        layers: the model's layers by name.
+        dtype, device: those of the model's rows.
+
+    Raises:
+        ConfigurationError: PEFT cannot make a module, or a module is refused.
+    """
+    made = _injected(packed.name, packed.contents, layers, dtype, device)
+    with _no_random_numbers():  # AdaLoRA makes its factors anew if some ranks are left out.
+        set_peft_model_state_dict(made, {key: each.to(device) for key, each in packed.values.items()})
+    taken = _state(made)
+    for key, value in packed.values.items():
+        if not torch.equal(taken[key].to(value.dtype), value.to(device)):
+            raise ConfigurationError(f"the adapter {packed.name} holds {ascii(key)[:100]}, which PEFT does not take")
+    made.eval().requires_grad_(False)
+    modules = {module: made.base_model.model.get_submodule(module) for module in packed.contents.modules}
+    for module, each in modules.items():
+        _try(packed, module, each, layers[module].shape, dtype, device)
+    return modules
+
+
+def _state(made: Any) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(made, save_embedding_layers=False)
+    return state
+
+
+def _check_bytes(name: str, contents: ModuleFile, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise ConfigurationError(
+            f"the adapter {name} ({contents.settings.kind.title}) takes {num_bytes / 1e6:.1f} MB as modules: "
+            f"at most {max_bytes / 1e6:.1f} MB fit"
+        )
+
+
+def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
+    """Returns at least the bytes that the modules of a kind take whose shapes PEFT tells only by making them.
+
+    BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal.
+    """
+    options, shapes = contents.settings.options, [layers[module].shape for module in contents.modules]
+    if contents.settings.peft_type == "BOFT":
+        factors = 1 + int(options.get("boft_n_butterfly_factor", 1))
+        return sum(2 * 4 * factors * inputs**2 for inputs, _ in shapes)
+    return sum(4 * int(options.get("init_r", 12)) * (1 + sum(shape)) for shape in shapes)
+
+
+def _injected(
+    name: str, contents: ModuleFile, layers: Mapping[str, Layer], dtype: torch.dtype, device: torch.device
+) -> Any:  # fmt: skip
+    """Returns a PEFT model of stubs. Its adapter's numbers are not those of the file.
+
+    Raises:
+        ConfigurationError: PEFT refuses the settings, or has no such kind.
+    """
+    settings = contents.settings
+    try:
+        with loading(), _no_random_numbers(), META if device == META else torch.device("cpu"):
+            config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](**_options(contents, layers))
+            return PeftModel(_skeleton(contents, layers, dtype, device), config)
+    except VeilbaseError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - PEFT raises many types; their texts may quote the file
+        raise ConfigurationError(
+            f"the adapter {name} ({settings.kind.title}) has settings that PEFT refuses ({type(exc).__name__})"
+        ) from None
+
+
+def _options(contents: ModuleFile, layers: Mapping[str, Layer]) -> dict[str, Any]:
+    """Returns all settings that PEFT gets."""
+    settings, modules = contents.settings, contents.modules
+    made: dict[str, Any] = {**settings.options, **settings.kind.always, "inference_mode": True}
+    made["target_modules"] = list(modules)
+    if "fan_in_fan_out" in settings.kind.settings:  # PEFT corrects a wrong value, with a warning.
+        made["fan_in_fan_out"] = isinstance(layers[modules[0]].like, Conv1D)
+    if settings.peft_type == "IA3":
+        made["feedforward_modules"] = [each for each in modules if settings.scales_input(each)]
+    return made
+
+
+def _skeleton(
+    contents: ModuleFile, layers: Mapping[str, Layer], dtype: torch.dtype, device: torch.device
+) -> nn.Module:  # fmt: skip
+    """Returns a module that has a stub under the name of each layer that the adapter changes, and nothing else."""
+    root = nn.Module()
+    root.register_parameter("device_of_rows", nn.Parameter(torch.zeros(1, device=device), requires_grad=False))
+    for module in contents.modules:
+        *path, last = module.split(".")
+        parent = root
+        for part in path:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, stub_of(layers[module].like, layers[module].shape, dtype, device))
+    return root
+
+
+def _try(
+    packed: PackedModules, module: str, made: nn.Module, shape: tuple[int, int], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Runs a module on two rows, of which the second is NaN: a first row that stays finite depends on no other row.
+
+    Raises:
+        ConfigurationError: the module cannot be used.
+    """
+    rows = torch.full((2, shape[0]), math.nan, dtype=dtype, device=device)
+    given = torch.full((2, shape[1]), math.nan, dtype=dtype, device=device)
+    rows[0] = torch.linspace(-1, 1, shape[0])
+    given[0] = torch.linspace(-1, 1, shape[1])
+    changes = packed.contents.settings.changes_input(module)
+    reason = "mixes rows or gives numbers that are not finite"
+    try:
+        if not isinstance(made, BaseTunerLayer):
+            raise ConfigurationError(f"the adapter {packed.name} has no layer of PEFT for {module}")
+        with torch.no_grad():
+            inputs = base_inputs(made, rows)
+            result = outputs(made, rows, given, None)
+        if not changes and not torch.equal(inputs[0], rows[0]):
+            reason = "changes its input, which its kind does not"
+        elif inputs.shape == rows.shape and bool(torch.isfinite(inputs[0]).all() and torch.isfinite(result[0]).all()):
+            return
+    except VeilbaseError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - as above
+        raise ConfigurationError(
+            f"the adapter {packed.name} cannot be computed in {module} ({type(exc).__name__})"
+        ) from None
+    raise ConfigurationError(f"the adapter {packed.name} {reason}, in {module}")
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Gives zeros in place of random numbers, unless they come from a generator of their own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        has_generator = any(isinstance(each, torch.Generator) for each in (*args, *options.values()))
+        if torch.Tag.nondeterministic_seeded not in func.tags or has_generator:
+            return func(*args, **options)
+        if func.__name__.split(".")[0].endswith("_"):  # such as normal_
+            return args[0].zero_()
+        device = options.get("device")
+        like = func(*map(_on_meta, args), **(options if device is None else {**options, "device": META}))
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+
+def _no_random_numbers() -> TorchDispatchMode:
+    return _NoRandomNumbers()  # type: ignore[no-untyped-call]
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to(META) if isinstance(value, torch.Tensor) else value
