@@ -1,5 +1,5 @@
-"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS, and
-with those on a socket of one host.
+"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS,
+and with those on a socket of one host.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
