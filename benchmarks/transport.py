@@ -1,4 +1,5 @@
-"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS.
+"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS,
+and with those on a socket of one host.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import ipc_echo
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
 from wire.limits import CHUNK_BYTES
 from wire.payload import RowsPayload
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
-KINDS = ("real", "real, by gRPC", "identity", "identity, by gRPC")
+KINDS = ("real", "real, by gRPC", "real, by ipc", "identity", "identity, by gRPC", "identity, by ipc")
 """The kinds of provider: `real` computes products, `identity` returns the rows. The stream uses the tensor port, unless
-the name ends in "by gRPC"."""
+the name ends in "by gRPC" or "by ipc"."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
@@ -87,9 +89,10 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
-    server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0)
+    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if kind.endswith("by ipc") else None
+    server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0, ipc=ipc)
     server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
-    print(f"ready grpcs://127.0.0.1:{server.port}", flush=True)
+    print(f"ready {f'grpcs://127.0.0.1:{server.port}' if ipc is None else f'ipc:{ipc}'}", flush=True)
     sys.stdin.read()
     server.stop()
 
@@ -180,7 +183,8 @@ def run(repeats: int = 7) -> dict[str, Any]:
     """Returns the medians, over paired rounds, of several figures, by the figure's name.
 
     `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
-    by gRPC` are the goodput of large calls divided by the echo's, and `mb_per_s` is this goodput in MB/s.
+    by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` is the
+    time of large calls on a socket of this host divided by that on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -189,6 +193,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
     from provider.identity.registry import enroll
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import load_identity
+    from wire.transport.ipc.connection import SCHEME, IpcConnection
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         root = Path(scratch)
@@ -202,7 +207,10 @@ def run(repeats: int = 7) -> dict[str, Any]:
         echo_url = start("echo", str(root / "state"))
         urls = {name: start("provider", str(root / "state"), str(root / "model"), name) for name in KINDS}
         connections = {
-            name: stack.enter_context(contextlib.closing(GrpcConnection(url, identity))) for name, url in urls.items()
+            name: stack.enter_context(
+                contextlib.closing((IpcConnection if url.startswith(SCHEME) else GrpcConnection)(url, identity))
+            )
+            for name, url in urls.items()
         }
         echo = stack.enter_context(contextlib.closing(_Echo(echo_url, identity)))
         found = _compare(echo, connections, repeats)
@@ -211,20 +219,21 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
 
 def check_carriers(carriers: Mapping[str, str | None]) -> None:
-    """Checks that the stream of each kind in `KINDS` used the tensor port or gRPC, as the kind's name says.
+    """Checks that the stream of each kind in `KINDS` was carried as the kind's name says.
 
     Raises:
         RuntimeError: the tensor port could not be reached, so that gRPC was measured in its place.
     """
     for name, carrier in carriers.items():
-        if carrier is None or (carrier == "gRPC") != name.endswith("by gRPC"):
+        expected = name.rpartition("by ")[2] if ", by " in name else "tensor port"
+        if carrier is None or carrier.split(" ")[:2] != expected.split(" "):
             raise RuntimeError(f"the figures of {name!r} are of a stream that was carried by {carrier}")
 
 
 def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:
     import torch
 
-    ours, by_grpc = connections["identity"], connections["identity, by gRPC"]
+    ours, by_grpc, by_ipc = (connections[name] for name in ("identity", "identity, by gRPC", "identity, by ipc"))
     call = Call(0, Direction.FORWARD, Arithmetic.RING)
     row = RowsPayload(torch.ones(1, FEATURES, dtype=torch.int32))
     rows = {
@@ -253,7 +262,14 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
                 count,
                 in_flight,
             )
-            shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6, echo_s / by_grpc_s)
+            by_ipc_s = seconds_of(
+                lambda s=size: by_ipc.submit(call, rows[s], FEATURES),
+                lambda sent: sent.result(),
+                count,
+                in_flight,
+            )
+            rate = (size << 20) / ours_s / 1e6
+            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s)
         if repeat:  # the first round warms up
             for name, value in times.items():
                 small[name].append(value)
@@ -265,6 +281,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         "above_echo_us": above,
         "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
         "share by gRPC": {key: statistics.median(pair[2] for pair in pairs) for key, pairs in large.items()},
+        "ipc": {key: statistics.median(pair[3] for pair in pairs) for key, pairs in large.items()},
         "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
@@ -277,11 +294,14 @@ def main() -> None:
         above = result["above_echo_us"].get(name)
         print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
     print(
-        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC |\n|---|---|---|---|---|"
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time |"
+        "\n|---|---|---|---|---|---|"
     )
     for key, share in result["share"].items():
         rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
-        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} |")
+        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} |")
+    print()
+    ipc_echo.report(ipc_echo.run())
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ class ProviderSettings(_Settings):
 
     Attributes:
         tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
+        ipc: folder of a socket for tenants on this host, with TLS only. None makes no such socket.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
         threads: number of threads that compute in each process. With None, torch chooses it, or local shards share the
             cores.
@@ -102,6 +103,7 @@ class ProviderSettings(_Settings):
     tensor_port: Literal["none"] | Annotated[int, Field(ge=0, le=65_535)] = Field(
         default=0, description="Port of the streams; 0 picks, none: by gRPC alone."
     )
+    ipc: _UserPath | None = Field(default=None, description="Folder of a socket, for tenants on this host.")
     names: str = Field(
         default="",
         pattern=r"^[^,\s]*(,[^,\s]+)*$",
@@ -207,7 +209,10 @@ class ProviderSettings(_Settings):
             raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
         if not self.tls and self.tensor_port not in (0, "none"):
             raise ConfigurationError("the tensor port speaks TLS only: add --tls, or leave --tensor-port out")
-        if self.busy_poll_ms and not is_default("busy_poll_ms") and (not self.tls or self.tensor_port == "none"):
+        if self.ipc is not None and not self.tls:
+            raise ConfigurationError("--ipc lets tenants in by their certificates: add --tls")
+        has_stream_port = self.tls and (self.tensor_port != "none" or self.ipc is not None)
+        if self.busy_poll_ms and not is_default("busy_poll_ms") and not has_stream_port:
             raise ConfigurationError("--busy-poll-ms is of the tensor port, which there is none of here")
         ports = [
             one

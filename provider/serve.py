@@ -75,7 +75,7 @@ def serve(settings: ProviderSettings) -> None:
     with ExitStack() as ending:  # The callbacks run in reverse order, even if one of them fails.
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
-        server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port)
+        server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port, settings.ipc)
         ending.callback(server.stop)  # This stops the server if the start fails.
         model = _make_model(settings)
         ending.callback(model.close)
@@ -259,11 +259,10 @@ def _make_scheduler(
 
 
 def _num_connections(server: Server) -> tuple[int, int]:
-    """Returns two counts of the tensor port: connections with a stream, and connections without a stream."""
-    if server.tensors is None:
-        return 0, 0
-    status = server.tensors.status()
-    return status.num_connections - status.num_guests, status.num_guests
+    """Returns two counts of all ports that take streams: connections with a stream, and connections without one."""
+    found = [port.status() for port in (server.tensors, server.ipc) if port is not None]
+    num_guests = sum(one.num_guests for one in found)
+    return sum(one.num_connections for one in found) - num_guests, num_guests
 
 
 def _make_monitor(
@@ -299,6 +298,8 @@ def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> 
         elif reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
             reachable = socket.gethostname()
         (state.path / ENDPOINT_FILE).write_text(_url(True, reachable, port) + "\n")
+    if settings.ipc is not None:
+        _LOGGER.info("tenants on this host: ipc:%s", settings.ipc.absolute())
     print(f"ready {_url(settings.tls, settings.host, port)}", flush=True)
 
 

@@ -46,6 +46,7 @@ from wire.errors import (
     VerificationFailed,
     VersionMismatch,
     WeakParameters,
+    WrongPeer,
 )
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ __all__ = [
     "VerificationFailed",
     "VersionMismatch",
     "WeakParameters",
+    "WrongPeer",
     "check_run",
     "chunk_loss",
     "tune",

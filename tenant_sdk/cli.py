@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 
 Url = Annotated[
-    list[str] | None, typer.Option(help="grpcs://host:port or inproc:MODEL; default: the identity's endpoint.")
+    list[str] | None, typer.Option(help="grpcs://host:port, ipc:DIR or inproc:MODEL; default: the identity's endpoint.")
 ]
 Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
 Mask = Annotated[
@@ -41,6 +41,9 @@ AcceptChange = Annotated[
     list[str] | None,
     typer.Option(help="Accept that model, tokenizer, template or config changed since first use; may be repeated."),
 ]
+PeerUid = Annotated[
+    int | None, typer.Option(help="For ipc: the provider's user id; default: that of DIR's owner.", metavar="UID")
+]
 Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
 
 
@@ -54,6 +57,7 @@ def _client(
     tokenizer: str | None,
     pad_rows: int | None,
     accept_change: list[str] | None,
+    peer_uid: int | None,
 ) -> TenantClient:
     """Returns a client, not connected yet, for the options that all commands share."""
     tune()
@@ -84,6 +88,7 @@ def _client(
         tokenizer=tokenizer,
         pad_rows=False if pad_rows is None else pad_rows,
         accept_changes=accept_change or (),
+        peer_uid=peer_uid,
     )
 
 
@@ -99,6 +104,7 @@ def finetune(
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
+    peer_uid: PeerUid = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
@@ -121,7 +127,7 @@ def finetune(
     """Train a LoRA adapter on a data set."""
     not_connected = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change,
+        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     from peft import LoraConfig
 
@@ -166,6 +172,7 @@ def generate(
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
+    peer_uid: PeerUid = None,
     adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
@@ -180,7 +187,7 @@ def generate(
         adapter_folder(adapter)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change,
+        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.generate(
@@ -199,11 +206,12 @@ def explain(
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
+    peer_uid: PeerUid = None,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change,
+        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.explain()

@@ -64,13 +64,14 @@ class TenantClient:
         tokenizer: str | Path | None = None,
         pad_rows: bool | int = False,
         accept_changes: Sequence[str] = (),
+        peer_uid: int | None = None,
     ) -> None:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
         Args:
-            url: grpcs://host:port, grpc://127.0.0.1:port without TLS, or inproc:MODEL for a provider in this process;
-                for mask="shares" a list of two.
-            identity: folder made by `provider enroll`, needed for grpcs; a list if `url` is a list.
+            url: grpcs://host:port, ipc:DIR for a provider on this host, grpc://127.0.0.1:port without TLS, or
+                inproc:MODEL for a provider in this process; for mask="shares" a list of two.
+            identity: folder made by `provider enroll`, needed for grpcs and ipc; a list if `url` is a list.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
             verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m). Every reply and the whole
                 bundle (the provider's config, tokenizer and small tensors) are checked against this checkpoint. With
@@ -91,6 +92,7 @@ class TenantClient:
                 False for no padding.
             accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model"
                 (the model's name), "tokenizer", "template" and "config".
+            peer_uid: for ipc: the user id that the provider has to have; None takes that of the folder's owner.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -108,6 +110,7 @@ class TenantClient:
             tokenizer=tokenizer,
             pad_rows=pad_rows,
             accept_changes=accept_changes,
+            peer_uid=peer_uid,
         )
         if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
             warn_if_not_tuned(stacklevel=3)

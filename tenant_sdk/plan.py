@@ -17,6 +17,7 @@ from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.pins import PARTS
 from wire.errors import ConfigurationError
 from wire.transport.identity import load_identity
+from wire.transport.ipc import connection as ipc
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
         tokenizer: the tokenizer that the tenant names, or None.
         bucket: number of tokens to which prompts and training rows are padded; None if they are not padded.
         accepted_changes: parts of the provider's bundle whose change the tenant accepts.
+        peer_uid: the user id that a provider on this host must have; None takes that of its folder's owner.
     """
 
     urls: tuple[str, ...]
@@ -47,6 +49,7 @@ class Plan:
     tokenizer: str | None = None
     bucket: int | None = None
     accepted_changes: tuple[str, ...] = ()
+    peer_uid: int | None = None
 
 
 def make_plan(
@@ -63,6 +66,7 @@ def make_plan(
     tokenizer: str | Path | None,
     pad_rows: bool | int,
     accept_changes: Sequence[str],
+    peer_uid: int | None = None,
 ) -> Plan:
     """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan.
 
@@ -74,6 +78,7 @@ def make_plan(
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
     options = check_options(mask, {} if mask_options is None else mask_options)
     _check_places(urls, identities, weights)
+    _check_peer_uid(urls, peer_uid)
     return Plan(
         urls=urls,
         identities=identities,
@@ -87,6 +92,7 @@ def make_plan(
         tokenizer=None if tokenizer is None else str(tokenizer),
         accepted_changes=_accepted(accept_changes),
         bucket=bucket_tokens(pad_rows),
+        peer_uid=peer_uid,
     )
 
 
@@ -113,8 +119,21 @@ def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weight
             raise ConfigurationError("an inproc: provider takes no identity")
         if not inproc and weights is not None:
             raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
+        if each.startswith(ipc.SCHEME):
+            ipc.folder_of(each)
+            if folder is None:
+                raise ConfigurationError("an ipc: URL needs an identity, the folder that `provider enroll` made")
         if folder is not None:
             load_identity(folder)
+
+
+def _check_peer_uid(urls: Sequence[str], peer_uid: int | None) -> None:
+    if peer_uid is None:
+        return
+    if isinstance(peer_uid, bool) or not isinstance(peer_uid, int) or not 0 <= peer_uid < 1 << 32:
+        raise ConfigurationError(f"peer_uid is a user id from 0, got {peer_uid!r}")
+    if not any(each.startswith(ipc.SCHEME) for each in urls):
+        raise ConfigurationError("peer_uid is for ipc: only: elsewhere the certificate says who the provider is")
 
 
 def _accepted(accept_changes: Sequence[str]) -> tuple[str, ...]:

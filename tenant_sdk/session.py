@@ -37,6 +37,7 @@ from wire.manifest import Manifest
 from wire.transport.connection import Connection
 from wire.transport.grpc_connection import DEFAULT_PORT, GrpcConnection
 from wire.transport.identity import TlsIdentity, load_identity
+from wire.transport.ipc import connection as ipc
 
 
 class NotVerifiedWarning(UserWarning):
@@ -173,7 +174,9 @@ def _pinned_as(plan: Plan) -> str:
 
 
 def _place(url: str) -> str:
-    """Returns scheme, host and port of a URL in one canonical spelling."""
+    """Returns scheme, host and port of a URL, or the folder of an ipc: URL, in one canonical spelling."""
+    if url.startswith(ipc.SCHEME):
+        return f"{ipc.SCHEME}{ipc.folder_of(url)}"
     parts = urlsplit(url)
     return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{parts.port or DEFAULT_PORT}"
 
@@ -199,10 +202,14 @@ def unverified(plan: Plan) -> str:
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
     """Raises ConfigurationError if both URLs lead to one provider, since that provider would receive both shares of
     every row."""
-    networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
+    networked = [_spelled(each) for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
         raise ConfigurationError("two providers were expected, got one twice: each has its own URL and authority")
+
+
+def _spelled(url: str) -> str:
+    return _place(url) if url.startswith(ipc.SCHEME) else url.rstrip("/").lower()
 
 
 def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
@@ -235,6 +242,8 @@ def _arithmetic(plan: Plan, setting: Setting) -> str:
 def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
     if url.startswith(embedded.SCHEME):
         return embedded.connect_inproc(url, plan.weights)
+    if url.startswith(ipc.SCHEME):
+        return ipc.IpcConnection(url, identity, plan.peer_uid)
     return GrpcConnection(url, identity)
 
 

@@ -18,6 +18,7 @@
     │   ├── VersionMismatch     the two ends speak different versions
     │   ├── MalformedFrame      the peer sent bytes that are not a valid frame
     │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
+    │   ├── WrongPeer           the process behind a socket of this host is not the one that it should be
     │   └── RemoteFault         the provider failed and says no more than that
     ├── MaskError               the privacy mask cannot be used
     │   ├── MaskReused          a slot was about to be used twice
@@ -127,6 +128,11 @@ class MalformedFrame(ProtocolError):
 
 class ProviderChanged(ProtocolError):
     """The provider's tokenizer, template or config differs from the one that the tenant recorded at first use."""
+
+
+class WrongPeer(ProtocolError):
+    """The process at the other end of a socket of this host is not the one that holds the certificate, or belongs to
+    another user than expected (wire/SPEC.md, section 1)."""
 
 
 class RemoteFault(ProtocolError):

@@ -41,7 +41,8 @@ with warnings.catch_warnings():
 
 
 class FrameType(IntEnum):
-    """Lists the frame types of the protocol; the values are the numbers on the wire."""
+    """Lists the frame types of the protocol; the values are the numbers on the wire. FETCH and DATA, for the manifest
+    and the bundle, cross sockets of one host only; gRPC has methods for these."""
 
     HELLO = 1
     WELCOME = 2
@@ -49,6 +50,8 @@ class FrameType(IntEnum):
     REPLY = 4
     ERROR = 5
     CANCEL = 6
+    FETCH = 7
+    DATA = 8
 
 
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)

@@ -26,7 +26,7 @@ MOST_RPC_CONNECTIONS = 4096
 takes 20 KB of memory and one that has sent only HELLO up to 50 KB, measured with a thousand connections. So all of them
 together take at most 200 MB."""
 MOST_STREAMS = 256
-"""The most connections at the tensor port. Each of them also occupies a thread."""
+"""The most connections at the tensor port, and at the socket in a folder. Each of them also occupies a thread."""
 FILES_PER_STREAM = 2
 """Descriptors that a stream at the tensor port uses: one for its socket, and one to wake its waiting thread."""
 _FEW_CONNECTIONS = 1024
@@ -39,25 +39,28 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Shares:
-    """Holds the most connections that each port may have open."""
+    """Holds the most connections that each port may have open: `rpc_connections` at the gRPC port, and `streams` at
+    each port that takes streams."""
 
     rpc_connections: int
     streams: int
 
 
-def shares(num_files: int, has_tensor_port: bool) -> Shares:
+def shares(num_files: int, num_stream_ports: int) -> Shares:
     """Divides the process's descriptors among the ports.
 
     Args:
         num_files: the soft limit of open files.
-        has_tensor_port: whether there is a tensor port; if not, gRPC gets the tensor port's share.
+        num_stream_ports: how many ports take streams, each of which gets an equal part, so that a flood at one of them
+            does not close the other; if there is none, gRPC gets their share.
     """
     # If the limit is too low to keep the reserve, half of the descriptors are divided.
     free = max(num_files - RESERVED_FILES, num_files // 2)
     streams = 0
-    if has_tensor_port:
-        streams = max(1, min(MOST_STREAMS, int(_STREAMS_PART * free) // FILES_PER_STREAM))
-    return Shares(max(1, min(MOST_RPC_CONNECTIONS, free - FILES_PER_STREAM * streams)), streams)
+    if num_stream_ports:
+        streams = max(1, min(MOST_STREAMS, int(_STREAMS_PART * free) // FILES_PER_STREAM // num_stream_ports))
+    taken = FILES_PER_STREAM * streams * num_stream_ports
+    return Shares(max(1, min(MOST_RPC_CONNECTIONS, free - taken)), streams)
 
 
 def file_limit() -> int:
@@ -78,7 +81,7 @@ def raise_file_limit() -> None:
         with suppress(OSError, ValueError):  # Some systems allow less than the hard limit.
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     limit = file_limit()
-    here = shares(limit, has_tensor_port=True)
+    here = shares(limit, num_stream_ports=1)
     if here.rpc_connections < _FEW_CONNECTIONS:
         wanted = RESERVED_FILES + FILES_PER_STREAM * MOST_STREAMS + MOST_RPC_CONNECTIONS
         _LOGGER.warning(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from provider.identity.registry import RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
+from provider.net.ipc_port import IpcPort
 from provider.net.service import MAX_THREADS, ProviderService
 from provider.net.tensor_port import TensorPort
 from provider.operations.usage import UsageBook
@@ -29,7 +31,7 @@ from provider.shards.router import Shard
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 from wire.transport.busy_poll import MOST_S
-from wire.transport.tls_context import server_context
+from wire.transport.tls_context import IPC_ALPN, server_context
 
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
@@ -77,6 +79,7 @@ class Server:
         state: StateDir | None,
         names: Sequence[str] = (),
         tensor_port: int | None = 0,
+        ipc: Path | None = None,
     ) -> None:
         """Binds the ports before a model is loaded, so that the operator learns at once if a port is in use.
 
@@ -87,25 +90,34 @@ class Server:
             names: further names for the certificate.
             tensor_port: the number of the tensor port; 0 picks a free one. With None there is no tensor port, and
                 streams use gRPC.
+            ipc: the folder of a socket for tenants on this host; None makes no such socket. It needs `state`.
 
         Raises:
-            ConfigurationError: a port is in use, or the address is not an address of this machine.
+            ConfigurationError: a port or the folder is in use, the address is not an address of this machine, or the
+                folder cannot be used.
         """
         self._state = state
         self._service: ProviderService | None = None
         self._certificates: _Certificates | None = None
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="veilbase-rpc")
-        share = shares(file_limit(), has_tensor_port=state is not None and tensor_port is not None)
+        num_ports = 0 if state is None else (tensor_port is not None) + (ipc is not None)
+        share = shares(file_limit(), num_ports)
         options = server_options(share.rpc_connections)
         self._server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_THREADS)
         self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host, names)
         has_tensor_port = self._certificates is not None and tensor_port is not None
         self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
+        self._ipc = None if ipc is None or state is None else IpcPort(ipc, share.streams)
 
     @property
     def tensors(self) -> TensorPort | None:
         """Returns the tensor port, which counts its connections, or None if there is none."""
         return self._tensors
+
+    @property
+    def ipc(self) -> IpcPort | None:
+        """Returns the port for tenants on this host, or None if there is none."""
+        return self._ipc
 
     @property
     def tensor_port(self) -> int | None:
@@ -153,6 +165,8 @@ class Server:
         self._service = service
         if self._tensors is not None and self._certificates is not None:
             self._tensors.start(self._certificates.tls_context, service.serve)
+        if self._ipc is not None and self._certificates is not None:
+            self._ipc.start(self._certificates.ipc_context, service.serve_ipc)
         self._server.add_generic_rpc_handlers((service.handler(),))
         self._server.start()
         return service
@@ -177,8 +191,9 @@ class Server:
                 )
             self._service.close()
         ending = self._server.stop(_STOP_GRACE_S)
-        if self._tensors is not None:
-            self._tensors.stop()
+        for port in (self._tensors, self._ipc):
+            if port is not None:
+                port.stop()
         ending.wait()
 
 
@@ -203,6 +218,7 @@ class _Certificates:
     def _make(self) -> None:
         self._material = key, chain, ca = issue_server_certificate(self._state, self._host, self._names)
         self._context = server_context(ca, chain, key)
+        self._ipc_context = server_context(ca, chain, key, IPC_ALPN)
         self._made_at, self._is_stale = time.monotonic(), False
         self._number += 1
 
@@ -234,6 +250,12 @@ class _Certificates:
         with self._lock:
             self._look()
             return self._context
+
+    def ipc_context(self) -> ssl.SSLContext:
+        """Returns the TLS context of handshakes on this host, with the newest certificate."""
+        with self._lock:
+            self._look()
+            return self._ipc_context
 
     def _look(self) -> None:
         now = time.monotonic()

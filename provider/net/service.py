@@ -1,5 +1,5 @@
 """Implements the provider's network methods, each with its access check: three gRPC methods for tenants, one for
-shards, and the streams of the tensor port.
+shards, the streams of the tensor port, and the calls of tenants on the provider's own host.
 
 Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
 limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle.
@@ -24,10 +24,12 @@ from provider.model.served_model import ServedModel
 from provider.net.access import Access, AccessCheck
 from provider.net.admission import Admission
 from provider.net.calls import Calls
+from provider.net.carrier import carry
+from provider.net.fetch import send_file, wanted_file
 from provider.net.grpc_stream import carry_rpc
 from provider.net.session import SWEEP_S, Session
 from provider.net.status import ServiceStatus
-from provider.net.tensor_port import carry
+from provider.net.stream_port import LINGER_S
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.listener import ShardListener
@@ -43,7 +45,7 @@ from wire.errors import (
 )
 from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
 from wire.transport.busy_poll import MOST_S, BusyPoll
-from wire.transport.tls_socket import MessageSocket
+from wire.transport.message_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256
@@ -155,10 +157,12 @@ class ProviderService:
         )
 
     def _send_manifest(self, request: bytes, context: Any) -> Iterator[bytes]:
-        admission = self._admission.of(self._enter(context))
-        manifest = self._manifest_of(admission.announced(self._model.manifest().limits))
+        manifest = self._manifest_for(self._enter(context))
         for start in range(0, len(manifest), CHUNK_BYTES):
             yield manifest[start : start + CHUNK_BYTES]
+
+    def _manifest_for(self, tenant: str) -> bytes:
+        return self._manifest_of(self._admission.of(tenant).announced(self._model.manifest().limits))
 
     def _make_manifest(self, limits: Limits) -> bytes:
         mine = {"limits": limits, "tensor_port": self._tensor_port}
@@ -185,14 +189,20 @@ class ProviderService:
         finally:
             self._drop(session)
 
-    def serve(self, connection: MessageSocket) -> VeilbaseError | None:
-        """Serves a stream of the tensor port until it ends.
+    def serve_ipc(self, connection: MessageSocket) -> VeilbaseError | None:
+        """Serves a call of a tenant on this host until it ends: a stream, the manifest or a file of the bundle. See
+        `serve`."""
+        return self.serve(connection, takes_fetch=True)
+
+    def serve(self, connection: MessageSocket, takes_fetch: bool = False) -> VeilbaseError | None:
+        """Serves a stream until it ends.
 
         Args:
             connection: a new connection, for which TLS has verified the peer's certificate; the caller releases it.
+            takes_fetch: whether the tenant may ask for the manifest or a file in place of a stream.
 
         Returns:
-            None if the stream was served; else the error with which the stream is refused, which the caller must send.
+            None if the call was served; else the error with which it is refused, which the caller must send.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
@@ -201,15 +211,35 @@ class ProviderService:
                 raise QuotaExceeded("too many calls at once")
         except VeilbaseError as exc:
             return exc
-        session = None
         try:
-            session = self._open(access, connection.close)
+            return self._serve_call(access, connection, takes_fetch)
+        finally:
+            self._calls.leave(access.tenant)
+
+    def _serve_call(self, access: Access, connection: MessageSocket, takes_fetch: bool) -> VeilbaseError | None:
+        try:
+            name = wanted_file(connection) if takes_fetch else None
+            if name is not None:
+                send_file(connection, *self._file_for(access.tenant, name), LINGER_S)
+                return None
+        except (EOFError, OSError):
+            return None  # The tenant has disconnected, or was silent for too long.
+        except VeilbaseError as exc:
+            return exc
+        session = self._open(access, connection.close)
+        try:
             carry(session, connection, BusyPoll(self._busy_poll_s, self._executor.is_idle))
         finally:
-            if session is not None:
-                self._drop(session)
-            self._calls.leave(access.tenant)
+            self._drop(session)
         return None
+
+    def _file_for(self, tenant: str, name: str) -> tuple[Iterator[bytes], int]:
+        """Returns the chunks of a bundle file, or of the manifest for the name "", and their number of bytes."""
+        if not name:
+            manifest = self._manifest_for(tenant)
+            return iter((manifest,)), len(manifest)
+        sizes = {file.name: file.size_bytes for file in self._model.manifest().bundle}
+        return self._model.read_file(name), sizes.get(name, 0)
 
     def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
         session = Session(

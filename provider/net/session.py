@@ -5,7 +5,7 @@ only that request fails; a frame that cannot be read ends the stream. Errors are
 tenant disconnects, all memory of the session is freed. This module does not know which transport carries the frames.
 `provider.net.request_table` keeps the requests in flight, and `provider.net.outbox` the frames to send.
 
-Threads: the session has no thread of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands in
+Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/grpc_stream.py` hands in
 one message at a time, and takes out one frame at a time. The thread that hands in a small request computes it at once.
 The executor's worker threads compute the other requests, and hand in the outcomes. A drain, the
 sweep of `provider/net/service.py` and the end of the provider use other threads. The table has the only lock.

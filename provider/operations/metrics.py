@@ -50,7 +50,7 @@ class ProviderCollector(Collector):
             num_replicas: returns two counts for each shard: replicas that can compute products, and replicas that there
                 should be.
             num_given_up: returns the number of shards that have lost all replicas for good.
-            num_connections: returns two counts of connections to the tensor port: those with a stream, and those
+            num_connections: returns two counts of connections to the ports of streams: those with a stream, and those
                 without.
         """
         self._num_given_up, self._num_connections = num_given_up, num_connections
@@ -64,7 +64,7 @@ class ProviderCollector(Collector):
         yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
         yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
         yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())
-        connections = GaugeMetricFamily("veilbase_connections", "Connections to the tensor port.", labels=["state"])
+        connections = GaugeMetricFamily("veilbase_connections", "Connections to ports of streams.", labels=["state"])
         for state, number in zip(("stream", "guest"), self._num_connections(), strict=True):
             connections.add_metric([state], number)
         yield connections

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.transport import KINDS, check_carriers
 
-HONEST = {name: "gRPC" if name.endswith("by gRPC") else "tensor port 4711" for name in KINDS}
+HONEST = {name: name.rpartition("by ")[2] if ", by " in name else "tensor port 4711" for name in KINDS}
 
 
 def test_streams_that_were_carried_as_their_names_say() -> None:
@@ -14,7 +14,14 @@ def test_streams_that_were_carried_as_their_names_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "carrier"), [("real", "gRPC"), ("identity, by gRPC", "tensor port 1"), ("real", None)]
+    ("name", "carrier"),
+    [
+        ("real", "gRPC"),
+        ("real", "ipc"),
+        ("real, by ipc", "tensor port 1"),
+        ("identity, by gRPC", "tensor port 1"),
+        ("real", None),
+    ],
 )
 def test_figures_of_another_carrier_are_not_given_out(name: str, carrier: str | None) -> None:
     with pytest.raises(RuntimeError, match=f"{name!r} are of a stream that was carried by {carrier}"):

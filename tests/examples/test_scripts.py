@@ -42,6 +42,13 @@ def test_script_trains_an_adapter(
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if "lora_B" in name)  # zero before training
 
 
+def test_the_two_sides_of_one_host(tiny_chat: Path, env: dict[str, str], workdir: Path) -> None:
+    out = run("ipc.py", "--model", tiny_chat, "--output", "adapter", env=env, cwd=workdir)
+    assert out.startswith("connected to ipc: ")
+    assert "adapter adapter: loss " in out
+    assert (workdir / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_a_script_that_fails_prints_one_line(env: dict[str, str], workdir: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/finetune.py"), "--url", "inproc:/no/such/folder"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=workdir)
@@ -49,7 +56,7 @@ def test_a_script_that_fails_prints_one_line(env: dict[str, str], workdir: Path)
     assert (done.returncode, line.startswith("finetune.py: cannot find the model")) == (1, True), line
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py", "demo.py"])
+@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py", "demo.py", "ipc.py"])
 def test_a_script_is_tuned_before_torch_is_imported(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     tuned = text.index("tenant_sdk.tune()")

@@ -37,9 +37,12 @@ def tiny_served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
-    def run(served_model: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
+    def run(
+        served_model: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0, ipc: bool = False
+    ) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
-        server = Server("127.0.0.1", 0, state, tensor_port=tensor_port)
+        folder = tmp_path / f"ipc{len(running)}" if ipc else None
+        server = Server("127.0.0.1", 0, state, tensor_port=tensor_port, ipc=folder)
         service = server.start(served_model, admission=admission)
         running.append(Provider(state, server, served_model, tmp_path / f"tenants{len(running)}", service))
         return running[-1]

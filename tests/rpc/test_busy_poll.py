@@ -27,7 +27,7 @@ from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header
-from wire.transport import busy_poll, tls_socket
+from wire.transport import busy_poll, message_socket
 from wire.transport.busy_poll import BusyPoll
 
 ENDLESS_S = 10 * WAIT_S
@@ -53,7 +53,7 @@ class Patient(BusyPoll):
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes both ends poll. This fixture must come before `provider`."""
     monkeypatch.setattr(busy_poll, "is_worthwhile", lambda: True)
-    monkeypatch.setattr(tls_socket, "BusyPoll", Patient)
+    monkeypatch.setattr(message_socket, "BusyPoll", Patient)
     monkeypatch.setattr(provider_service, "BusyPoll", Patient)
     monkeypatch.setattr(provider_service, "SWEEP_S", QUICK_S)
     monkeypatch.setattr(Patient, "looks", 0)

@@ -1,7 +1,7 @@
 """Tests how a session's frames are carried: their order, the ends of streams, which thread computes, and what a flood
 does to other tenants.
 
-Every test runs both on the tensor port and over gRPC.
+Every test runs on the tensor port, over gRPC and on a socket of one host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.tensor_port import TensorPortStatus
+from provider.net.stream_port import PortStatus
 from tests.support.links import BROKEN
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
@@ -34,21 +34,27 @@ from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.payload import RowsPayload
 
+WAYS: dict[str, dict[str, Any]] = {
+    "tensor port": {"tensor_port": 0},
+    "grpc": {"tensor_port": None},
+    "ipc": {"tensor_port": None, "ipc": True},
+}
 
-@pytest.fixture(params=["tensor port", "grpc"])
+
+@pytest.fixture(params=["tensor port", "grpc", "ipc"])
 def provider(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """Provides a provider whose streams use one of the two transports."""
-    return start(tiny_served_model, tensor_port=None if request.param == "grpc" else 0)
+    """Provides a provider whose streams use one of the three transports."""
+    return start(tiny_served_model, **WAYS[request.param])
 
 
-@pytest.fixture(params=["tensor port", "grpc"])
+@pytest.fixture(params=["tensor port", "grpc", "ipc"])
 def switched(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """Makes products by a function that the test sets, on either transport."""
-    return start(SwitchedModel(tiny_served_model), tensor_port=None if request.param == "grpc" else 0)
+    """Makes products by a function that the test sets, on any transport."""
+    return start(SwitchedModel(tiny_served_model), **WAYS[request.param])
 
 
 def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
@@ -56,11 +62,14 @@ def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
     assert connection.carrier is None
     assert_served(connection, provider.served_model)
     assert len(service_of(provider).sessions) == 1
-    if provider.server.tensors is None:
+    if provider.server.ipc is not None:
+        assert connection.carrier == "ipc"
+        assert provider.server.ipc.status() == PortStatus(num_connections=1, num_guests=0)
+    elif provider.server.tensors is None:
         assert connection.carrier == "gRPC"
     else:
         assert connection.carrier == carrier_of(provider)
-        assert provider.server.tensors.status() == TensorPortStatus(num_connections=1, num_guests=0)
+        assert provider.server.tensors.status() == PortStatus(num_connections=1, num_guests=0)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])

@@ -75,11 +75,11 @@ def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_fr
     provider = start(tiny_served_model)
     silent = [dial(provider.server.port) for _ in range(few_connections)]
     assert_ends(dial(provider.server.port))
-    monkeypatch.setattr(grpc_connection, "_CROWDED_S", 0.1)
+    monkeypatch.setattr(grpc_connection, "CROWDED_S", 0.1)
     with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
         provider.connect().manifest()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(grpc_connection, "_CROWDED_S", WAIT_S)
+    monkeypatch.setattr(grpc_connection, "CROWDED_S", WAIT_S)
     for one in silent:
         one.close()
     assert_served(provider.connect(), provider.served_model)

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import provider.net.service as service_module
-import provider.net.tensor_port as port_module
+import provider.net.stream_port as port_module
 from provider.identity.registry import enroll, revoke
+from provider.net.carrier import carry
 from provider.net.session import Session
-from provider.net.tensor_port import carry
 from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
@@ -43,8 +43,9 @@ from wire.frame import FrameType, Header
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.identity import TlsIdentity
+from wire.transport.message_socket import MessageSocket
 from wire.transport.tls_context import ALPN, client_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import handshake
 
 LARGE_ROWS = 4096
 """The number of rows of a reply of 1 MiB."""
@@ -66,7 +67,7 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * WAIT_S)
+    monkeypatch.setattr("provider.net.stream_port._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: tensors_of(provider).status().num_guests == 20, "all are let in")
     assert_served(provider.connect(), provider.served_model)

@@ -18,7 +18,7 @@ from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enr
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
-from tests.support.links import GrpcLink, TensorLink
+from tests.support.links import GrpcLink, SocketLink
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
@@ -71,11 +71,11 @@ def wait_for_sweeps(provider: Provider) -> None:
         assert swept.acquire(timeout=WAIT_S)
 
 
-@pytest.fixture(params=[TensorLink, GrpcLink], ids=["tensor", "grpc"])
+@pytest.fixture(params=[SocketLink, GrpcLink], ids=["tensor", "grpc"])
 def reached(
     request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    return start(tiny_served_model, tensor_port=0 if request.param is TensorLink else None)
+    return start(tiny_served_model, tensor_port=0 if request.param is SocketLink else None)
 
 
 def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(

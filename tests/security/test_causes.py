@@ -332,9 +332,15 @@ BEFORE_ANY_ROW = {
     ("wire/transport/grpc_connection.py", "open_channel"),
     ("wire/transport/identity.py", "load_identity"),
     ("wire/transport/identity.py", "_check_files"),
+    ("wire/transport/ipc/connection.py", "folder_of"),
+    ("wire/transport/ipc/connection.py", "_connect"),
+    ("wire/transport/ipc/folder.py", "check_socket"),
+    ("wire/transport/ipc/folder.py", "_look_at"),
+    ("provider/net/ipc_port.py", "__init__"),
+    ("provider/net/ipc_port.py", "_take_lock"),
     ("provider/net/tensor_port.py", "__init__"),
 }
-"""The functions in these files that handle a URL, an identity's files or a port, and no rows."""
+"""The functions in these files that handle a URL, an identity's files, a folder or a port, and no rows."""
 
 
 def _kept_causes(file: Path) -> Iterator[tuple[str, int]]:

@@ -15,8 +15,12 @@ from tests.support.loopback_provider import Provider
 from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
-from wire.transport.tls_context import client_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.ipc.clear_socket import ClearSocket
+from wire.transport.ipc.folder import SOCKET_NAME
+from wire.transport.ipc.handshake import tenant_handshake
+from wire.transport.message_socket import MessageSocket
+from wire.transport.tls_context import IPC_ALPN, client_context
+from wire.transport.tls_socket import handshake
 
 BROKEN = (grpc.RpcError, OSError)
 """The errors with which reading fails if either side ended the stream without a message."""
@@ -68,11 +72,11 @@ class GrpcLink:
         self._channel.close()
 
 
-class TensorLink:
-    """Carries messages over the tensor port."""
+class SocketLink:
+    """Carries messages over the tensor port or the socket of one host."""
 
-    def __init__(self, provider: Provider, name: str) -> None:
-        self.connection = connect(provider, name)
+    def __init__(self, connection: MessageSocket) -> None:
+        self.connection = connection
         self._is_active = True
 
     def send(self, message: bytes) -> None:
@@ -129,6 +133,26 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
     return made
 
 
+def dial_ipc(provider: Provider) -> socket.socket:
+    """Returns a plain connection to the socket of this host, on which nothing was said."""
+    assert provider.server.ipc is not None
+    plain = socket.socket(socket.AF_UNIX)
+    plain.settimeout(WAIT_S)
+    plain.connect(str(provider.server.ipc.folder / SOCKET_NAME))
+    return plain
+
+
+def connect_ipc(provider: Provider, name: str) -> ClearSocket:
+    """Returns a connection to the socket of this host, on which reading gives up after a while."""
+    identity, plain = provider.identity(name), dial_ipc(provider)
+    made = tenant_handshake(plain, client_context(identity.ca_pem, identity.cert_pem, identity.key_pem, IPC_ALPN))
+    plain.settimeout(WAIT_S)
+    return made
+
+
 def open_link(provider: Provider, name: str) -> Link:
-    """Opens a stream as a tenant does: over the tensor port if the provider has one, otherwise over gRPC."""
-    return GrpcLink(provider, name) if provider.server.tensor_port is None else TensorLink(provider, name)
+    """Opens a stream as a tenant does: on the socket of one host or over the tensor port if the provider has one,
+    otherwise over gRPC."""
+    if provider.server.ipc is not None:
+        return SocketLink(connect_ipc(provider, name))
+    return GrpcLink(provider, name) if provider.server.tensor_port is None else SocketLink(connect(provider, name))

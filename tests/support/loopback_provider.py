@@ -13,6 +13,7 @@ from provider.net.service import ProviderService
 from wire.limits import Limits
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
+from wire.transport.ipc.connection import IpcConnection
 
 LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)
 """Limits that are small enough for tests to reach. A chunk is 1 MiB."""
@@ -27,7 +28,7 @@ class Provider:
     served_model: ServedModel
     folder: Path
     service: ProviderService
-    connections: list[GrpcConnection] = field(default_factory=list)
+    connections: list[GrpcConnection | IpcConnection] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -41,8 +42,19 @@ class Provider:
             enroll(self.state, name, out, self.url)
         return TlsIdentity.read(out)
 
-    def connect(self, name: str = "acme") -> GrpcConnection:
-        """Returns a tenant's connection, which is closed together with the provider."""
-        connection = GrpcConnection(self.url, self.identity(name))
+    @property
+    def ipc_url(self) -> str:
+        """Returns the URL at which tenants of the same host find the provider."""
+        assert self.server.ipc is not None
+        return f"ipc:{self.server.ipc.folder}"
+
+    def connect(self, name: str = "acme") -> GrpcConnection | IpcConnection:
+        """Returns a tenant's connection, on the socket of one host if the provider has one. The connection is closed
+        together with the provider."""
+        connection: GrpcConnection | IpcConnection
+        if self.server.ipc is None:
+            connection = GrpcConnection(self.url, self.identity(name))
+        else:
+            connection = IpcConnection(self.ipc_url, self.identity(name))
         self.connections.append(connection)
         return connection

@@ -6,7 +6,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.raw_peer import RawPeer
 from tests.support.tensor_port import dial
 from wire.transport.tls_context import client_context
-from wire.transport.tls_socket import MessageSocket
+from wire.transport.tls_socket import TlsSocket
 
 
 class RawTls(RawPeer):
@@ -18,4 +18,4 @@ class RawTls(RawPeer):
         super().__init__(dial(provider), context, "127.0.0.1")
         self.shake_hands()
         self.send()
-        self.connection = MessageSocket(self.plain, self.tls, self.incoming, self.outgoing)
+        self.connection = TlsSocket(self.plain, self.tls, self.incoming, self.outgoing)

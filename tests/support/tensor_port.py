@@ -17,7 +17,7 @@ from wire import frame
 from wire.frame import Header
 from wire.manifest import parse_manifest
 from wire.transport import grpc_connection
-from wire.transport.tls_socket import MessageSocket
+from wire.transport.message_socket import MessageSocket
 
 
 def dial(provider: Provider) -> socket.socket:

@@ -30,7 +30,7 @@ NAMES = {
     *("RequestError", "InvalidTensor", "NotFinite", "UnknownLayer", "LimitExceeded"),
     *("AccessError", "Unauthenticated", "NotPermitted", "QuotaExceeded"),
     *("TransportError", "DeadlineExceeded", "Unavailable", "ForkedConnection"),
-    *("ProtocolError", "VersionMismatch", "MalformedFrame", "ProviderChanged", "RemoteFault"),
+    *("ProtocolError", "VersionMismatch", "MalformedFrame", "ProviderChanged", "WrongPeer", "RemoteFault"),
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),

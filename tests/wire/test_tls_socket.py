@@ -29,10 +29,10 @@ from tests.support.tls_authority import HOST, Authority, make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
-from wire.transport import tls_socket
+from wire.transport import message_socket, tls_socket
 from wire.transport.grpc_connection import channel_options
 from wire.transport.tls_context import ALPN, client_context, server_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import TlsSocket, handshake
 
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
@@ -50,7 +50,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-Outcome = MessageSocket | BaseException
+Outcome = TlsSocket | BaseException
 
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tuple[Outcome, Outcome]:
@@ -75,29 +75,29 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tu
     return mine, outcome[0]
 
 
-def joined(authority: Authority) -> tuple[MessageSocket, MessageSocket]:
+def joined(authority: Authority) -> tuple[TlsSocket, TlsSocket]:
     near, far = meet(authority.client_context(), authority.server_context())
-    assert isinstance(near, MessageSocket)
-    assert isinstance(far, MessageSocket)
+    assert isinstance(near, TlsSocket)
+    assert isinstance(far, TlsSocket)
     return near, far
 
 
 @pytest.fixture
-def ends(authority: Authority) -> Iterator[tuple[MessageSocket, MessageSocket]]:
+def ends(authority: Authority) -> Iterator[tuple[TlsSocket, TlsSocket]]:
     near, far = joined(authority)
     yield near, far
     near.release()
     far.release()
 
 
-def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, MessageSocket]:
+def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, TlsSocket]:
     """Makes a tenant that can send arbitrary bytes, and the provider's end.
 
     Together with the end of its handshake, the tenant sends `more` and the mark that nothing follows.
     """
     near, far = tcp_pair()
     peer = RawPeer(near, authority.client_context(), HOST)
-    made: list[MessageSocket] = []
+    made: list[TlsSocket] = []
     thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
     peer.shake_hands()
     last = peer.records(*more)
@@ -109,20 +109,20 @@ def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tupl
 
 
 @pytest.fixture
-def raw(authority: Authority) -> Iterator[tuple[RawPeer, MessageSocket]]:
+def raw(authority: Authority) -> Iterator[tuple[RawPeer, TlsSocket]]:
     near, far = raw_tenant(authority)
     yield near, far
     near.plain.close()
     far.release()
 
 
-def option(end: MessageSocket, level: int, name: int, *size: int) -> Any:
+def option(end: TlsSocket, level: int, name: int, *size: int) -> Any:
     """Returns an option of the socket of one end."""
     with socket.socket(fileno=os.dup(end.fileno())) as plain:
         return plain.getsockopt(level, name, *size)
 
 
-def receive(end: MessageSocket) -> bytes:
+def receive(end: TlsSocket) -> bytes:
     while (message := end.next_message()) is None:
         try:
             end.wait()
@@ -133,7 +133,7 @@ def receive(end: MessageSocket) -> bytes:
     return bytes(message)
 
 
-def send_all(end: MessageSocket, *messages: bytes) -> None:
+def send_all(end: TlsSocket, *messages: bytes) -> None:
     for message in messages:
         end.send(message)
         while end.has_unsent:
@@ -152,7 +152,7 @@ def joins(thread: threading.Thread) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
-def test_the_kernel_pings_at_both_ends(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_the_kernel_pings_at_both_ends(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Pings begin after 20 s without a byte. Some 10 s later a peer that does not respond counts as lost."""
     for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
         assert option(end, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -178,7 +178,7 @@ def test_grpc_pings_from_both_ends() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_message_arrives_as_it_was_both_ways(ends: tuple[MessageSocket, MessageSocket], size: int) -> None:
+def test_a_message_arrives_as_it_was_both_ways(ends: tuple[TlsSocket, TlsSocket], size: int) -> None:
     message = os.urandom(size)
     for source, sink in (ends, ends[::-1]):
         sender = in_thread(lambda source=source: send_all(source, message, b"after"))
@@ -187,7 +187,7 @@ def test_a_message_arrives_as_it_was_both_ways(ends: tuple[MessageSocket, Messag
         assert joins(sender)
 
 
-def test_many_small_messages_in_one_record(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_many_small_messages_in_one_record(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     messages = [bytes([number % 256]) * (number % 7) for number in range(2000)]
     near.send(b"".join(LENGTH.pack(len(one)) + one for one in messages))
@@ -195,7 +195,7 @@ def test_many_small_messages_in_one_record(raw: tuple[RawPeer, MessageSocket]) -
 
 
 @pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket], size: int) -> None:
+def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket], size: int) -> None:
     """The message is cut into TLS records, so that the length, too, may arrive in parts."""
     near, far = raw
     message = os.urandom(size)
@@ -205,7 +205,7 @@ def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket], size: i
         assert [receive(far), receive(far)] == [message, message]
 
 
-def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket]) -> None:
     """The record is cut into TCP segments. Nothing counts as a message before its record is complete."""
     near, far = raw
     for cut in range(1, 40):
@@ -251,10 +251,10 @@ def test_any_messages_in_any_pieces(authority: Authority, messages: list[bytes],
 
 
 def test_a_length_above_the_limit_takes_no_memory(
-    raw: tuple[RawPeer, MessageSocket], monkeypatch: pytest.MonkeyPatch
+    raw: tuple[RawPeer, TlsSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, far = raw
-    monkeypatch.setattr(tls_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
+    monkeypatch.setattr(message_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
     near.send(LENGTH.pack(2) + b"ok" + LENGTH.pack(MAX_FRAME_BYTES + 1) + b"rest")
     with pytest.raises(MalformedFrame, match=str(MAX_FRAME_BYTES)):
         far.wait()
@@ -268,7 +268,7 @@ def test_a_length_above_the_limit_takes_no_memory(
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_ends_in_order(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_ends_in_order(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     send_all(near, b"last")
     near.end_sending()
@@ -280,7 +280,7 @@ def test_a_peer_that_ends_in_order(ends: tuple[MessageSocket, MessageSocket]) ->
     assert receive(near) == b"the other way is open"
 
 
-def test_a_peer_that_ends_without_a_word(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_ends_without_a_word(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     send_all(near, b"last")
     near.release()
@@ -289,7 +289,7 @@ def test_a_peer_that_ends_without_a_word(ends: tuple[MessageSocket, MessageSocke
         receive(far)
 
 
-def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     near.send(LENGTH.pack(100) + b"half")
     near.end()
@@ -317,7 +317,7 @@ def test_a_wrong_length_beside_the_handshake_comes_after_what_was_right(authorit
     end.release()
 
 
-def test_close_wakes_who_receives(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, _ = ends
     ended: list[BaseException] = []
 
@@ -340,7 +340,7 @@ def test_close_wakes_who_receives(ends: tuple[MessageSocket, MessageSocket]) -> 
     near.close()
 
 
-def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Another connection may have this descriptor number by then, since any thread may call `close`."""
     near, _ = ends
     number = near.fileno()
@@ -358,7 +358,7 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[MessageSocke
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """A forked child would otherwise continue the counters of TLS under the same keys as its parent."""
     near, far = ends
 
@@ -378,7 +378,7 @@ def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[Messa
 # ---- many threads, slow peers ---------------------------------------------------------------------------------------
 
 
-def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     got: list[bytes] = []
     reader = in_thread(lambda: got.append(receive(near)))
@@ -391,7 +391,7 @@ def test_sending_goes_on_while_another_thread_waits_for_messages(ends: tuple[Mes
     assert got == [b"answer"]
 
 
-def test_messages_of_several_threads_stay_whole(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_messages_of_several_threads_stay_whole(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     senders = [
         in_thread(lambda mark=mark: send_all(near, *[bytes([mark]) * (1 + 3571 * n) for n in range(30)]))
@@ -406,7 +406,7 @@ def test_messages_of_several_threads_stay_whole(ends: tuple[MessageSocket, Messa
     assert all(joins(thread) for thread in senders)
 
 
-def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSocket]) -> None:
     near, far = ends
     message = os.urandom(1 << 20)
     began = time.monotonic()
@@ -431,11 +431,11 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
     assert all(one == message for one in got)
 
 
-def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """There is one thread at each end, which sends and receives. Neither may wait for the peer to read first."""
     message, count = os.urandom(1 << 20), 24
 
-    def both(end: MessageSocket, got: list[bytes]) -> None:
+    def both(end: TlsSocket, got: list[bytes]) -> None:
         for _ in range(count):
             end.send(message)
         while len(got) < count or end.has_unsent:
@@ -460,7 +460,7 @@ class Message(bytearray):
     """Holds bytes to which weak references can be made."""
 
 
-def test_what_has_been_sent_is_freed(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Both the message and its encrypted bytes are freed. A first message makes the memory that is kept for later
     ones."""
     near, far = ends
@@ -493,7 +493,7 @@ def test_what_has_been_sent_is_freed(ends: tuple[MessageSocket, MessageSocket]) 
 def refused(near: Outcome, far: Outcome) -> bool:
     """Returns whether no end has a connection. With TLS 1.3 the tenant may have one for a while, since it learns of the
     refusal only when it reads."""
-    if isinstance(near, MessageSocket):
+    if isinstance(near, TlsSocket):
         with pytest.raises(OSError):
             receive(near)
         near.release()
@@ -552,7 +552,7 @@ def test_the_providers_certificate_does_not_make_a_tenant(authority: Authority) 
     assert refused(*meet(client_context(*authority.server), authority.server_context()))
 
 
-def test_nothing_is_resumed(raw: tuple[RawPeer, MessageSocket]) -> None:
+def test_nothing_is_resumed(raw: tuple[RawPeer, TlsSocket]) -> None:
     near, far = raw
     message = b"a ticket would come before this"
     send_all(far, message)
@@ -607,13 +607,13 @@ def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
     not read."""
     near_plain, far_plain = tcp_pair()
     provider = RawPeer(far_plain, authority.server_context())
-    made: list[MessageSocket] = []
+    made: list[TlsSocket] = []
     thread = in_thread(lambda: made.append(handshake(near_plain, authority.client_context(), HOST)))
     provider.shake_hands()
     provider.send()
     assert joins(thread)
     (near,) = made
-    far = MessageSocket(far_plain, provider.tls, provider.incoming, provider.outgoing)
+    far = TlsSocket(far_plain, provider.tls, provider.incoming, provider.outgoing)
     provider.outgoing.write(bytes(1 << 16))
     send_all(near, b"one")
     assert receive(far) == b"one"
@@ -647,14 +647,14 @@ def test_without_memory_files_the_key_is_gone_again(
     far.release()
 
 
-def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Linux ends a connection if its peer acknowledges but does not read for so long."""
     near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000
 
 
-def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[TlsSocket, TlsSocket]) -> None:
     chosen = [option(end, socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in ends]
     assert [name.rstrip(b"\0") for name in chosen] == [b"reno", b"reno"]
 

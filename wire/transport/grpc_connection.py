@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +26,6 @@ from wire.errors import (
     REVOKED,
     ConfigurationError,
     DeadlineExceeded,
-    ForkedConnection,
     MalformedFrame,
     NotPermitted,
     QuotaExceeded,
@@ -38,7 +35,6 @@ from wire.errors import (
     VeilbaseError,
     VersionMismatch,
 )
-from wire.frame import Call
 from wire.limits import (
     KEEPALIVE_TIME_MS,
     KEEPALIVE_TIMEOUT_MS,
@@ -49,24 +45,16 @@ from wire.limits import (
     deadline_s,
 )
 from wire.manifest import Manifest, parse_manifest
-from wire.payload import Payload
 from wire.transport import tls_stream
-from wire.transport.connection import Pending, Traffic
 from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
-from wire.transport.multiplexer import Multiplexer
-from wire.transport.retry import RetriedRequest, with_jitter
+from wire.transport.retry import with_jitter
+from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
 
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
-_CROWDED_S = 15.0
-"""Seconds for which a tenant retries if a provider closes new connections at once. A provider that is flooded with
-connections accepts another one as soon as a connection has timed out."""
-_CROWDED_PAUSE_S = 0.01
-"""The pause in seconds before the next try. It is short because a free place at a flooded port is taken within
-milliseconds: with pauses of up to half a second a new tenant was not accepted within 15 s (tests/rpc/test_flood.py)."""
 _DROPPED = "Handshake read failed"
 """The part of gRPC's own text which says that the other side closed the connection before TLS had begun. The text is
 another if a certificate is refused or the port has no TLS. If a later gRPC words this differently, there is no second
@@ -176,7 +164,7 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
     return min(int(text), MAX_DEADLINE_MS) / 1000
 
 
-class GrpcConnection:
+class GrpcConnection(StreamConnection):
     """Implements `Connection` with gRPC and the tensor port. The connection opens at first use, so that a program may
     fork before that."""
 
@@ -187,19 +175,11 @@ class GrpcConnection:
             url: the address, grpcs://host:port.
             identity: the tenant's certificate and key; None to connect without TLS.
         """
-        self.url = url
-        self.traffic = Traffic()
+        super().__init__(url)
         self._identity = identity
-        self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._stream: Multiplexer | None = None
-        self._compared: Multiplexer | None = None
-        """The stream on which `_check_same_weights` has passed. Requests are sent on no other stream."""
         self._port: int | None = None
         """The tensor port that the newest stream is on; None if gRPC carries that stream."""
-        self._manifest: Manifest | None = None
-        self._pid = os.getpid()
-        self._closed = False
 
     @property
     def carrier(self) -> str | None:
@@ -213,57 +193,39 @@ class GrpcConnection:
             return None
         return "gRPC" if self._port is None else f"tensor port {self._port}"
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedConnection(
-                "this connection was opened before a fork: make a new TenantClient in the child, "
-                "or start workers with the spawn method (dataloader_num_workers=0)"
-            )
-        if self._closed:
-            raise Unavailable("the connection was closed")
-
     def _open_channel(self) -> grpc.Channel:
         self._check_usable()
         if self._channel is None:
             self._channel = open_channel(self.url, self._identity)
         return self._channel
 
-    def manifest(self) -> Manifest:
-        """Returns the provider's manifest. Only the first call fetches it."""
-        with self._lock:
-            if self._manifest is None:
-                self._manifest = self._fetch_manifest()
-            return self._manifest
-
     def _fetch_manifest(self) -> Manifest:
-        give_up_at = time.monotonic() + _CROWDED_S
+        give_up_at = time.monotonic() + CROWDED_S
         while True:
             try:
                 return self._try_to_fetch_manifest()
             except _ConnectionDropped:
                 if time.monotonic() >= give_up_at:
                     raise
-            time.sleep(with_jitter(_CROWDED_PAUSE_S))
+            time.sleep(with_jitter(CROWDED_PAUSE_S))
 
     def _try_to_fetch_manifest(self) -> Manifest:
         try:
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
         except Unavailable as exc:
-            self._drop_channel()
+            self._drop()
             if isinstance(exc, _ConnectionDropped) or exc.retry_s > 0:
                 raise
             raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
         except TransportError:
-            self._drop_channel()
+            self._drop()
             raise
         return parse_manifest(data)
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
         """Yields the chunks of one bundle file, never more than the manifest announced."""
-        sizes = {file.name: file.size_bytes for file in self.manifest().bundle}
-        if file_name not in sizes:
-            raise ConfigurationError(f"the provider's bundle has no file {file_name!r}")
-        yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), deadline_s(sizes[file_name]), sizes[file_name])
+        size = self._announced_bytes(file_name)
+        yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), deadline_s(size), size)
 
     def _unary_stream(self, method: str, request: bytes, timeout_s: float, max_bytes: int) -> Iterator[bytes]:
         channel = self._open_channel()
@@ -282,33 +244,6 @@ class GrpcConnection:
         finally:
             call.cancel()
 
-    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        """Sends one request on the stream; see `Connection.submit`."""
-        self._check_usable()
-        payload.check(call)
-        stream = self._compared
-        if stream is None or not stream.is_usable():
-            stream = self._open_stream()
-        return RetriedRequest(stream, call, payload, reply_cols)
-
-    def _open_stream(self) -> Multiplexer:
-        begun_with = self.manifest()
-        with self._lock:
-            if self._compared is None or not self._compared.is_usable():
-                if self._stream is not None:
-                    self._drop_channel()
-                raw = self._open_raw_stream(begun_with)
-                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, translate_status)
-                try:
-                    stream.wait_welcome()
-                    self._check_same_weights(begun_with)
-                except BaseException:
-                    stream.close()
-                    raise
-                self._compared = stream
-                _LOGGER.info("a stream is open, carried by %s", self.carrier)
-            return self._compared
-
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
         """Opens a stream on the tensor port, or on gRPC if there is no such port or it cannot be reached."""
         channel = self._open_channel()
@@ -325,35 +260,17 @@ class GrpcConnection:
                     _LOGGER.info("the tensor port cannot be used (%s): gRPC carries the stream", type(exc).__name__)
         return GrpcStream(channel, STREAM_METHOD)
 
-    def _check_same_weights(self, begun_with: Manifest) -> None:
-        """Checks that the provider still serves the weights of the first manifest. A provider that was restarted with
-        another model must not compute on rows that were meant for the first model.
-
-        This is called after WELCOME: if the provider is replaced between this manifest and the first request, the
-        stream breaks. A stream on a tensor port that the manifest no longer names may lead to another provider of the
-        same CA. This check is no defence against a provider that lies; verification is.
-        """
-        now = self._fetch_manifest()
+    def _check_place(self, now: Manifest) -> None:
+        # A stream on a tensor port that the manifest no longer names may lead to another provider of the same CA.
         if self._port is not None and now.tensor_port != self._port:
             raise Unavailable("the provider was started anew just now, and nothing was sent to it: ask again")
-        if (now.weights, now.groups) != (begun_with.weights, begun_with.groups):
-            raise ConfigurationError(
-                "the provider serves other weights than when this session began, and nothing was sent to it: "
-                "ask its operator for the first ones, or begin a new session"
-            )
 
-    def _drop_channel(self) -> None:
+    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
+        return translate_status(exc, connected)
+
+    def _drop(self) -> None:
         """Closes the channel after a failure, since gRPC would let the old channel wait for up to two minutes before it
         tries again."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def close(self) -> None:
-        """Ends the stream and the channel."""
-        if os.getpid() != self._pid:
-            return  # The parent's sockets are not the child's to close.
-        self._closed = True
-        if self._stream is not None:
-            self._stream.close()
-        self._drop_channel()

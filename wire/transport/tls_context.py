@@ -11,30 +11,37 @@ import ssl
 import tempfile
 
 ALPN = "veilbase/1"
+IPC_ALPN = "veilbase-ipc/1"
+"""The application protocol on a socket of this host. It is another one, so that neither end can be led from a port that
+stays encrypted to a socket that does not, or back."""
 
 
-def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
+def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes, alpn: str = ALPN) -> ssl.SSLContext:
     """Returns the TLS context of the tenant's end. The context also checks the name of the provider's host.
+
+    Args:
+        ca_pem, cert_pem, key_pem: the certificate of the provider's CA, this end's certificate and its key.
+        alpn: the one application protocol that this end speaks.
 
     Raises:
         ssl.SSLError: OpenSSL does not accept a certificate or the key.
     """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, ca_pem, cert_pem, key_pem)
+    return _context(ssl.PROTOCOL_TLS_CLIENT, ca_pem, cert_pem, key_pem, alpn)
 
 
-def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
+def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes, alpn: str = ALPN) -> ssl.SSLContext:
     """Returns the TLS context of the provider's end, which demands a certificate of the provider's CA; see
     `client_context`."""
-    context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem)
+    context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem, alpn)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # No session is ever resumed.
     return context
 
 
-def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
+def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes, alpn: str) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols([ALPN])
+    context.set_alpn_protocols([alpn])
     context.load_verify_locations(cadata=ca_pem.decode("ascii"))
     # The ssl module reads keys from files only. On Linux the file is in memory; elsewhere it is deleted soon.
     if hasattr(os, "memfd_create"):

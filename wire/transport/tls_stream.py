@@ -8,8 +8,9 @@ import ssl
 from wire.errors import MalformedFrame, Unavailable
 from wire.transport.busy_poll import tenants_most_s
 from wire.transport.identity import TlsIdentity
+from wire.transport.message_socket import MessageSocket
 from wire.transport.tls_context import client_context
-from wire.transport.tls_socket import MessageSocket, handshake
+from wire.transport.tls_socket import handshake
 
 _CONNECT_TIMEOUT_S = 3.0
 """The most seconds to wait for the TCP connection. If a firewall silently drops packets to the tensor port, the first

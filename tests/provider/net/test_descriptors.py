@@ -25,21 +25,22 @@ from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("num_files", [64, 256, 512, 1024, 4096, 65536])
-@pytest.mark.parametrize("has_tensor_port", [True, False])
-def test_the_ports_leave_a_reserve(num_files: int, has_tensor_port: bool) -> None:
-    share = shares(num_files, has_tensor_port)
-    taken = share.rpc_connections + FILES_PER_STREAM * share.streams
+@pytest.mark.parametrize("num_ports", [0, 1, 2])
+def test_the_ports_leave_a_reserve(num_files: int, num_ports: int) -> None:
+    share = shares(num_files, num_ports)
+    taken = share.rpc_connections + FILES_PER_STREAM * share.streams * num_ports
     assert taken <= num_files - min(RESERVED_FILES, num_files // 2)
     assert share.rpc_connections >= 1
-    assert (share.streams >= 1) is has_tensor_port
+    assert (share.streams >= 1) is (num_ports > 0)
     assert share.rpc_connections <= MOST_RPC_CONNECTIONS
     assert share.streams <= MOST_STREAMS
 
 
 def test_the_usual_limits() -> None:
-    assert shares(1024, True) == Shares(384, 256)
-    assert shares(1024, False) == Shares(896, 0)
-    assert shares(65536, True) == Shares(MOST_RPC_CONNECTIONS, MOST_STREAMS)
+    assert shares(1024, 1) == Shares(384, 256)
+    assert shares(1024, 2) == Shares(360, 134)
+    assert shares(1024, 0) == Shares(896, 0)
+    assert shares(65536, 2) == Shares(MOST_RPC_CONNECTIONS, MOST_STREAMS)
 
 
 @pytest.mark.parametrize(("soft", "hard", "after"), [(64, 128, 128), (200, 200, 200), (64, 8000, 8000)])

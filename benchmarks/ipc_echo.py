@@ -1,0 +1,177 @@
+"""Compares the two carriers of a tenant's messages without anything above them: the tensor port's (TLS on TCP) and that
+of a socket of this host (no encryption after its handshake). A process of its own echoes every message, with the
+provider's own loop of a connection (`provider.net.carrier`), and both ends poll before they sleep, as in use.
+
+The two take turns in every round, so that both meet the same machine. The messages are those of a decode step's row and
+of a tensor in chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wire.frame import HEADER_BYTES, FrameType, Header
+from wire.limits import CHUNK_BYTES
+from wire.transport.busy_poll import MOST_S, BusyPoll
+
+if TYPE_CHECKING:
+    from wire.transport.message_socket import MessageSocket
+
+SMALL_BYTES = HEADER_BYTES + 4 * 576
+"""A row of SmolLM2's width with its header, 2.3 KB."""
+NUM_CHUNKS = 4
+"""Chunks of 1 MiB in the large message."""
+BARS = {"2.3 KB": 0.4, "4 MB": 0.5}
+"""The most that an echo on a socket of this host may take, as a share of the tensor port's in the same round."""
+CALLS = {"2.3 KB": 400, "4 MB": 12}
+
+
+def serve(state: str, folder: str) -> None:
+    """Echoes on both kinds of socket until standard input ends; prints `ready` and the TCP port."""
+    from provider.identity.authority import StateDir, issue_server_certificate
+    from wire.transport.ipc.folder import SOCKET_NAME
+    from wire.transport.ipc.handshake import provider_handshake
+    from wire.transport.tls_context import IPC_ALPN, server_context
+    from wire.transport.tls_socket import handshake
+
+    key, chain, ca = issue_server_certificate(StateDir(Path(state)), "127.0.0.1")
+    tcp, here = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    here.bind(str(Path(folder) / SOCKET_NAME))
+    here.listen()
+    ipc_context, tls_context = server_context(ca, chain, key, IPC_ALPN), server_context(ca, chain, key)
+
+    def accept() -> None:
+        plain, _ = here.accept()
+        _echo(provider_handshake(plain, ipc_context))
+
+    def accept_tcp() -> None:
+        plain, _ = tcp.accept()
+        _echo(handshake(plain, tls_context))
+
+    for work in (accept, accept_tcp):
+        threading.Thread(target=work, daemon=True).start()
+    print(f"ready {tcp.getsockname()[1]}", flush=True)
+    sys.stdin.read()
+
+
+class _Echo:
+    """Stands for a session: what comes goes back."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes | memoryview] = deque()
+        self.notify: Callable[[], None] = lambda: None
+        self.is_over = False
+
+    def receive(self, message: bytes | memoryview) -> bool:
+        self._waiting.append(message)
+        return True
+
+    def next_frame(self) -> bytes | memoryview | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def end_input(self) -> None:
+        self.is_over = True
+
+    def end(self, _code: object = None) -> None:
+        self.is_over = True
+
+    close = stop_sending = end
+
+
+def _echo(connection: MessageSocket) -> None:
+    from provider.net.carrier import carry
+
+    session: Any = _Echo()
+    carry(session, connection, BusyPoll())
+
+
+def _round_trip(connection: MessageSocket, messages: list[bytes]) -> float:
+    """Returns the seconds in which messages were sent and came back."""
+    began, left = time.perf_counter(), len(messages)
+    for message in messages:
+        connection.send(message)
+    while left:
+        while left and connection.next_message() is not None:
+            left -= 1
+        if left:
+            connection.wait()
+    return time.perf_counter() - began
+
+
+def run(repeats: int = 7) -> dict[str, dict[str, float]]:
+    """Returns, for each size, the median microseconds of an echo by "tensor port" and "ipc", and the median "ratio" of
+    both over the rounds."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        tcp, here = _connect(Path(scratch), stack)
+        header = Header(FrameType.REPLY).pack()
+        large = [header + bytes(CHUNK_BYTES)] * NUM_CHUNKS
+        messages = {"2.3 KB": [header + bytes(SMALL_BYTES - HEADER_BYTES)], "4 MB": large}
+        found = {}
+        for size, parts in messages.items():
+            rounds = []
+            for repeat in range(repeats + 1):
+                pair = [
+                    statistics.median(_round_trip(one, parts) for _ in range(CALLS[size])) * 1e6 for one in (tcp, here)
+                ]
+                if repeat:  # the first round warms up
+                    rounds.append(pair)
+            found[size] = {
+                "tensor port": statistics.median(pair[0] for pair in rounds),
+                "ipc": statistics.median(pair[1] for pair in rounds),
+                "ratio": statistics.median(pair[1] / pair[0] for pair in rounds),
+            }
+        return found
+
+
+def _connect(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, MessageSocket]:
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import enroll
+    from wire.transport.identity import load_identity
+    from wire.transport.ipc.folder import SOCKET_NAME
+    from wire.transport.ipc.handshake import tenant_handshake
+    from wire.transport.tls_context import IPC_ALPN, client_context
+    from wire.transport.tls_socket import handshake
+
+    enroll(StateDir(root / "state"), "bench", root / "bench", "grpcs://127.0.0.1:1")
+    identity = load_identity(root / "bench")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.ipc_echo", str(root / "state"), str(root)]
+    child = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    stack.callback(lambda: child.stdin and child.stdin.close())
+    port = int((child.stdout.readline() if child.stdout else "").split()[1])
+    given = (identity.ca_pem, identity.cert_pem, identity.key_pem)
+    tcp = handshake(socket.create_connection(("127.0.0.1", port)), client_context(*given), "127.0.0.1", MOST_S)
+    stack.callback(tcp.release)
+    plain = socket.socket(socket.AF_UNIX)
+    plain.connect(str(root / SOCKET_NAME))
+    here = tenant_handshake(plain, client_context(*given, IPC_ALPN), MOST_S)
+    stack.callback(here.release)
+    return tcp, here
+
+
+def report(found: dict[str, dict[str, float]], tell: Callable[[str], None] = print) -> None:
+    """Prints the results as a table."""
+    tell("| echo of | tensor port, µs | ipc, µs | ratio, median of pairs | bar |\n|---|---|---|---|---|")
+    for size, one in found.items():
+        bar, is_met = BARS[size], one["ratio"] <= BARS[size]
+        tell(
+            f"| {size} | {one['tensor port']:.0f} | {one['ipc']:.0f} | {one['ratio']:.2f} | "
+            f"{bar}: {'met' if is_met else '**missed**'} |"
+        )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        serve(*sys.argv[1:])
+    else:
+        report(run())

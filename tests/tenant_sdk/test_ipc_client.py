@@ -1,0 +1,100 @@
+"""`TenantClient("ipc:DIR")`: settings that cannot be, and answers and training that equal those over a network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ServedModel
+from provider.net.server import Server
+from tenant_sdk import TenantClient, cli
+from tenant_sdk.trust.pins import Pins
+from tests.support.quick_training import QUICK, ROWS, lora
+from wire.errors import ConfigurationError, ProviderChanged, VeilbaseError, WrongPeer
+
+PROMPT = "who?"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ipc")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, served_model: ServedModel) -> Iterator[Server]:
+    state = StateDir(root / "state")
+    enroll(state, "acme", root / "acme", "grpcs://127.0.0.1:1")
+    made = Server("127.0.0.1", 0, state, ipc=root / "dir")
+    made.start(served_model)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(("mask", "verified"), [("off", False), ("lattice", True)])
+def test_answers_and_training_are_those_over_tcp(
+    server: Server, root: Path, tmp_path: Path, chat_folder: Path, mask: str, verified: bool
+) -> None:
+    """By the lattice mask too, with every reply checked."""
+    options = {"identity": root / "acme", "mask": mask, "progress": False}
+    if verified:
+        options |= {"verify": chat_folder, "mask_options": {"background": False}}
+    found = []
+    for url in (f"ipc:{root / 'dir'}", f"grpcs://127.0.0.1:{server.port}"):
+        with TenantClient(url, cache=tmp_path / f"cache{len(found)}", **options) as client:
+            answer = client.generate(PROMPT, max_new_tokens=8)
+            result = client.finetune(ROWS[:2], lora(), tmp_path / f"adapter{len(found)}", **QUICK | {"max_steps": 2})
+            found.append((answer, pytest.approx(result.losses, rel=1e-4), client.traffic.bytes_up))
+    assert found[0][0] == found[1][0]
+    assert found[0][2] == found[1][2]  # the same frames
+    assert found[0][1] == found[1][1].expected
+
+
+def test_settings_that_cannot_be(root: Path, server: Server) -> None:
+    identity, url = root / "acme", f"ipc:{root / 'dir'}"
+    with pytest.raises(ConfigurationError, match="needs an identity"):
+        TenantClient(url)
+    for wrong in (-1, True, "root", 1 << 32):
+        with pytest.raises(ConfigurationError, match="peer_uid is a user id"):
+            TenantClient(url, identity=identity, peer_uid=wrong)
+    with pytest.raises(ConfigurationError, match="peer_uid is for ipc: only"):
+        TenantClient("grpcs://127.0.0.1:1", identity=identity, peer_uid=0)
+    with pytest.raises(ConfigurationError, match="expected ipc:DIR"):
+        TenantClient("ipc:", identity=identity)
+    with (
+        pytest.raises(VeilbaseError, match="belong to the provider's user"),
+        TenantClient(url, identity=identity, peer_uid=os.geteuid() + 1),
+    ):
+        pass
+    assert issubclass(WrongPeer, VeilbaseError)
+
+
+def test_pins_are_kept_for_each_folder(server: Server, root: Path, tmp_path: Path) -> None:
+    """A provider in another folder is another first use; a change in the same folder is none."""
+    options = {"identity": root / "acme", "mask": "off", "progress": False, "cache": tmp_path / "cache"}
+    with TenantClient(f"ipc:{root / 'dir'}", **options) as client:
+        client.generate(PROMPT, max_new_tokens=1)
+    text = (root / "acme" / "pins.json").read_text()
+    assert f"ipc:{root / 'dir'}" in text
+    pins = Pins(root / "acme")
+    key = next(line for line in text.split('"') if line.endswith(f"at ipc:{root / 'dir'}"))
+    with pytest.raises(ProviderChanged):
+        pins.check(key, dict.fromkeys(("model", "tokenizer", "template", "config"), "0" * 64), ())
+
+
+def test_the_command_takes_the_folder_and_the_user(
+    server: Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VEILBASE_CACHE", str(tmp_path))
+    words = ["tenant", "generate", PROMPT, "--url", f"ipc:{root / 'dir'}", "--identity", str(root / "acme")]
+    words += ["--mask", "off", "--max-new-tokens", "2", "--peer-uid"]
+    for uid, code in ((os.geteuid(), 0), (os.geteuid() + 1, 1)):
+        monkeypatch.setattr("sys.argv", [*words, str(uid)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or 0) == code
+    assert "tenant: expected" in capsys.readouterr().err

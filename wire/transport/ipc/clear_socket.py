@@ -1,0 +1,107 @@
+"""This module sends messages unencrypted over a socket of this host, once both ends have proved who they are
+(`handshake`). A large message is received straight into its own memory.
+
+Guarantees: those of `message_socket`. The kernel delivers the bytes between the two processes and to nobody else. This
+module does not check who the peer is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from wire.transport.message_socket import LENGTH, MessageSocket
+
+END_OF_MESSAGES = 0xFFFF_FFFF
+"""The length that says that no more messages come. Without it an end could not be told from a peer that was killed."""
+
+
+_SEND_BYTES = 1 << 20
+"""How many bytes the kernel is asked to keep for the peer; it grants up to net.core.wmem_max. The more it keeps, the
+less often the two ends wake each other in a large message."""
+
+
+class ClearSocket(MessageSocket):
+    """Carries messages unencrypted; see `MessageSocket`."""
+
+    FIRST_BYTES = (1 << 15) - LENGTH.size
+    PIECE_BYTES = 1 << 30  # The kernel takes all of a message at once, or as much as it has room for.
+
+    def __init__(self, plain: socket.socket, certificate: bytes, busy_poll_s: float = 0.0) -> None:
+        """Takes a socket on which both ends have said `clear`.
+
+        Args:
+            plain: the socket; no other code may use it from now on.
+            certificate: the peer's certificate in DER, which TLS has verified on this socket.
+            busy_poll_s: see `MessageSocket`.
+        """
+        super().__init__(plain, busy_poll_s)
+        self._certificate = certificate
+        with contextlib.suppress(OSError):
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+
+    def peer_certificate(self) -> bytes:
+        """Returns the certificate that the peer showed in the handshake, in DER."""
+        return self._certificate
+
+    def send(self, message: bytes | memoryview) -> None:
+        """Queues a message and sends at once as many bytes as the connection takes; see `MessageSocket.send`.
+
+        A small message that nothing waits before goes to the kernel without being queued, since most of a small
+        message's time is spent in this process.
+        """
+        if len(message) > self.FIRST_BYTES or not self._send_lock.acquire(blocking=False):
+            return super().send(message)
+        try:
+            self._check_process()
+            if self._is_closed or self.has_unsent:
+                self._unsent.append(message)
+            else:
+                self._send_small(b"".join((LENGTH.pack(len(message)), message)))
+        finally:
+            self._send_lock.release()
+        self._has_sent = True
+        if self.has_unsent:
+            self.flush()
+        return None
+
+    def _send_small(self, data: bytes) -> None:
+        try:
+            sent = self._plain.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._piece = memoryview(data)[sent:]
+
+    def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
+        return memoryview(plain)
+
+    def _receive_some(self, flags: int) -> int:
+        if self._body is None:
+            return self._plain.recv_into(self._small[self._held :] if self._held else self._small, 0, flags)
+        # A thread that waits anyway is woken once, and not for each part that the kernel hands over.
+        return self._plain.recv_into(self._body[self._filled :], 0, flags or socket.MSG_WAITALL)
+
+    def _take_in(self, count: int) -> None:
+        if self._body is None:
+            if not self._held and count >= LENGTH.size and LENGTH.unpack_from(self._small)[0] == count - LENGTH.size:
+                self._messages.append(memoryview(bytearray(self._small[LENGTH.size : count])))
+                return
+            self._held += count
+            self._split()
+        else:
+            self._filled += count
+            self._end_body()
+
+    def _take_long(self, length: int) -> None:
+        if length != END_OF_MESSAGES:
+            super()._take_long(length)
+        self._has_ended = True
+        raise EOFError
+
+    def end_sending(self) -> None:
+        """Tells the peer that no more messages come. Callers must first flush what was queued."""
+        self._check_process()
+        with self._send_lock, contextlib.suppress(OSError):
+            self._plain.send(LENGTH.pack(END_OF_MESSAGES), socket.MSG_DONTWAIT)
+            self._plain.shutdown(socket.SHUT_WR)

@@ -1,0 +1,172 @@
+"""This module is the tenant's end of a provider on the same host, which serves a socket in a folder (`provider serve
+--ipc DIR`). No TCP is used: the manifest and each file of the bundle come on short connections of their own, and
+requests go on one long-lived stream.
+
+Guarantees: those of `stream_connection`. The folder is checked, and the user at the socket's other end, before anything
+is sent; TLS and the two ends' statements follow before any frame (`handshake`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from wire.errors import ConfigurationError, TransportError, Unauthenticated, Unavailable, VeilbaseError, WrongPeer
+from wire.limits import MAX_MANIFEST_BYTES, deadline_s
+from wire.manifest import Manifest, parse_manifest
+from wire.transport.busy_poll import tenants_most_s
+from wire.transport.grpc_stream import MessageStream
+from wire.transport.identity import TlsIdentity
+from wire.transport.ipc import credentials
+from wire.transport.ipc.clear_socket import ClearSocket
+from wire.transport.ipc.fetch import MANIFEST, fetch
+from wire.transport.ipc.folder import check_folder, check_socket
+from wire.transport.ipc.handshake import tenant_handshake
+from wire.transport.retry import with_jitter
+from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
+from wire.transport.tls_context import IPC_ALPN, client_context
+from wire.transport.tls_stream import TensorStream
+
+SCHEME = "ipc:"
+_MANIFEST_TIMEOUT_S = 20.0
+
+
+def folder_of(url: str) -> Path:
+    """Returns the absolute path of DIR in `ipc:DIR`; a leading `~` stands for the user's home.
+
+    Raises:
+        ConfigurationError: DIR is empty or cannot be a path.
+    """
+    text = url.removeprefix(SCHEME)
+    if not text or "\0" in text or url == text:
+        raise ConfigurationError("expected ipc:DIR, with the folder that `provider serve --ipc DIR` has")
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as exc:  # There is no such user, and so no home.
+        raise ConfigurationError(f"expected ipc:DIR with a folder, got {text!r}") from exc
+
+
+class IpcConnection(StreamConnection):
+    """Implements `Connection` over a socket of this host."""
+
+    def __init__(self, url: str, identity: TlsIdentity | None, peer_uid: int | None = None) -> None:
+        """Keeps the address of the provider, and does not connect yet.
+
+        Args:
+            url: ipc:DIR.
+            identity: the tenant's certificate and key.
+            peer_uid: the user id that the provider must have; None takes that of the folder's owner.
+
+        Raises:
+            ConfigurationError: there is no identity, or the URL names no folder.
+        """
+        if identity is None:
+            raise ConfigurationError("an ipc: URL needs an identity, the folder that `provider enroll` made")
+        self._folder = folder_of(url)
+        super().__init__(f"{SCHEME}{self._folder}")
+        self._identity, self._peer_uid = identity, peer_uid
+
+    @property
+    def carrier(self) -> str | None:
+        """Returns "ipc" once there is a stream; see `StreamConnection.carrier`."""
+        return None if self._stream is None else "ipc"
+
+    def _fetch_manifest(self) -> Manifest:
+        return parse_manifest(b"".join(self._fetch(MANIFEST, MAX_MANIFEST_BYTES, _MANIFEST_TIMEOUT_S)))
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        """Yields the chunks of one bundle file, never more than the manifest announced."""
+        size = self._announced_bytes(file_name)
+        yield from self._fetch(file_name, size, deadline_s(size))
+
+    def _fetch(self, name: str, most_bytes: int, timeout_s: float) -> Iterator[bytes]:
+        self._check_usable()
+        connection = self._dial()
+        try:
+            for chunk in fetch(connection, name, most_bytes, timeout_s):
+                self.traffic.add(down=len(chunk))
+                yield chunk
+        finally:
+            connection.release()
+
+    def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
+        return TensorStream(self._dial(tenants_most_s()))
+
+    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
+        return TransportError("a stream without gRPC failed in gRPC")  # No such stream raises what is translated here.
+
+    def _drop(self) -> None:
+        """Does nothing, since nothing but the stream stays open."""
+
+    # ---- connecting -------------------------------------------------------------------------------------------------
+
+    def _dial(self, busy_poll_s: float = 0.0) -> ClearSocket:
+        """Returns a connection after its handshake. While the provider takes no more connections, this tries again.
+
+        Raises:
+            VeilbaseError: there is none; nothing was sent unless TLS had begun.
+        """
+        context = self._context()
+        give_up_at_s = time.monotonic() + CROWDED_S
+        while True:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                return self._try_to_dial(context, busy_poll_s)
+            if time.monotonic() >= give_up_at_s:
+                raise Unavailable(
+                    f"the provider in {self._folder} takes no further connection: it has as many as it takes, or hangs"
+                )
+            time.sleep(with_jitter(CROWDED_PAUSE_S))
+
+    def _context(self) -> ssl.SSLContext:
+        identity = self._identity
+        try:
+            return client_context(identity.ca_pem, identity.cert_pem, identity.key_pem, IPC_ALPN)
+        except (ssl.SSLError, ValueError):  # `from None`: the original may be about the key.
+            raise ConfigurationError("OpenSSL does not accept this identity: enrol again") from None
+
+    def _try_to_dial(self, context: ssl.SSLContext, busy_poll_s: float) -> ClearSocket:
+        credentials.check_system()
+        owner = check_folder(self._folder, self._peer_uid)
+        path = check_socket(self._folder, owner)
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._connect(plain, path)
+            peer = credentials.of_peer(plain)
+            if peer.uid != owner:
+                raise WrongPeer(f"expected a provider of user {owner} at {path}, got one of user {peer.uid}")
+        except BaseException:
+            plain.close()
+            raise
+        return self._shake_hands(plain, context, busy_poll_s)
+
+    def _connect(self, plain: socket.socket, path: str) -> None:
+        plain.setblocking(False)  # A full backlog is then an error at once, and not a wait without an end.
+        try:
+            plain.connect(path)
+        except BlockingIOError:
+            raise
+        except (ConnectionRefusedError, FileNotFoundError):
+            raise Unavailable(
+                f"no provider listens in {self._folder}: its socket is left from one that has ended; start it again"
+            ) from None
+        except OSError as exc:
+            raise ConfigurationError(f"{path} cannot be used: {exc.strerror}") from exc
+
+    def _shake_hands(self, plain: socket.socket, context: ssl.SSLContext, busy_poll_s: float) -> ClearSocket:
+        try:
+            return tenant_handshake(plain, context, busy_poll_s)
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            raise ConnectionError("the provider ended the handshake") from None
+        except ssl.SSLError:
+            raise Unauthenticated(
+                "the certificates do not fit: this identity belongs to another provider, or has expired"
+            ) from None
+        except TimeoutError:
+            raise Unavailable(f"the provider in {self._folder} did not answer the handshake in time") from None

@@ -1,0 +1,114 @@
+"""This module checks the folder in which a provider's socket lies, before anything is sent to the socket.
+
+Guarantees: only root, this process's user and the user who is expected to be the provider can have put the socket where
+it is found, or can put another in its place. So nobody else can stand between the two ends, or take the path over while
+the provider is stopped. Access control lists are covered, since their widest right shows in the group's bits.
+
+A folder that everybody can write to and that has the sticky bit, such as /tmp, may be among the parents: others cannot
+rename or remove what is not theirs there. They can make a folder of the expected name while there is none, however, so
+what lies in such a parent has to belong to root, to this process's user or to the user that the tenant names.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from wire.errors import ConfigurationError, Unavailable
+
+SOCKET_NAME = "veilbase.sock"
+_MOST_PATH_BYTES = 107
+"""The most bytes of a socket's path in Linux: `sun_path` has 108, of which the last one is zero (unix(7))."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
+
+
+def check_folder(folder: Path, peer_uid: int | None = None) -> int:
+    """Checks a folder and all its parents.
+
+    Args:
+        folder: an absolute path.
+        peer_uid: the user id to which the folder has to belong; None takes the folder's owner.
+
+    Returns:
+        The user id that the provider must have, which is that of the folder's owner.
+
+    Raises:
+        ConfigurationError: there is no such folder, a part of its path is a symbolic link, the folder belongs to
+            another user, others can write to it or to a parent, or the socket's path is too long.
+    """
+    _check_length(folder)
+    real = os.path.realpath(folder)
+    if real != str(folder):
+        raise ConfigurationError(f"{folder} leads over a symbolic link, which could be changed: name {real}")
+    status = _look_at(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigurationError(f"{folder} is no folder: name the one that `provider serve --ipc` has")
+    owner = status.st_uid
+    if peer_uid is not None and owner != peer_uid:
+        raise ConfigurationError(f"expected {folder} to belong to the provider's user {peer_uid}, got {owner}")
+    if status.st_mode & _OTHERS_WRITE:
+        raise ConfigurationError(f"{folder} can be written to by other users, who could replace the socket: chmod go-w")
+    inner = owner
+    for parent in folder.parents:
+        inner = _check_parent(folder, parent, (owner, inner), peer_uid)
+    return owner
+
+
+def check_socket(folder: Path, owner: int) -> str:
+    """Returns the path of the socket in a folder that `check_folder` has checked.
+
+    Raises:
+        Unavailable: there is no socket.
+        ConfigurationError: what is there is no socket, or another user's.
+    """
+    path = folder / SOCKET_NAME
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise Unavailable(f"no provider listens in {folder}: start `provider serve --tls --ipc {folder}`") from None
+    except OSError as exc:
+        raise ConfigurationError(f"{path} cannot be looked at: {exc.strerror}") from exc
+    if not stat.S_ISSOCK(status.st_mode):
+        raise ConfigurationError(f"expected a socket of `provider serve --ipc` at {path}, found something else")
+    if status.st_uid != owner:
+        raise ConfigurationError(f"expected {path} to belong to user {owner}, as its folder does, got {status.st_uid}")
+    return str(path)
+
+
+def _check_length(folder: Path) -> None:
+    length = len(os.fsencode(folder / SOCKET_NAME))
+    if length > _MOST_PATH_BYTES:
+        raise ConfigurationError(
+            f"expected a socket's path of at most {_MOST_PATH_BYTES} bytes, got {length}: choose a shorter folder"
+        )
+
+
+def _check_parent(folder: Path, parent: Path, owners: tuple[int, int], peer_uid: int | None) -> int:
+    """Checks one parent and returns its owner. Args: owners: the owner of the folder, and of what lies in the parent on
+    the way to it."""
+    status, (owner, inner) = _look_at(parent), owners
+    if status.st_uid not in (_ROOT, os.geteuid(), owner):
+        raise ConfigurationError(f"{parent} belongs to user {status.st_uid}, who could replace {folder}")
+    if not status.st_mode & _OTHERS_WRITE:
+        return status.st_uid
+    if not status.st_mode & stat.S_ISVTX:
+        raise ConfigurationError(f"{parent} can be written to by other users, who could replace {folder}: chmod go-w")
+    if peer_uid is None and inner not in (_ROOT, os.geteuid()):
+        raise ConfigurationError(
+            f"anybody can make a folder in {parent}, and {folder} belongs to user {owner}: if that is the provider's, "
+            f"say so with peer_uid={owner} (--peer-uid {owner})"
+        )
+    return status.st_uid
+
+
+def _look_at(path: Path) -> os.stat_result:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"there is no folder {path}: name the one that `provider serve --ipc` has on this host"
+        ) from None
+    except OSError as exc:
+        raise ConfigurationError(f"{path} cannot be looked at: {exc.strerror}") from exc

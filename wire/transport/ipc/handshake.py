@@ -1,0 +1,90 @@
+"""This module does the handshake on a socket of this host: mutual TLS, the two ends' statements inside it, and then no
+encryption any more (wire/SPEC.md, section 1).
+
+Guarantees: frames go unencrypted only after TLS has verified both certificates and each end has compared the other
+end's statement with what the kernel says, and only on an AF_UNIX socket: on any other this raises before a byte is
+sent. The application protocol is not that of the TCP ports, so no peer on TCP can be talked into this. Each end says
+`clear` when it has nothing more to say in TLS. The tenant says it first and sends nothing until it hears the
+provider's; bytes that came before that are an error and never part of a frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+
+from wire.errors import ConfigurationError, MalformedFrame
+from wire.transport.ipc import credentials
+from wire.transport.ipc.clear_socket import ClearSocket
+from wire.transport.tls_context import IPC_ALPN
+from wire.transport.tls_handshake import TlsPipe, shake_hands
+
+HANDSHAKE_TIMEOUT_S = 10.0
+SERVER_NAME = "localhost"
+"""The name that every provider's certificate has (`provider.identity.authority`). A socket has no host name to check;
+that the certificate is of the provider's CA is what counts."""
+_CLEAR = b"clear"
+
+
+def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s: float = 0.0) -> ClearSocket:
+    """Does the tenant's part on a connected socket. If it fails, this closes the socket.
+
+    Args:
+        plain: a connected AF_UNIX socket, which belongs to the result from now on.
+        context: the tenant's TLS context, for `IPC_ALPN`.
+        busy_poll_s: see `MessageSocket`.
+
+    Raises:
+        ConfigurationError: the socket is not of this host alone, or the system does not say who is at its other end.
+        WrongPeer: the process at the other end is not the one that the certificate's holder says that it is.
+        MalformedFrame: the peer does not follow the handshake.
+        OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
+    """
+    try:
+        _check_family(plain)
+        mine, seen = credentials.own(), credentials.of_peer(plain)
+        pipe = shake_hands(plain, context, SERVER_NAME, IPC_ALPN, HANDSHAKE_TIMEOUT_S)
+        with contextlib.suppress(ConnectionError):  # A provider that refused and left said why; it is heard next.
+            pipe.say(credentials.statement(mine, seen))
+        credentials.check_statement(pipe.hear(credentials.STATEMENT_BYTES), mine, seen)
+        pipe.say(_CLEAR)
+        _hear_clear(pipe)
+        return _cleared(pipe, busy_poll_s)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def provider_handshake(plain: socket.socket, context: ssl.SSLContext) -> ClearSocket:
+    """Does the provider's part on an accepted socket; see `tenant_handshake`.
+
+    The provider states its part before it compares, so that the tenant also learns of a difference.
+    """
+    try:
+        _check_family(plain)
+        mine, seen = credentials.own(), credentials.of_peer(plain)
+        pipe = shake_hands(plain, context, None, IPC_ALPN, HANDSHAKE_TIMEOUT_S)
+        theirs = pipe.hear(credentials.STATEMENT_BYTES)
+        pipe.say(credentials.statement(mine, seen))
+        credentials.check_statement(theirs, mine, seen)
+        _hear_clear(pipe)
+        pipe.say(_CLEAR)
+        return _cleared(pipe, 0.0)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _check_family(plain: socket.socket) -> None:
+    if plain.family != socket.AF_UNIX:
+        raise ConfigurationError("frames go unencrypted on a socket of this host only: expected AF_UNIX")
+
+
+def _hear_clear(pipe: TlsPipe) -> None:
+    if pipe.hear(len(_CLEAR)) != _CLEAR or pipe.has_more:
+        raise MalformedFrame("the peer did not end the encrypted part as agreed")
+
+
+def _cleared(pipe: TlsPipe, busy_poll_s: float) -> ClearSocket:
+    return ClearSocket(pipe.plain, pipe.tls.getpeercert(binary_form=True) or b"", busy_poll_s)
