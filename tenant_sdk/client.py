@@ -168,6 +168,16 @@ class TenantClient:
             return self._text
 
     @property
+    def mask(self) -> str:
+        """Returns the name of the mask in force."""
+        return self._plan.mask
+
+    @property
+    def is_verified(self) -> bool:
+        """Returns whether every reply is checked against a trusted checkpoint."""
+        return self._plan.verify is not None
+
+    @property
     def bucket(self) -> int | None:
         """Returns the number of tokens to which prompts and training rows are padded; None if they are not padded."""
         return self._plan.bucket
