@@ -66,7 +66,7 @@ class Grammars:
             failed = True
         if failed:
             raise HttpError(400, "this JSON schema is invalid, or too complex to be held to", "bad_schema", param)
-        return GrammarHook(matcher)
+        return GrammarHook(matcher, self._stop_ids)
 
     def _prepared(self) -> LLTokenizer:
         with self._lock:
@@ -81,21 +81,22 @@ class GrammarHook:
     After the end of the text, which only an answer of fixed length goes beyond, every token is allowed.
     """
 
-    def __init__(self, matcher: LLMatcher, raises: bool = True) -> None:
+    def __init__(self, matcher: LLMatcher, stop_ids: Sequence[int], raises: bool = True) -> None:
         """Keeps the matcher, which is at the beginning of the text.
 
         Args:
             matcher: the matcher of this answer only.
+            stop_ids: the tokens at which an answer ends.
             raises: whether a grammar that comes to its limits ends the answer at once. An answer of fixed length goes
                 on, and `check` tells of it after the end.
         """
-        self._matcher, self._raises = matcher, raises
+        self._matcher, self._stop_ids, self._raises = matcher, stop_ids, raises
         self._num_seen: int | None = None
         self._is_over = self._has_failed = False
 
     def copy(self, raises: bool = True) -> GrammarHook:
         """Returns a hook of the same grammar for another answer."""
-        return GrammarHook(self._matcher.deep_copy(), raises)
+        return GrammarHook(self._matcher.deep_copy(), self._stop_ids, raises)
 
     def check(self) -> None:
         """Raises ConfigurationError if the grammar came to its limits in the middle of the answer."""
@@ -122,7 +123,7 @@ class GrammarHook:
     def _allowed(self, fresh: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """Returns which tokens may come next; None at the end of the text, or after a failure."""
         self._has_failed = not all(self._matcher.consume_token(token) for token in fresh) or self._matcher.is_error()
-        self._is_over = self._has_failed or (bool(fresh) and self._matcher.is_stopped())
+        self._is_over = self._has_failed or (bool(fresh) and fresh[-1] in self._stop_ids)
         if self._is_over:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

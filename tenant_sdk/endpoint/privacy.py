@@ -1,7 +1,7 @@
 """This module decides which numbers an endpoint may release, and says so.
 
-Under a mask that leaves an error in results, a logit is x·W + e·W. Whoever gets logits and knows W solves for x + e. The
-provider, who holds the masked row x + e + A·s, then has A·s, and with it the secret s and everything that it ever
+Under a mask that leaves an error in results, a logit is x·W + e·W. Whoever gets logits and knows W solves for x + e.
+The provider, who holds the masked row x + e + A·s, then has A·s, and with it the secret s and everything that it ever
 masked.
 Guarantees: under such a mask no number that was computed with the model leaves, unless the operator asked for it, and
 then only rounded to the operator's step. The masks `pad` and `shares` leave no error, and `off` hides nothing anyhow.
