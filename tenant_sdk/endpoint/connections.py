@@ -63,8 +63,10 @@ def protocol_class(limits: EndpointLimits) -> type[asyncio.Protocol]:
                 self._stalled = None
 
         def send_400_response(self, msg: str) -> None:
-            # uvicorn's own answer is no JSON. What was not HTTP may also come after an answer has begun.
-            self.transport.write(_MALFORMED)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.transport.abort()  # an answer is under way, in which nothing else may stand
+                return
+            self.transport.write(_MALFORMED)  # uvicorn's own answer is no JSON
             self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -6,6 +6,7 @@ although it changes the answer. The error text names the field and never quotes 
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -214,12 +215,17 @@ def parsed(kind: type[R], body: bytes) -> R:
         raise bad_request("the body is not JSON that can be read", code="invalid_json") from None
 
 
+def _is_name(part: int | str) -> bool:
+    """Returns whether a part of a place is a field or a number, and not one of the types of a field."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
+
+
 def _refusal(exc: ValidationError) -> HttpError:
     """Returns the error for the first thing that is wrong; its text names the field and leaves out the value."""
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return bad_request("the body is not JSON in UTF-8", code="invalid_json")
-    names = [str(each) for each in first["loc"]]
+    names = [str(each) for each in itertools.takewhile(_is_name, first["loc"])]
     place = ascii(".".join(names))[1:-1][:200]
     if first["type"] == "extra_forbidden":
         return bad_request(f"{place} is not a field of this request here", place, "unknown_field")

@@ -29,6 +29,7 @@ from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
 
+_SEND_BUFFER_BYTES = 64 << 10
 _GRACE_S = 5
 """The seconds that answers have to end when the server does."""
 
@@ -211,6 +212,8 @@ def _listening(settings: EndpointSettings) -> socket.socket:
         made = socket.socket(family, kind, protocol)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it: without a bound, the kernel keeps megabytes for a client that does not read.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             made.bind(address)
         except BaseException:
             made.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
+import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
@@ -49,7 +52,9 @@ def test_a_chat_is_what_generate_says(ai: openai.OpenAI, client: TenantClient) -
     assert answer.choices[0].message.content == client.generate("who?", max_new_tokens=8)
     assert answer.choices[0].finish_reason == "length"
     assert (answer.usage.completion_tokens, answer.usage.total_tokens - answer.usage.prompt_tokens) == (8, 8)
-    assert answer.usage.prompt_tokens == len(client.tokenizer.apply_chat_template(WHO, return_dict=True, add_generation_prompt=True)["input_ids"])
+    assert answer.usage.prompt_tokens == len(
+        client.tokenizer.apply_chat_template(WHO, return_dict=True, add_generation_prompt=True)["input_ids"]
+    )
 
 
 def test_model_names_the_adapter(ai: openai.OpenAI, client: TenantClient, adapters: Path) -> None:
@@ -93,8 +98,6 @@ def test_a_stop_string_ends_the_text(ai: openai.OpenAI) -> None:
 def test_a_completion_continues_a_text_as_it_is(ai: openai.OpenAI, client: TenantClient) -> None:
     ids = client.tokenizer("who?")["input_ids"]
     model = client.load_model()
-    import torch
-
     with torch.no_grad():
         made = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
     want = client.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
@@ -132,8 +135,6 @@ def test_any_json_object(ai: openai.OpenAI) -> None:
 
 
 def test_a_pydantic_class_as_in_openais_documentation(ai: openai.OpenAI) -> None:
-    import pydantic
-
     class Size(pydantic.BaseModel):
         sure: bool
 
@@ -152,12 +153,15 @@ def test_a_tool_that_has_to_be_called(ai: openai.OpenAI) -> None:
     assert call.function.name == "weather"
     assert set(json.loads(call.function.arguments)) == {"sure", "size"}
     turn: list[Any] = [
-        *WHO, answer.choices[0].message.model_dump(exclude_none=True),
+        *WHO,
+        answer.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "mild"},
-    ]  # fmt: skip
+    ]
     chunks = list(ask(ai, messages=turn, tools=[CLOCK], tool_choice="required", max_tokens=60, seed=1, stream=True))
     calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-    assert [(each.index, each.function.name, json.loads(each.function.arguments)) for each in calls] == [(0, "clock", {})]
+    assert [(each.index, each.function.name, json.loads(each.function.arguments)) for each in calls] == [
+        (0, "clock", {})
+    ]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
@@ -195,14 +199,15 @@ def test_errors_are_the_clients_own_classes(ai: openai.OpenAI, endpoint: Endpoin
 
 
 async def _several(endpoint: Endpoint) -> list[str]:
-    import asyncio
-
     async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as ai:
-        asked = [ai.chat.completions.create(model="llama", messages=[{"role": "user", "content": "who?"}], max_tokens=8, temperature=0) for _ in range(12)]
+        asked = [
+            ai.chat.completions.create(
+                model="llama", messages=[{"role": "user", "content": "who?"}], max_tokens=8, temperature=0
+            )
+            for _ in range(12)
+        ]
         return [answer.choices[0].message.content or "" for answer in await asyncio.gather(*asked)]
 
 
 def test_many_at_once(endpoint: Endpoint, client: TenantClient) -> None:
-    import asyncio
-
     assert asyncio.run(_several(endpoint)) == [client.generate("who?", max_new_tokens=8)] * 12
