@@ -115,6 +115,11 @@ class Endpoint:
         return self.settings.key
 
     @property
+    def is_serving(self) -> bool:
+        """Returns whether the thread of the `with` statement serves requests."""
+        return self._thread.is_alive()
+
+    @property
     def ended_by(self) -> VeilbaseError | None:
         """Returns the error that ended the endpoint for good; None if there was none."""
         return self._ended_by
