@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -40,14 +41,68 @@ HONEST: list[dict[str, Any]] = [
 ]  # fmt: skip
 """Requests that are answered as they are; each is damaged in one place or several."""
 ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 17, 10**30, -(10**30), 1 << 63, 1e308, -0.0, 0.5, "", " ", "\x00", "x" * 5000, "é😀",
-    "\u2028", "../../etc/passwd", "https://example.com/x", "file:///etc/passwd", [], {}, [[]], [{}], [None], {"": {}}, "llama",
-    "support", "user", "assistant", "tool", "system", "auto", "required", "text", "json_object", "json_schema", [7], [-1],
-    [1 << 40], [[5], "x"], ["a", 1], {"type": "function"}, {"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}},
-    {"$ref": "#"}, {"$ref": "https://example.com"}, {"type": "string", "pattern": "(a+)+$"}, {"type": "nonsense"},
-    {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, {"type": "array", "minItems": 10**9}, {"enum": []}, {"not": {}},
-    {"type": "string", "pattern": "("}, {"type": "string", "maxLength": 10**12}, {"multipleOf": 0}, {"5": -1000}, {"-1": 1},
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    17,
+    10**30,
+    -(10**30),
+    1 << 63,
+    1e308,
+    -0.0,
+    0.5,
+    "",
+    " ",
+    "\x00",
+    "x" * 5000,
+    "é😀",
+    "\u2028",
+    "../../etc/passwd",
+    "https://example.com/x",
+    "file:///etc/passwd",
+    [],
+    {},
+    [[]],
+    [{}],
+    [None],
+    {"": {}},
+    "llama",
+    "support",
+    "user",
+    "assistant",
+    "tool",
+    "system",
+    "auto",
+    "required",
+    "text",
+    "json_object",
+    "json_schema",
+    [7],
+    [-1],
+    [1 << 40],
+    [[5], "x"],
+    ["a", 1],
+    {"type": "function"},
+    {"type": "text", "text": "x"},
+    {"type": "image_url", "image_url": {}},
+    {"$ref": "#"},
+    {"$ref": "https://example.com"},
+    {"type": "string", "pattern": "(a+)+$"},
+    {"type": "nonsense"},
+    {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    {"type": "array", "minItems": 10**9},
+    {"enum": []},
+    {"not": {}},
+    {"type": "string", "pattern": "("},
+    {"type": "string", "maxLength": 10**12},
+    {"multipleOf": 0},
+    {"5": -1000},
+    {"-1": 1},
+]
 """Values for any place of a request."""
 
 
@@ -59,7 +114,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def _damaged(rng: random.Random, body: Any) -> Any:
     path = rng.choice(_places(body))
     if not path:
-        return rng.choice(ODD)
+        return copy.deepcopy(rng.choice(ODD))
     holder = body
     for key in path[:-1]:
         holder = holder[key]
@@ -67,11 +122,11 @@ def _damaged(rng: random.Random, body: Any) -> Any:
     if kind < 0.15 and isinstance(holder, dict):
         del holder[path[-1]]
     elif kind < 0.25 and isinstance(holder, dict):
-        holder[rng.choice(["x", "audio", "functions", "", "__class__", "é"])] = rng.choice(ODD)
+        holder[rng.choice(["x", "audio", "functions", "", "__class__", "é"])] = copy.deepcopy(rng.choice(ODD))
     elif kind < 0.3 and isinstance(holder, list):
         holder += [holder[path[-1]]] * rng.choice([1, 20, 2000])
     else:
-        holder[path[-1]] = rng.choice(ODD)
+        holder[path[-1]] = copy.deepcopy(rng.choice(ODD))
     return body
 
 
