@@ -179,6 +179,43 @@ def generate(
 
 
 @app.command()
+def chat(
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
+    adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length limit of an answer.", show_default="128, or what the context leaves")
+    ] = None,
+) -> None:
+    """Talk to the base model or an adapter; /adapter NAME switches."""
+    client = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
+    from tenant_sdk.terminal import talk
+
+    with client:
+        talk(client, adapters, _typed_lines(), lambda text: typer.echo(text, nl=False), max_new_tokens)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yields lines of standard input, with a prompt where a person types them."""
+    while True:
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+@app.command()
 def serve(
     url: Url = None,
     identity: Identity = None,
