@@ -84,7 +84,7 @@ def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
 def _calls_in(text: str, names: Collection[str]) -> list[Call]:
     """Returns the calls in a JSON text; an empty list if the text is anything else."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return []
     items = value if isinstance(value, list) else [value]
@@ -94,8 +94,13 @@ def _calls_in(text: str, names: Collection[str]) -> list[Call]:
     return [call for call in calls if call is not None] if all(calls) else []
 
 
+def _refuse(constant: str) -> None:
+    """Refuses NaN and infinities, which Python reads and JSON does not have."""
+    raise ValueError
+
+
 def _call_of(item: Any, names: Collection[str]) -> Call | None:
-    if not isinstance(item, dict) or item.get("name") not in names:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in names:
         return None
     arguments = item.get("arguments", item.get("parameters", {}))
     if isinstance(arguments, str):
