@@ -19,6 +19,7 @@ from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.http import JsonRoute, Reply, Response
 from tenant_sdk.endpoint.metrics import CONTENT_TYPE
+from tenant_sdk.endpoint.page_files import PageFiles
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
 from tenant_sdk.endpoint.service import Service
 
@@ -39,6 +40,8 @@ class App:
         self._post("/v1/load_lora_adapter", self._load)
         self._post("/v1/unload_lora_adapter", self._unload)
         self._get("/v1/models", lambda: service.names.listed())
+        self._get("/v1/status", service.status)
+        self._page = PageFiles()
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
         self._routes["POST", path] = JsonRoute(path, work, self._service.settings.limits, self._service.metrics)
@@ -73,6 +76,8 @@ class App:
             return self._metrics
         if path == "/health" and method == "GET":
             return self._health
+        if path in self._page and method == "GET":
+            return self._page
         if (route := self._routes.get((method, path))) is not None:
             return route
         if method == "GET" and PurePosixPath(path).parent == _MODELS:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapter_slots import Ticket
+from tenant_sdk.serving.adapters.store import StoreStatus
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000
@@ -31,6 +32,9 @@ class Store(Protocol):
 
     def reserve(self, name: str) -> Ticket:
         """Holds an adapter, and begins to load it."""
+
+    def status(self) -> StoreStatus:
+        """Returns the number of adapters on each tier."""
 
 
 class ModelNames:
@@ -70,6 +74,13 @@ class ModelNames:
         found = [] if self._store is None else self._store.names()
         with self._lock:
             return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
+
+    def tiers(self) -> tuple[int, int, int] | None:
+        """Returns the numbers of adapters (on the device, in host memory, on disk); None without adapters."""
+        if self._store is None:
+            return None
+        status = self._store.status()
+        return status.device_adapters, status.host_adapters, status.disk_adapters
 
     def listed(self) -> dict[str, Any]:
         """Returns the answer of /v1/models."""

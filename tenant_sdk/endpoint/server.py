@@ -7,6 +7,7 @@ what is under way with an error, ends, and does not begin again by itself.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import socket
 import threading
@@ -40,6 +41,9 @@ class ServedSession(TrainingSession, Protocol):
     @property
     def mask(self) -> str:
         """Returns the name of the mask in force."""
+
+    def explain(self) -> str:
+        """Prints and returns the privacy in force."""
 
     @property
     def is_verified(self) -> bool:
@@ -97,7 +101,8 @@ class Endpoint:
                 Engine(client, make_store if self._root else None, max_waiting=max_waiting, **engine_options)
             )
             names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
-            self.service = Service(client, self.engine, names, released, self.settings, self._end)
+            privacy = _explained(client, self.engine, released)
+            self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
             self._server = _Server(self._config(), self._ready)
             self._opened = undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
@@ -125,11 +130,10 @@ class Endpoint:
         return self._ended_by
 
     def explain(self) -> str:
-        """Prints and returns what the engine shows to the provider, and what this endpoint shows to its clients."""
-        text = self.engine.explain()
-        line = f"released  {self.service.released.explain()}"
-        print(line)
-        return f"{text}\n{line}"
+        """Prints and returns the privacy in force, what the engine shows to the provider, and what this endpoint
+        releases to its clients."""
+        print(self.service.privacy)
+        return self.service.privacy
 
     def run(self) -> None:
         """Serves in this thread until Ctrl-C, `stop`, or an error that nothing mends.
@@ -189,6 +193,13 @@ class Endpoint:
         """Stops serving and waits for the end."""
         self.stop()
         self._thread.join()
+
+
+def _explained(client: ServedSession, engine: Engine, released: Released) -> str:
+    """Returns all that is said of the privacy in force, a line for each subject. Nothing is printed yet."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        parts = [client.explain(), engine.explain()]
+    return "\n".join([*parts, f"{'released':<17}  {released.explain()}"])
 
 
 class _Server(uvicorn.Server):

@@ -25,7 +25,7 @@ class Service:
 
     def __init__(
         self, client: TextSession, engine: Engine, names: ModelNames, released: Released, settings: EndpointSettings,
-        on_end: Callable[[VeilbaseError], None],
+        privacy: str, on_end: Callable[[VeilbaseError], None],
     ) -> None:  # fmt: skip
         """Keeps the parts.
 
@@ -34,11 +34,13 @@ class Service:
             engine: an engine over this session.
             names: the names of models.
             released: which numbers may be released.
+            privacy: the privacy in force, a line for each subject.
             settings: where the endpoint listens, and its limits.
             on_end: called once, in any thread, with the error after which this endpoint can answer nothing any more.
         """
         text = client.text
         self.engine, self.names, self.released, self.settings = engine, names, released, settings
+        self.privacy = privacy
         self.vocab_size = len(text.tokenizer)
         self.prompts = Prompts(copy.deepcopy(text.tokenizer), is_trusted=text.origin != "provider")
         self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits.schema_bytes)
@@ -72,6 +74,16 @@ class Service:
     def health(self) -> str:
         """Returns `ok`, or `ended` after an error that nothing mends."""
         return "ok" if self.ended_by is None else "ended"
+
+    def status(self) -> dict[str, Any]:
+        """Returns what the page shows: the requests, the adapters on each tier, and the privacy in force."""
+        engine, tiers = self.engine.status(), self.names.tiers()
+        return {
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            "adapters": None if tiers is None else {"device": tiers[0], "host": tiers[1], "disk": tiers[2]},
+            "privacy": [line.split("  ", 1) for line in self.privacy.splitlines() if "  " in line],
+        }
 
     def _gauges(self) -> dict[str, float]:
         status = self.engine.status()
