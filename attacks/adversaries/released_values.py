@@ -33,7 +33,7 @@ def seek_error(released: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor)
     """
     wide = weight.to(torch.float64)
     rest = released - rows.to(torch.float64) @ wide
-    found = torch.linalg.lstsq(wide.T, rest.T, driver="gelsd").solution.T
+    found: torch.Tensor = torch.linalg.lstsq(wide.T, rest.T, driver="gelsd").solution.T
     return found.round().to(torch.int64)
 
 
