@@ -19,6 +19,8 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
 """The paths that need no key: they hold no contents, and a browser opens the page without a header."""
+UPLOAD_PATH = "/v1/files"
+"""The path that takes a form with a file. Forms of other sites are refused by their origin, and have no key."""
 _TYPE = "application/json"
 
 
@@ -44,8 +46,9 @@ class Access:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return
         self._check_key(headers.get("authorization", ""))
-        if scope["method"] == "POST":
-            _check_type(headers.get("content-type", ""))
+        has_none = "content-type" not in headers and scope["path"].startswith("/v1/fine_tuning/")  # cancel, resume
+        if scope["method"] == "POST" and not has_none:
+            _check_type(headers.get("content-type", ""), is_upload=scope["path"] == UPLOAD_PATH)
 
     def _check_origin(self, scope: Scope, headers: Mapping[str, str], host: str) -> None:
         origin = headers.get("origin")
@@ -94,7 +97,8 @@ def _is_own_host(host: str) -> bool:
         return False
 
 
-def _check_type(content_type: str) -> None:
-    """Refuses the types that a form of another site may post without being asked."""
-    if content_type.partition(";")[0].strip().lower() != _TYPE:
-        raise HttpError(415, "expected the type application/json", "invalid_content_type")
+def _check_type(content_type: str, is_upload: bool) -> None:
+    """Refuses the types that a form of another site may post without being asked, but for uploads."""
+    wanted = "multipart/form-data" if is_upload else _TYPE
+    if content_type.partition(";")[0].strip().lower() != wanted:
+        raise HttpError(415, f"expected the type {wanted}", "invalid_content_type")

@@ -8,30 +8,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tenant_sdk.endpoint.access import Access
+from tenant_sdk.endpoint.access import UPLOAD_PATH, Access
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.http import JsonRoute, Reply, Response
+from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.metrics import CONTENT_TYPE
 from tenant_sdk.endpoint.page_files import PageFiles
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
 from tenant_sdk.endpoint.service import Service
 
 _log = logging.getLogger("veilbase.endpoint")
+_OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _MODELS = PurePosixPath("/v1/models")
 
 
 class App:
     """Answers all requests; an ASGI application."""
 
-    def __init__(self, service: Service) -> None:
-        """Makes the routes."""
+    def __init__(self, service: Service, jobs: JobRoutes | None = None) -> None:
+        """Makes the routes. Args: jobs: the routes of files and jobs; None if there is no folder of adapters."""
         self._service = service
         self._access = Access(service.settings)
         self._routes: dict[tuple[str, str], ASGIApp] = {}
@@ -42,6 +45,7 @@ class App:
         self._get("/v1/models", lambda: service.names.listed())
         self._get("/v1/status", service.status)
         self._page = PageFiles()
+        self._jobs = jobs
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
         self._routes["POST", path] = JsonRoute(path, work, self._service.settings.limits, self._service.metrics)
@@ -63,14 +67,14 @@ class App:
         response = Response(send)
         try:
             self._access.check(scope)
-            route = self._route(scope["method"], scope["path"])
+            route = self._route(scope["method"], scope["path"], scope)
         except HttpError as exc:
             self._service.metrics.count_request("refused", exc.status, 0.0)
             _log.info("refused %s %s", exc.status, await response.fail(exc))
             return
         await route(scope, receive, send)
 
-    def _route(self, method: str, path: str) -> ASGIApp:
+    def _route(self, method: str, path: str, scope: Scope) -> ASGIApp:
         method = "GET" if method == "HEAD" else method
         if path == "/metrics" and method == "GET":
             return self._metrics
@@ -82,9 +86,25 @@ class App:
             return route
         if method == "GET" and PurePosixPath(path).parent == _MODELS:
             return self._getting("/v1/models/NAME", lambda: self._service.names.entry(PurePosixPath(path).name))
+        if path.startswith(_OF_JOBS) and self._jobs is not None:
+            return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):
             raise HttpError(405, "this path takes another method", "method_not_allowed")
         raise HttpError(404, "there is no such path here", "not_found")
+
+    def _of_jobs(self, jobs: JobRoutes, method: str, path: str, scope: Scope) -> ASGIApp:
+        kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+        limits = self._service.settings.limits
+        is_upload = path == UPLOAD_PATH
+
+        async def work(body: bytes) -> Reply:
+            found = await asyncio.get_running_loop().run_in_executor(None, jobs.answer, method, path, kind, body)
+            if found is None:
+                raise HttpError(404, "there is no such path here", "not_found")
+            return found
+
+        limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
+        return JsonRoute(UPLOAD_PATH if is_upload else "/v1/fine_tuning/jobs", work, limits, self._service.metrics)
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._service.health()

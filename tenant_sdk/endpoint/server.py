@@ -21,16 +21,21 @@ import uvicorn
 
 from tenant_sdk.endpoint.app import App
 from tenant_sdk.endpoint.connections import protocol_class
+from tenant_sdk.endpoint.job_routes import JobRoutes
+from tenant_sdk.endpoint.jobs import Jobs
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.service import Service
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key
+from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
 
 _SEND_BUFFER_BYTES = 64 << 10
+_JOBS_FOLDER = ".jobs"
+"""The folder of jobs and uploads in the folder of adapters. An adapter's name does not begin with a dot."""
 _GRACE_S = 5
 """The seconds that answers have to end when the server does."""
 
@@ -103,7 +108,8 @@ class Endpoint:
             names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
-            self._server = _Server(self._config(), self._ready)
+            jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
+            self._server = _Server(self._config(App(self.service, jobs)), self._ready)
             self._opened = undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
         self._answers = threading.Event()
@@ -166,10 +172,16 @@ class Endpoint:
             self._on_ready(self.url)
         self._answers.set()
 
-    def _config(self) -> uvicorn.Config:
+    def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
+        folder = root / _JOBS_FOLDER
+        self.jobs = Jobs(client, folder, root, self.service.note)
+        undo.callback(self.jobs.close)
+        return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
+
+    def _config(self, app: App) -> uvicorn.Config:
         settings = self.settings
         return uvicorn.Config(
-            App(self.service), http=protocol_class(settings.limits), ws="none", lifespan="off", loop="asyncio",
+            app, http=protocol_class(settings.limits), ws="none", lifespan="off", loop="asyncio",
             log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
             workers=1, timeout_keep_alive=round(settings.limits.idle_s), timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=32 << 10, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,

@@ -60,12 +60,12 @@ class Service:
         try:
             answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
         except VeilbaseError as exc:
-            self._note(exc, is_engine=type(exc) is VeilbaseError)
+            self.note(exc, is_engine=type(exc) is VeilbaseError)
             raise
-        answer.add_done_callback(lambda each: self._note(each.error))
+        answer.add_done_callback(lambda each: self.note(each.error))
         return answer
 
-    def _note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
+    def note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
         """Ends the endpoint for good after a reply that failed its check, or after the engine's own end."""
         if self.ended_by is None and error is not None and (is_engine or isinstance(error, VerificationFailed)):
             self.ended_by = copy.copy(error)
