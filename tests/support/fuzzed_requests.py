@@ -11,7 +11,8 @@ from tests.support.endpoints import WHO
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models",
-    "/v1/models/support", "/metrics", "/health", "/", "/v1/nothing", "/v1/models/%2e%2e%2fx", "/v1//chat", "/%00",
+    "/v1/models/support", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs/x/events", "/v1/files", "/v1/files/x",
+    "/metrics", "/health", "/", "/v1/nothing", "/v1/models/%2e%2e%2fx", "/v1//chat", "/%00",
 )  # fmt: skip
 METHODS = ("POST",) * 8 + ("GET", "PUT", "DELETE", "HEAD", "PATCH", "OPTIONS")
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -38,6 +39,7 @@ HONEST: list[dict[str, Any]] = [
     },
     {"lora_name": "help", "lora_path": "support"},
     {"lora_name": "support"},
+    {"model": "llama", "training_file": "file-0", "seed": 1, "hyperparameters": {"n_epochs": 1, "batch_size": "auto"}},
 ]  # fmt: skip
 """Requests that are answered as they are; each is damaged in one place or several."""
 ODD: list[Any] = [

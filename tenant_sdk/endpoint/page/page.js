@@ -6,6 +6,7 @@ const at = (id) => document.getElementById(id);
 let key = "";
 let turns = [];
 let underWay = null;
+let isWatching = false;
 
 async function call(path, options = {}) {
   const headers = { authorization: `Bearer ${key}`, "content-type": "application/json" };
@@ -35,6 +36,10 @@ async function open() {
   if (models.includes(chosen)) at("model").value = chosen;
   at("adapters").replaceChildren(...models.slice(1).map((id) => element("li", id)));
   await refresh();
+  if (!isWatching) {
+    isWatching = true;
+    setInterval(() => refresh().catch(() => {}), 3000);
+  }
 }
 
 async function refresh() {
@@ -43,8 +48,41 @@ async function refresh() {
   at("tiers").textContent = tiers
     ? `${tiers.device} on the device, ${tiers.host} in memory, ${tiers.disk} on disk`
     : "none: started without --adapters";
+  if (tiers) await showJobs();
   at("requests").textContent = `${status.running} running, ${status.waiting} waiting`;
   at("privacy").replaceChildren(...status.privacy.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
+}
+
+// Shows each job with the curve of its losses.
+async function showJobs() {
+  const jobs = (await (await call("/v1/fine_tuning/jobs")).json()).data.slice(0, 8);
+  at("jobs").replaceChildren(...(await Promise.all(jobs.map(jobShown))));
+}
+
+async function jobShown(job) {
+  const events = (await (await call(`/v1/fine_tuning/jobs/${job.id}/events`)).json()).data;
+  const losses = events.filter((event) => event.type === "metrics").map((event) => event.data.train_loss).reverse();
+  const shown = element("div", "", "job");
+  const last = losses.length ? `, loss ${losses.at(-1).toFixed(3)} after ${losses.length} steps` : "";
+  shown.append(element("div", `${job.fine_tuned_model ?? job.id.slice(0, 14)}: ${job.status}${last}`));
+  if (losses.length > 1) shown.append(curve(losses));
+  return shown;
+}
+
+function curve(losses) {
+  const space = "http://www.w3.org/2000/svg";
+  const picture = document.createElementNS(space, "svg");
+  picture.setAttribute("viewBox", "0 0 100 100");
+  picture.setAttribute("preserveAspectRatio", "none");
+  const [low, high] = [Math.min(...losses), Math.max(...losses)];
+  const points = losses.map((loss, step) => {
+    const x = (100 * step) / (losses.length - 1);
+    return `${x.toFixed(2)},${(97 - (94 * (loss - low)) / (high - low || 1)).toFixed(2)}`;
+  });
+  const line = document.createElementNS(space, "polyline");
+  line.setAttribute("points", points.join(" "));
+  picture.append(line);
+  return picture;
 }
 
 // Yields the objects of a stream of server-sent events.

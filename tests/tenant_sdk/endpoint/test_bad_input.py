@@ -131,12 +131,16 @@ def test_a_huge_schema_is_refused_at_once(endpoint: Endpoint) -> None:
         assert http.post("/v1/chat/completions", json=chat()).status_code == 200
 
 
+def content_type(path: str) -> str:
+    return "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
+
+
 def play(endpoint: Endpoint, seed: int, seconds: float, seen: dict[int, int]) -> None:
     rng, give_up_at = random.Random(seed), time.monotonic() + seconds
     with raw(endpoint) as http:
         while time.monotonic() < give_up_at:
             method, path, body = made(rng)
-            answer = http.request(method, path, content=body, headers={"content-type": "application/json"})
+            answer = http.request(method, path, content=body, headers={"content-type": content_type(path)})
             assert answer.status_code < 500, (method, path, body[:2000], answer.text)
             if answer.status_code >= 400 and method != "HEAD":
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, answer.text
