@@ -36,6 +36,8 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from tenant_sdk.endpoint.server import Endpoint
+
 
 class TenantClient:
     """Connects a tenant to a provider. The class is a context manager.
@@ -362,6 +364,17 @@ class TenantClient:
         from tenant_sdk.serving.many import generate_many
 
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
+
+    def serve(self, adapters: str | Path | None = None, **options: Any) -> Endpoint:
+        """Returns an HTTP endpoint with OpenAI's interface, for inference and fine-tuning (docs/endpoint.md).
+
+        Args:
+            adapters: the folder of adapters; None serves only the base model.
+            options: `settings` and further options of `Endpoint`.
+        """
+        from tenant_sdk.endpoint.server import Endpoint
+
+        return Endpoint(self, adapters, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks

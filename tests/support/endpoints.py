@@ -41,7 +41,7 @@ def endpoint_of(
     settings = EndpointSettings(
         port=0, key=KEY, unverified=True, release_step=release_step, limits=limits or EndpointLimits()
     )
-    with Endpoint(client, adapters, settings, **options) as endpoint:
+    with client.serve(adapters, settings=settings, **options) as endpoint:
         yield endpoint
 
 
