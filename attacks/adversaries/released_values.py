@@ -7,7 +7,7 @@ features. The provider holds the masked row z = x̃ + A·s + e, so that z − x�
 as from a mask without an error (no_error.py). Rounded results, or a few for each row, leave e open.
 
 No recording holds released numbers, so this adversary claims nothing on one, and that says nothing about the mask. It
-is in the catalogue for its control. Source: docs/threat-model.md, "unmasked values shown".
+is in the catalogue for its control. Source: docs/threat-model.md, "What would break it, and what stops that".
 """
 
 from __future__ import annotations

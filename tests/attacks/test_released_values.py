@@ -40,8 +40,9 @@ def test_rounded_results_leave_the_error_open(step: float) -> None:
     assert played.relative_error(TOY, step) == 1.0
 
 
-@pytest.mark.parametrize("num_given", [20, 63])
+@pytest.mark.parametrize("num_given", [20, 48])
 def test_fewer_results_than_features_leave_it_open(num_given: int) -> None:
+    """Markedly fewer: with one less than the 64 features, what is unknown of an error is often rounded away."""
     assert played.relative_error(TOY, 0.0, num_given) == 1.0
 
 

@@ -176,7 +176,7 @@ def fuzz(client: TenantClient, root: Path, seconds: float, num_threads: int) -> 
 
 
 def test_fuzzed_requests(client: TenantClient, tmp_path: Path) -> None:
-    seen = fuzz(client, tmp_path / "adapters", 2.0, 2)
+    seen = fuzz(client, tmp_path / "adapters", 1.5, 2)
     assert {200, 400, 404} <= set(seen)
 
 

@@ -93,6 +93,7 @@ def test_a_job_is_cancelled_and_goes_on(client: TenantClient, root: Path) -> Non
         assert "mine" not in [model.id for model in ai.models.list()]
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_after_the_end_of_its_process(client: TenantClient, root: Path) -> None:
     with endpoint_of(client, root) as endpoint:
         ai = official(endpoint)
