@@ -29,12 +29,20 @@ function show(kind, text) {
   return made;
 }
 
-async function open() {
+let known = "";
+
+// Lists the models anew if there are others than before, such as the adapter of a job that is done.
+async function showModels() {
   const models = (await (await call("/v1/models")).json()).data.map((model) => model.id);
+  if (models.join("\n") === known) return;
+  known = models.join("\n");
   const chosen = at("model").value;
   at("model").replaceChildren(...models.map((id) => new Option(id, id)));
   if (models.includes(chosen)) at("model").value = chosen;
   at("adapters").replaceChildren(...models.slice(1).map((id) => element("li", id)));
+}
+
+async function open() {
   await refresh();
   if (!isWatching) {
     isWatching = true;
@@ -43,6 +51,7 @@ async function open() {
 }
 
 async function refresh() {
+  await showModels();
   const status = await (await call("/v1/status")).json();
   const tiers = status.adapters;
   at("tiers").textContent = tiers

@@ -78,6 +78,7 @@ def test_a_chat_in_a_browser(client: TenantClient, adapters: Path, tmp_path: Pat
             browser.until("!document.getElementById('send').disabled")
         browser.until("document.querySelectorAll('.job polyline').length === 1")
         browser.until("document.getElementById('jobs').textContent.includes('seen: succeeded, loss')")
+        browser.until("document.getElementById('adapters').textContent.includes('seen')")
         texts = browser.run("[...document.querySelectorAll('.assistant')].map(each => each.textContent)")
         assert all(texts)
         assert "tokens/s" in browser.run("document.getElementById('speed').textContent")
