@@ -63,7 +63,8 @@ def test_a_chat_in_a_browser(client: TenantClient, adapters: Path, tmp_path: Pat
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(f"no browser is installed ({', '.join(BROWSERS)})")
-    with endpoint_of(client, adapters) as endpoint, Browser(found, tmp_path) as browser:
+    root = shutil.copytree(adapters, tmp_path / "adapters", ignore=shutil.ignore_patterns(".jobs"))
+    with endpoint_of(client, root) as endpoint, Browser(found, tmp_path) as browser:
         train(endpoint)
         browser.open(endpoint.url.removesuffix("/v1") + "/")
         browser.run(f"document.getElementById('key').value = {json.dumps(KEY)}")
