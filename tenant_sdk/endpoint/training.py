@@ -17,14 +17,14 @@ from peft import LoraConfig
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError
 
 SAVE_STEPS = 5
 """Optimizer steps between checkpoints, with which a job's losses become known."""
 
 
-class JobStopped(VeilbaseError):
-    """A job was asked to stop."""
+class JobStopped(Exception):
+    """A job was asked to stop. No user meets this exception: the thread of jobs ends it."""
 
 
 class _StoppableSession:

@@ -77,6 +77,7 @@ def test_a_job_trains_beside_serving_and_its_adapter_is_served(
         assert mode(root / ".jobs" / job.id / "data.jsonl") == 0o600
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_and_goes_on(client: TenantClient, root: Path) -> None:
     with endpoint_of(client, root) as endpoint:
         ai = official(endpoint)
