@@ -82,7 +82,9 @@ def test_the_command_prints_a_key_and_its_address(tiny_chat: Path, adapters: Pat
         key, url = printed[-2].removeprefix("key "), printed[-1].removeprefix("ready ")
         headers = {"authorization": f"Bearer {key}"}
         found = httpx2.get(f"{url}/models", headers=headers).json()["data"]
-        assert [each["id"] for each in found] == [tiny_chat.name, "support"]
+        names = [each["id"] for each in found]
+        assert names[0] == tiny_chat.name
+        assert "support" in names  # beside it may be what the page's job has trained
         assert any(line.startswith("released") and "refused" in line for line in printed)
     finally:
         process.send_signal(signal.SIGINT)
