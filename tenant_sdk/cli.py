@@ -197,6 +197,92 @@ def generate(
 
 
 @app.command()
+def chat(
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
+    adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length limit of an answer.", show_default="128, or what the context leaves")
+    ] = None,
+) -> None:
+    """Talk to the base model or an adapter; /adapter NAME switches."""
+    client = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
+    from tenant_sdk.terminal import talk
+
+    with client:
+        talk(client, adapters, _typed_lines(), lambda text: typer.echo(text, nl=False), max_new_tokens)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yields lines of standard input, with a prompt where a person types them."""
+    while True:
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+@app.command()
+def serve(
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
+    adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
+    host: Annotated[str, typer.Option(help="Address; beyond this machine it needs TLS, a key and --verify.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key of clients; without one, a key is made and printed.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Serve on this machine although replies are not verified.")
+    ] = False,
+    release_values: Annotated[
+        float | None,
+        typer.Option(help="Give logprobs, rounded to this step, also under the lattice mask.", metavar="STEP"),
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
+    max_waiting: Annotated[int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1)] = 64,
+) -> None:
+    """Serve adapters and the base model over HTTP, with OpenAI's interface."""
+    from tenant_sdk.endpoint.command import serve_command, serving_settings
+
+    settings = serving_settings(
+        host=host, port=port, api_key_file=api_key_file, tls_cert=tls_cert, tls_key=tls_key, unverified=unverified,
+        release_values=release_values, is_verified=verify is not None,
+    )  # fmt: skip
+    if adapters is not None and not adapters.is_dir():
+        from wire.errors import ConfigurationError
+
+        raise ConfigurationError(f"--adapters: {adapters} is not a folder")
+    client = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
+    with client:
+        serve_command(client, adapters, settings, typer.echo, max_running=max_running, max_waiting=max_waiting)
+
+
+@app.command()
 def explain(
     url: Url = None,
     identity: Identity = None,

@@ -36,6 +36,8 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from tenant_sdk.endpoint.server import Endpoint
+
 
 class TenantClient:
     """Connects a tenant to a provider. The class is a context manager.
@@ -170,6 +172,16 @@ class TenantClient:
             if self._text is None:
                 self._text = open_text(self._plan, session, folder)
             return self._text
+
+    @property
+    def mask(self) -> str:
+        """Returns the name of the mask in force."""
+        return self._plan.mask
+
+    @property
+    def is_verified(self) -> bool:
+        """Returns whether every reply is checked against a trusted checkpoint."""
+        return self._plan.verify is not None
 
     @property
     def bucket(self) -> int | None:
@@ -372,6 +384,17 @@ class TenantClient:
         from tenant_sdk.serving.many import generate_many
 
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
+
+    def serve(self, adapters: str | Path | None = None, **options: Any) -> Endpoint:
+        """Returns an HTTP endpoint with OpenAI's interface, for inference and fine-tuning (docs/endpoint.md).
+
+        Args:
+            adapters: the folder of adapters; None serves only the base model.
+            options: `settings` and further options of `Endpoint`.
+        """
+        from tenant_sdk.endpoint.server import Endpoint
+
+        return Endpoint(self, adapters, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks

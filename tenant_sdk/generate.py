@@ -28,6 +28,7 @@ from tenant_sdk.model.planned_calls import Course, planned_calls
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
+from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
 from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
@@ -260,7 +261,7 @@ def _raised_by_generation(exc: Exception) -> bool:
     return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
+def encode_prompt(tokenizer: Any, prompt: Any) -> torch.Tensor:
     """Returns the token ids of a prompt, shape (1, length).
 
     Raises:
@@ -272,14 +273,21 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
     return torch.tensor([ids])
 
 
-def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, prompt: str | ReadyText | ReadyTokens | Iterable[Mapping[str, str]]
+) -> list[int]:  # fmt: skip
     """Returns the token ids of a prompt, which may be an empty list.
+
+    A `ReadyText` is continued as it is, and `ReadyTokens` are taken as they are. To any other prompt, the chat template
+    is applied if there is one.
 
     Raises:
         TokenizerFailed: the tokenizer fails on this prompt.
         TemplateRefuses: the chat template does not take this prompt.
         ConfigurationError: messages were given for a model without a template.
     """
+    if isinstance(prompt, ReadyText | ReadyTokens):
+        return ready_ids(tokenizer, prompt)
     if getattr(tokenizer, "chat_template", None):
         try:
             turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)

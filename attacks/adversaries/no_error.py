@@ -37,7 +37,7 @@ MOST_WINDOW_ROWS = 64
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Unmasks each block (the rows under one secret) that has enough rows of known or zero plaintext."""
-    systems: dict[tuple[bytes, int, int], _System] = {}
+    systems: dict[tuple[bytes, int, int], ExactSystem] = {}
     left = BUDGET
     claims: list[Claim] = []
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -50,7 +50,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
                     continue
                 key = seed.seed, degree, num_features
                 if key not in systems and left > 0:
-                    systems[key] = _System(seed, degree, num_features)
+                    systems[key] = ExactSystem(seed, degree, num_features)
                     left -= (seed.num_rows + SURPLUS) ** 3
                 if key in systems:
                     systems[key].open(stream)
@@ -65,14 +65,14 @@ class Equations:
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
-        self._num_equations = seed.num_rows + SURPLUS
-        self._num_rows = -(-self._num_equations // num_features)
+        self.num_equations = seed.num_rows + SURPLUS
+        self._num_rows = -(-self.num_equations // num_features)
         public = PublicMatrix.of(seed, degree, num_features)
-        self._equations = public.stacked_equations(self._num_rows, self._num_equations)
+        self._equations = public.stacked_equations(self._num_rows, self.num_equations)
         self._binary = BinarySystem(bits(self._equations))
 
 
-class _System(Equations):
+class ExactSystem(Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
@@ -84,17 +84,17 @@ class _System(Equations):
         starts = stream.windows(self._num_rows)[:MOST_WINDOWS]
         if not starts:
             return
-        sides = torch.stack([stream.masks(start, self._num_rows, self._num_equations) for start in starts], dim=1)
+        sides = torch.stack([stream.masks(start, self._num_rows, self.num_equations) for start in starts], dim=1)
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
             if bool(stream.is_done[start]) or not bool(masks.any()):
                 continue  # a row that was sent as zeros was not masked at all
-            secret = self._secret(masks)
+            secret = self.secret(masks)
             if secret is not None:
                 public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
                 stream.open_around(public, secret, start, self._num_rows)
 
-    def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
+    def secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,); None if there is none."""
         low = self._binary.solve(bits(masks))
         if low is None:

@@ -154,12 +154,12 @@ class _System(Equations):
         low = bits(flat)
         for first in range(0, len(starts), _CHUNK):
             chunk = starts[first : first + _CHUNK]
-            sides = np.stack([low[start * width : start * width + self._num_equations] for start in chunk], axis=1)
+            sides = np.stack([low[start * width : start * width + self.num_equations] for start in chunk], axis=1)
             for index in np.flatnonzero(self._binary.consistent(sides)):
                 start = chunk[int(index)]
                 if start in known or bool(stream.is_done[start]):
                     continue
-                side = centred(flat[start * width : start * width + self._num_equations])
+                side = centred(flat[start * width : start * width + self.num_equations])
                 found = self._solve(side) if bool(side.any()) else None  # a retry repeats the same masked rows
                 if found is not None:
                     yield start, found

@@ -13,8 +13,8 @@ MODULES = (
     "traffic_shape", "gradient_view", "gradient_equations",
     "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "principal_components", "subspace",
     "low_bits", "seed_search",
-    "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion", "byte_statistics",
-    "sparse_secret", "shared_error",
+    "no_error", "leaked_secret", "released_values", "slot_reuse", "arora_ge", "lattice_reduction", "collusion",
+    "byte_statistics", "sparse_secret", "shared_error",
 )  # fmt: skip
 """The files of attacks/adversaries; each has a control of the same name in attacks/controls."""
 NOT_IN_QUICK = ("sparse_secret", "shared_error")

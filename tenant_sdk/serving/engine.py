@@ -55,6 +55,7 @@ from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, n
 from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import pad_token
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -166,7 +167,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Iterable[Mapping[str, str]],
+        prompt: str | ReadyText | ReadyTokens | Iterable[Mapping[str, str]],
         adapter: str | None = None,
         max_new_tokens: int | None = None,
         *,
@@ -186,7 +187,8 @@ class Engine:
         """Queues a request and returns at once.
 
         Args:
-            prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
+            prompt: a user's message, or a list of messages; without a chat template the text is continued as it is. A
+                `ReadyText` is continued as it is also with a chat template; `ReadyTokens` are token ids.
             adapter: the adapter's name in the store; None means the base model.
             max_new_tokens: the length limit of the answer; None means 128, or fewer if the context leaves fewer.
             do_sample: whether tokens are drawn; otherwise the likeliest token is taken.

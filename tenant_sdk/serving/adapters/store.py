@@ -166,6 +166,10 @@ class AdapterStore:
             raise ConfigurationError("a step names a slot that no ticket holds")
         return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
 
+    def names(self) -> list[str]:
+        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
+        return sorted({*(self._folder.names() if self._folder is not None else []), *self._entries})
+
     def status(self) -> StoreStatus:
         """Returns the number of adapters on each tier (network, disk, host memory and device)."""
         on_disk = len(self._folder.names()) if self._folder is not None else 0

@@ -1,0 +1,134 @@
+"""This module puts the routes together: an ASGI application over one engine.
+
+Guarantees: every request passes `access.py` first, and an unknown path or method is answered in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tenant_sdk.endpoint.access import UPLOAD_PATH, Access
+from tenant_sdk.endpoint.chat import Chat
+from tenant_sdk.endpoint.completions import Completions
+from tenant_sdk.endpoint.errors import HttpError
+from tenant_sdk.endpoint.http import JsonRoute, Reply, Response
+from tenant_sdk.endpoint.job_routes import JobRoutes
+from tenant_sdk.endpoint.metrics import CONTENT_TYPE
+from tenant_sdk.endpoint.page_files import PageFiles
+from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
+from tenant_sdk.endpoint.service import Service
+
+_log = logging.getLogger("veilbase.endpoint")
+_OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
+_MODELS = PurePosixPath("/v1/models")
+
+
+class App:
+    """Answers all requests; an ASGI application."""
+
+    def __init__(self, service: Service, jobs: JobRoutes | None = None) -> None:
+        """Makes the routes. Args: jobs: the routes of files and jobs; None if there is no folder of adapters."""
+        self._service = service
+        self._access = Access(service.settings)
+        self._routes: dict[tuple[str, str], ASGIApp] = {}
+        self._post("/v1/chat/completions", Chat(service))
+        self._post("/v1/completions", Completions(service))
+        self._post("/v1/load_lora_adapter", self._load)
+        self._post("/v1/unload_lora_adapter", self._unload)
+        self._get("/v1/models", lambda: service.names.listed())
+        self._get("/v1/status", service.status)
+        self._page = PageFiles()
+        self._jobs = jobs
+
+    def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
+        self._routes["POST", path] = JsonRoute(path, work, self._service.settings.limits, self._service.metrics)
+
+    def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
+        self._routes["GET", path] = self._getting(name or path, read)
+
+    def _getting(self, name: str, read: Callable[[], dict[str, Any]]) -> ASGIApp:
+        async def work(_: bytes) -> Reply:
+            return await asyncio.get_running_loop().run_in_executor(None, read)
+
+        return JsonRoute(name, work, self._service.settings.limits, self._service.metrics)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or the beginning or end of the server."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        response = Response(send)
+        try:
+            self._access.check(scope)
+            route = self._route(scope["method"], scope["path"], scope)
+        except HttpError as exc:
+            self._service.metrics.count_request("refused", exc.status, 0.0)
+            _log.info("refused %s %s", exc.status, await response.fail(exc))
+            return
+        await route(scope, receive, send)
+
+    def _route(self, method: str, path: str, scope: Scope) -> ASGIApp:
+        method = "GET" if method == "HEAD" else method
+        if path == "/metrics" and method == "GET":
+            return self._metrics
+        if path == "/health" and method == "GET":
+            return self._health
+        if path in self._page and method == "GET":
+            return self._page
+        if (route := self._routes.get((method, path))) is not None:
+            return route
+        if method == "GET" and PurePosixPath(path).parent == _MODELS:
+            return self._getting("/v1/models/NAME", lambda: self._service.names.entry(PurePosixPath(path).name))
+        if path.startswith(_OF_JOBS) and self._jobs is not None:
+            return self._of_jobs(self._jobs, method, path, scope)
+        if any(known == path for _, known in self._routes):
+            raise HttpError(405, "this path takes another method", "method_not_allowed")
+        raise HttpError(404, "there is no such path here", "not_found")
+
+    def _of_jobs(self, jobs: JobRoutes, method: str, path: str, scope: Scope) -> ASGIApp:
+        kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+        limits = self._service.settings.limits
+        is_upload = path == UPLOAD_PATH
+
+        async def work(body: bytes) -> Reply:
+            found = await asyncio.get_running_loop().run_in_executor(None, jobs.answer, method, path, kind, body)
+            if found is None:
+                raise HttpError(404, "there is no such path here", "not_found")
+            return found
+
+        limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
+        return JsonRoute(UPLOAD_PATH if is_upload else "/v1/fine_tuning/jobs", work, limits, self._service.metrics)
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._service.health()
+        await Response(send).json(200 if state == "ok" else 503, {"status": state})
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(send).whole(200, self._service.metrics.text(), CONTENT_TYPE)
+
+    async def _load(self, body: bytes) -> Reply:
+        request = parsed(LoadAdapter, body)
+        await asyncio.get_running_loop().run_in_executor(
+            None, self._service.names.load, request.lora_name, request.lora_path
+        )
+        return {"status": "loaded", "id": request.lora_name}
+
+    async def _unload(self, body: bytes) -> Reply:
+        request = parsed(UnloadAdapter, body)
+        await asyncio.get_running_loop().run_in_executor(None, self._service.names.unload, request.lora_name)
+        return {"status": "unloaded", "id": request.lora_name}
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,187 @@
+"""This module answers /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tenant_sdk.endpoint.answering import Answering, Piece, Submit
+from tenant_sdk.endpoint.errors import bad_request, to_bytes
+from tenant_sdk.endpoint.grammar import GrammarHook
+from tenant_sdk.endpoint.hooks import LogprobRecord
+from tenant_sdk.endpoint.http import Reply
+from tenant_sdk.endpoint.logprobs import chat_logprobs
+from tenant_sdk.endpoint.options import engine_options
+from tenant_sdk.endpoint.prompts import ChatPrompt
+from tenant_sdk.endpoint.schema import ChatRequest, NamedTool, Tool, parsed
+from tenant_sdk.endpoint.service import Service
+from tenant_sdk.endpoint.tools import Call, HeldText, active_tools, forced_schema, read_calls
+from tenant_sdk.serving.answer import Answer
+
+
+@dataclass
+class _Prepared:
+    """Holds a request that was checked, and what its choices share."""
+
+    request: ChatRequest
+    adapter: str | None
+    prompt: ChatPrompt
+    tool_names: frozenset[str]
+    grammar: GrammarHook | None
+    records: list[LogprobRecord]
+    grammars: list[GrammarHook] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """Returns an object of a streamed answer."""
+        shared = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
+        made = {**shared, "model": self.request.model, "choices": choices}
+        return {**made, "usage": usage} if self.request.includes_usage else made
+
+
+class Chat:
+    """Answers chat requests with an engine."""
+
+    def __init__(self, service: Service) -> None:
+        """Keeps the parts of the endpoint."""
+        self._service = service
+
+    async def __call__(self, body: bytes) -> Reply:
+        """Returns the answer of one request: an object, or its chunks.
+
+        Raises:
+            HttpError: the request is refused.
+            VeilbaseError: the engine refuses it, or fails.
+        """
+        prepared = await asyncio.get_running_loop().run_in_executor(None, self._prepare, body)
+        if prepared.request.stream:
+            return self._chunks(prepared)
+        async with Answering() as answering:
+            await answering.submit(self._submits(prepared))
+            texts = await answering.texts()
+            choices = [
+                self._choice(prepared, index, text, answering.answers[index]) for index, text in enumerate(texts)
+            ]
+            usage = self._usage(prepared, answering)
+        return {
+            "id": prepared.id, "object": "chat.completion", "created": prepared.created,
+            "model": prepared.request.model, "choices": choices, "usage": usage, "system_fingerprint": None,
+        }  # fmt: skip
+
+    def _prepare(self, body: bytes) -> _Prepared:
+        request = parsed(ChatRequest, body)
+        adapter = self._service.names.adapter_of(request.model)
+        tools = active_tools(request)
+        self._check(request, tools)
+        schema = forced_schema(request, tools)
+        grammar = None
+        if schema is not None:
+            grammar = self._service.grammars.of_schema(schema, "tools")
+        elif request.response_format is not None and request.response_format.type != "text":
+            named = request.response_format.json_schema
+            grammar = self._service.grammars.of_schema(None if named is None else named.schema_, "response_format")
+        prompt = self._service.prompts.of(request.messages, tools)
+        records = [LogprobRecord(request.top_logprobs or 0) for _ in range(request.n if request.logprobs else 0)]
+        return _Prepared(request, adapter, prompt, frozenset(tool.function.name for tool in tools), grammar, records)
+
+    def _check(self, request: ChatRequest, tools: list[Tool]) -> None:
+        if request.logprobs:
+            self._service.released.check("logprobs")
+        elif request.top_logprobs is not None:
+            raise bad_request("top_logprobs needs logprobs", "top_logprobs")
+        names = [tool.function.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise bad_request("two tools have one name", "tools")
+        choice = request.tool_choice
+        if choice not in (None, "none", "auto") and not tools:
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise bad_request("tool_choice names none of the tools", "tool_choice")
+        if len(to_bytes([tool.model_dump() for tool in tools])) > self._service.settings.limits.schema_bytes:
+            raise bad_request(f"tools have at most {self._service.settings.limits.schema_bytes} bytes here", "tools")
+        wanted = request.response_format
+        if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise bad_request("the type json_schema, and no other, has a json_schema", "response_format")
+
+    def _submits(self, prepared: _Prepared) -> list[Submit]:
+        submits: list[Submit] = []
+        for index in range(prepared.request.n):
+            hooks = [*prepared.records[index : index + 1]]
+            options = engine_options(prepared.request, index, hooks, self._service.vocab_size)
+            if prepared.grammar is not None:  # last, so that a bias cannot allow what the grammar forbids
+                prepared.grammars.append(prepared.grammar.copy(raises=not prepared.request.fixed_length))
+                options["logits_processor"].append(prepared.grammars[-1])
+            submits.append(partial(self._service.submit, prepared.prompt, prepared.adapter, options))
+        return submits
+
+    def _usage(self, prepared: _Prepared, answering: Answering) -> dict[str, int]:
+        for grammar in prepared.grammars:
+            grammar.check()
+        num_prompt, num_new = answering.answers[0].num_prompt_tokens, answering.num_new_tokens
+        self._service.metrics.count_answer(num_prompt, num_new, time.monotonic() - prepared.began)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+    def _choice(self, prepared: _Prepared, index: int, text: str, answer: Answer) -> dict[str, Any]:
+        rest, calls = read_calls(text, prepared.tool_names) if prepared.tool_names else (text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": rest or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls]
+        return {
+            "index": index, "message": message, "logprobs": self._logprobs(prepared, index, answer),
+            "finish_reason": _reason(answer, calls),
+        }  # fmt: skip
+
+    def _logprobs(self, prepared: _Prepared, index: int, answer: Answer) -> dict[str, Any] | None:
+        if not prepared.records:
+            return None
+        service = self._service
+        return chat_logprobs(prepared.records[index], answer.token_ids, service.token_texts, service.released)
+
+    async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a streamed answer."""
+        async with Answering() as answering:
+            await answering.submit(self._submits(prepared))
+            held = [HeldText(prepared.tool_names) for _ in answering.answers]
+            has_begun = [False] * len(held)
+            async for event in answering.events():
+                if not has_begun[event.index]:
+                    has_begun[event.index] = True
+                    yield prepared.chunk([_delta(event.index, {"role": "assistant", "content": ""})])
+                if isinstance(event, Piece):
+                    if text := held[event.index].put(event.text):
+                        yield prepared.chunk([_delta(event.index, {"content": text})])
+                    continue
+                for choice in self._last(prepared, event.index, event.answer, held[event.index]):
+                    yield prepared.chunk([choice])
+            usage = self._usage(prepared, answering)
+        if prepared.request.includes_usage:
+            yield prepared.chunk([], usage)
+
+    def _last(self, prepared: _Prepared, index: int, answer: Answer, held: HeldText) -> list[dict[str, Any]]:
+        """Returns the last deltas of one choice: text that was held back, calls, logprobs, and the reason of the
+        end."""
+        text, calls = held.end()
+        deltas = [_delta(index, {"content": text})] if text else []
+        if calls:
+            deltas.append(_delta(index, {"tool_calls": [call.as_json(place) for place, call in enumerate(calls)]}))
+        last = _delta(index, {}, _reason(answer, calls))
+        if prepared.records:
+            last["logprobs"] = self._logprobs(prepared, index, answer)
+        return [*deltas, last]
+
+
+def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _reason(answer: Answer, calls: list[Call]) -> str:
+    if calls:
+        return "tool_calls"
+    return "length" if answer.finish_reason == "length" else "stop"

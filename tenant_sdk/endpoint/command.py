@@ -1,0 +1,81 @@
+"""This module is what `tenant serve` does after its options were read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key, read_key
+from wire.errors import ConfigurationError, VerificationFailed
+
+if TYPE_CHECKING:
+    from tenant_sdk.endpoint.server import ServedSession
+
+FORGED_EXIT = 3
+"""The exit code after a reply that failed its check: a supervisor must not start the server again by itself."""
+
+
+def serving_settings(
+    *, host: str, port: int, api_key_file: Path | None, tls_cert: Path | None, tls_key: Path | None, unverified: bool,
+    release_values: float | None, is_verified: bool,
+) -> EndpointSettings:  # fmt: skip
+    """Returns the settings of the command line, checked before anything is loaded.
+
+    Raises:
+        ConfigurationError: a file cannot be used, or an endpoint with these settings may not listen.
+    """
+    for path in (tls_cert, tls_key):
+        if path is not None and not path.is_file():
+            raise ConfigurationError(f"{path} is not a file")
+    settings = EndpointSettings(
+        host, port, "" if api_key_file is None else read_key(api_key_file), api_key_file is not None, tls_cert,
+        tls_key, unverified, release_values,
+    )  # fmt: skip
+    check_may_listen(settings, is_verified)
+    return settings if settings.key else replace(settings, key=new_key())
+
+
+def serve_command(
+    client: ServedSession,
+    adapters: Path | None,
+    settings: EndpointSettings,
+    echo: Callable[[str], None],
+    **options: Any,
+) -> None:
+    """Serves until Ctrl-C, and prints what a user has to know: the privacy in force, a key that was made, and the URL.
+
+    Raises:
+        SystemExit: a reply failed its check; the code is `FORGED_EXIT`.
+        VeilbaseError: the endpoint cannot start, or has ended.
+    """
+    from tenant_sdk.endpoint.server import Endpoint
+
+    log_requests()
+
+    def ready(url: str) -> None:
+        if not settings.is_own_key:
+            echo(f"key {settings.key}")
+        echo(f"ready {url}")
+        sys.stdout.flush()
+
+    endpoint = Endpoint(client, adapters, settings, on_ready=ready, **options)
+    endpoint.explain()
+    try:
+        endpoint.run()
+    except VerificationFailed as exc:
+        print(f"tenant: {exc}; this server has ended and does not start again by itself", file=sys.stderr)
+        raise SystemExit(FORGED_EXIT) from None
+
+
+def log_requests() -> None:
+    """Writes one line for each request to stderr: time, route, status, a fixed word, and milliseconds."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("veilbase.endpoint")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,130 @@
+"""This module answers /v1/completions: texts that are continued as they are, without a chat template."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tenant_sdk.endpoint.answering import Answering, Piece, Submit
+from tenant_sdk.endpoint.errors import bad_request
+from tenant_sdk.endpoint.hooks import LogprobRecord
+from tenant_sdk.endpoint.http import Reply
+from tenant_sdk.endpoint.logprobs import completion_logprobs
+from tenant_sdk.endpoint.options import engine_options
+from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
+from tenant_sdk.endpoint.service import Service
+from tenant_sdk.serving.answer import Answer
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
+
+
+@dataclass
+class _Prepared:
+    """Holds a request that was checked, with one prompt or several."""
+
+    request: CompletionRequest
+    adapter: str | None
+    prompts: list[ReadyText | ReadyTokens]
+    records: list[LogprobRecord]
+    began: float = field(default_factory=time.monotonic)
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns an answer, or a chunk of it, without the usage."""
+        shared = {"id": self.id, "object": "text_completion", "created": self.created}
+        return {**shared, "model": self.request.model, "choices": choices}
+
+
+class Completions:
+    """Answers plain completions with an engine."""
+
+    def __init__(self, service: Service) -> None:
+        """Keeps the parts of the endpoint."""
+        self._service = service
+
+    async def __call__(self, body: bytes) -> Reply:
+        """Returns the answer of one request: an object, or its chunks.
+
+        Raises:
+            HttpError: the request is refused.
+            VeilbaseError: the engine refuses it, or fails.
+        """
+        prepared = self._prepare(body)
+        if prepared.request.stream:
+            return self._chunks(prepared)
+        async with Answering() as answering:
+            await answering.submit(self._submits(prepared))
+            texts = await answering.texts()
+            choices = [
+                self._choice(prepared, index, text, answering.answers[index]) for index, text in enumerate(texts)
+            ]
+            return {**prepared.object(choices), "usage": self._usage(prepared, answering)}
+
+    def _prepare(self, body: bytes) -> _Prepared:
+        request = parsed(CompletionRequest, body)
+        adapter = self._service.names.adapter_of(request.model)
+        if request.logprobs is not None:
+            self._service.released.check("logprobs")
+        prompts = _prompts(request)
+        num_choices = len(prompts) * request.n
+        if num_choices > MOST_CHOICES:
+            raise bad_request(f"a request has at most {MOST_CHOICES} choices, prompts times n", "n")
+        num_records = 0 if request.logprobs is None else num_choices
+        return _Prepared(request, adapter, prompts, [LogprobRecord(request.logprobs or 0) for _ in range(num_records)])
+
+    def _submits(self, prepared: _Prepared) -> list[Submit]:
+        submits: list[Submit] = []
+        for number, prompt in enumerate(prepared.prompts):
+            for choice in range(prepared.request.n):
+                index = number * prepared.request.n + choice
+                hooks = [*prepared.records[index : index + 1]]
+                options = engine_options(prepared.request, choice, hooks, self._service.vocab_size)
+                submits.append(partial(self._service.submit, prompt, prepared.adapter, options))
+        return submits
+
+    def _usage(self, prepared: _Prepared, answering: Answering) -> dict[str, int]:
+        num_prompt = sum(answer.num_prompt_tokens for answer in answering.answers[:: prepared.request.n])
+        num_new = answering.num_new_tokens
+        self._service.metrics.count_answer(num_prompt, num_new, time.monotonic() - prepared.began)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+    def _choice(self, prepared: _Prepared, index: int, text: str, answer: Answer) -> dict[str, Any]:
+        logprobs = None
+        if prepared.records:
+            service = self._service
+            logprobs = completion_logprobs(
+                prepared.records[index], answer.token_ids, service.token_texts, service.released
+            )  # fmt: skip
+        reason = "length" if answer.finish_reason == "length" else "stop"
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a streamed answer."""
+        usage: dict[str, Any] = {"usage": None} if prepared.request.includes_usage else {}
+        async with Answering() as answering:
+            await answering.submit(self._submits(prepared))
+            async for event in answering.events():
+                if isinstance(event, Piece):
+                    choice = {"index": event.index, "text": event.text, "logprobs": None, "finish_reason": None}
+                else:
+                    choice = self._choice(prepared, event.index, "", event.answer)
+                yield {**prepared.object([choice]), **usage}
+            counted = self._usage(prepared, answering)
+        if usage:
+            yield {**prepared.object([]), "usage": counted}
+
+
+def _prompts(request: CompletionRequest) -> list[ReadyText | ReadyTokens]:
+    """Returns the prompts of a request, which has a text, token ids, or a list of these."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [ReadyText(given)]
+    if isinstance(given[0], int):
+        return [ReadyTokens([each for each in given if isinstance(each, int)])]
+    return [
+        ReadyText(each) if isinstance(each, str) else ReadyTokens(each) for each in given if not isinstance(each, int)
+    ]

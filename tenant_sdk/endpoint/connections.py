@@ -1,0 +1,100 @@
+"""This module limits connections: how many there are, how long one may stay idle, and how long an answer may stay
+unread.
+
+Guarantees: a connection over the limit gets one fixed answer and is closed. A connection that has no request for
+`idle_s` seconds, or whose client leaves an answer unread for `stall_s` seconds, is cut, which frees the places of its
+requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tenant_sdk.endpoint.errors import HttpError, to_bytes
+from tenant_sdk.endpoint.settings import EndpointLimits
+
+_FULL_RETRY_S = 1.0
+
+
+def protocol_class(limits: EndpointLimits) -> type[asyncio.Protocol]:
+    """Returns uvicorn's HTTP/1.1 protocol with limits."""
+
+    class LimitedProtocol(H11Protocol):
+        """Serves one connection."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._idle: asyncio.TimerHandle | None = None
+            self._stalled: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                transport.write(_FULL)
+                transport.close()
+            else:
+                self._idle = self.loop.call_later(limits.idle_s, transport.abort)
+
+        def handle_events(self) -> None:
+            cycle = self.cycle
+            super().handle_events()
+            if self.cycle is not cycle:  # a whole head has arrived: from now on the request has limits of its own
+                self._end_timers()
+
+        def on_response_complete(self) -> None:
+            # uvicorn starts its own timer for the next request now, and stops it when any byte of it arrives.
+            super().on_response_complete()
+            if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+                self._end_timers()
+                self._idle = self.loop.call_later(limits.idle_s, self.transport.abort)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._stalled is None:
+                self._stalled = self.loop.call_later(limits.stall_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._stalled is not None:
+                self._stalled.cancel()
+                self._stalled = None
+
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.transport.abort()  # an answer is under way, in which nothing else may stand
+                return
+            self.transport.write(_MALFORMED)  # uvicorn's own answer is no JSON
+            self.transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_timers()
+            if self._stalled is not None:
+                self._stalled.cancel()
+            super().connection_lost(exc)
+
+        def _end_timers(self) -> None:
+            if self._idle is not None:
+                self._idle.cancel()
+                self._idle = None
+
+    return LimitedProtocol
+
+
+def _whole_response(line: bytes, error: HttpError) -> bytes:
+    body = to_bytes(error.body())
+    headers = [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
+        *error.headers(),
+    ]  # fmt: skip
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    return b"HTTP/1.1 " + line + b"\r\n" + head + b"\r\n" + body
+
+
+_FULL = _whole_response(
+    b"429 Too Many Requests",
+    HttpError(429, "too many connections are open: try again later", "too_many_connections", retry_s=_FULL_RETRY_S),
+)
+_MALFORMED = _whole_response(b"400 Bad Request", HttpError(400, "expected HTTP/1.1", "invalid_http"))

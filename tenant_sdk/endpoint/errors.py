@@ -1,0 +1,96 @@
+"""This module turns failures into HTTP responses of OpenAI's form.
+
+Guarantees: each response has one line that says what was expected. No response shows a traceback, a key, or the text of
+an exception that is not one of wire/errors.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from wire.errors import (
+    AccessError,
+    ConfigurationError,
+    QuotaExceeded,
+    RequestError,
+    TransportError,
+    VeilbaseError,
+    VerificationFailed,
+)
+
+LOST_RETRY_S = 5.0
+"""The seconds after which a client tries again when the connection to the provider is lost."""
+_KIND_OF_STATUS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    421: "permission_error", 429: "rate_limit_error",
+}  # fmt: skip
+
+
+class HttpError(Exception):
+    """A request is answered with a status and OpenAI's form of an error."""
+
+    def __init__(
+        self, status: int, text: str, code: str, param: str | None = None, retry_s: float | None = None
+    ) -> None:  # fmt: skip
+        """Makes the error.
+
+        Args:
+            status: the HTTP status.
+            text: one line for the client, without contents of other requests.
+            code: a fixed word for programs and for the log.
+            param: the field of the request that is wrong, if it is one.
+            retry_s: seconds after which the same request may pass.
+        """
+        super().__init__(code)  # A log that shows this exception shows its code only.
+        self.status, self.text, self.code, self.param, self.retry_s = status, text, code, param, retry_s
+
+    def body(self) -> dict[str, Any]:
+        """Returns the error as OpenAI's interface writes it."""
+        kind = _KIND_OF_STATUS.get(self.status, "server_error")
+        return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers that belong to the error besides type and length."""
+        found = []
+        if self.retry_s is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_s))).encode()))
+        if self.status == 401:
+            found.append((b"www-authenticate", b"Bearer"))
+        return found
+
+
+def bad_request(text: str, param: str | None = None, code: str = "invalid_value") -> HttpError:
+    """Returns the error for a request that is wrong in itself."""
+    return HttpError(400, text, code, param)
+
+
+def of_failure(exc: VeilbaseError, busy_s: float) -> HttpError:
+    """Returns the HTTP error for an error of this project.
+
+    Args:
+        exc: what `Engine.submit` raised, or the error of an answer.
+        busy_s: the seconds after which a place is expected to be free, if the engine is full.
+    """
+    if isinstance(exc, QuotaExceeded):
+        return HttpError(429, str(exc), "too_many_requests", retry_s=exc.retry_s or busy_s)
+    if isinstance(exc, ConfigurationError):
+        return bad_request(str(exc))
+    if isinstance(exc, TransportError):
+        return HttpError(503, "the connection to the provider is lost: try again", "provider_lost", None, LOST_RETRY_S)
+    if isinstance(exc, VerificationFailed):
+        return HttpError(502, "a reply of the provider failed its check: this server has ended", "reply_forged")
+    if isinstance(exc, AccessError | RequestError):
+        return HttpError(502, str(exc), "provider_refused")
+    return HttpError(500, str(exc), "engine_failed")
+
+
+def to_bytes(value: Any) -> bytes:
+    """Returns a value as JSON in UTF-8. Half of a surrogate pair, which JSON cannot carry, is escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

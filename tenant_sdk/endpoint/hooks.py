@@ -1,0 +1,72 @@
+"""This module holds the logits processors of OpenAI's settings: biases and penalties, and the record of logprobs.
+
+The engine calls them in its own thread, one request at a time, with token ids (1, length) and logits (1, vocab_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+
+class Biases:
+    """Adds a number to the logits of some tokens (`logit_bias`)."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        """Keeps the biases, by token id."""
+        self._ids = torch.tensor(list(biases), dtype=torch.long)
+        self._values = torch.tensor(list(biases.values()), dtype=torch.float32)
+
+    def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits with the biases."""
+        values = self._values.to(logits)
+        return logits.index_add(1, self._ids.to(logits.device), values[None])
+
+
+class Penalties:
+    """Lowers the logits of tokens that the answer has already (`frequency_penalty`, `presence_penalty`)."""
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        """Keeps both penalties. Source: the formula in OpenAI's documentation of these settings."""
+        self._frequency, self._presence = frequency, presence
+        self._num_prompt: int | None = None
+
+    def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits less the penalties. The first call tells how long the prompt is."""
+        if self._num_prompt is None:
+            self._num_prompt = token_ids.shape[1]
+        counts = torch.bincount(token_ids[0, self._num_prompt :], minlength=logits.shape[1])[: logits.shape[1]]
+        return logits - self._frequency * counts.to(logits) - self._presence * (counts > 0).to(logits)
+
+
+class LogprobRecord:
+    """Keeps the logprobs of the tokens of one answer. They are those of the model, before temperature, top_k and top_p.
+
+    The token of a step is known only with the next call, so the newest step is resolved by `steps`.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        """Makes an empty record. Args: num_top: how many of the likeliest tokens are kept for each step."""
+        self._num_top = num_top
+        self._newest: torch.Tensor | None = None
+        self._resolved: list[tuple[float, list[tuple[int, float]]]] = []
+
+    def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Notes one step, and returns the logits unchanged."""
+        if self._newest is not None:
+            self._resolve(self._newest, int(token_ids[0, -1]))
+        self._newest = torch.log_softmax(logits[0].float(), dim=-1)
+        return logits
+
+    def _resolve(self, logprobs: torch.Tensor, token_id: int) -> None:
+        values, ids = logprobs.topk(min(self._num_top, len(logprobs)))
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        self._resolved.append((float(logprobs[token_id]), top))
+
+    def steps(self, token_ids: Sequence[int]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """Returns (token, its logprob, the likeliest tokens with theirs) for each token of a complete answer."""
+        if self._newest is not None and len(self._resolved) < len(token_ids):
+            self._resolve(self._newest, token_ids[-1])
+            self._newest = None
+        return [(token, *step) for token, step in zip(token_ids, self._resolved, strict=False)]

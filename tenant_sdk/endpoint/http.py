@@ -1,0 +1,167 @@
+"""This module carries requests and responses: it reads bodies within limits, sends JSON or server-sent events, and ends
+the work of a request whose client goes away.
+
+Guarantees: whatever happens, a request ends with one response of OpenAI's form, one count in the metrics and one line
+in the log, which shows the route, the status and a fixed word, and no contents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from tenant_sdk.endpoint.errors import HttpError, of_failure, to_bytes
+from tenant_sdk.endpoint.metrics import Metrics
+from tenant_sdk.endpoint.settings import EndpointLimits
+from wire.errors import VeilbaseError
+
+Events = AsyncIterator[dict[str, Any]]
+Reply = dict[str, Any] | Events
+Work = Callable[[bytes], Awaitable[Reply]]
+"""A function that answers a body: with one object, or with a stream of objects."""
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream, in OpenAI's interface."""
+
+_log = logging.getLogger("veilbase.endpoint")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+class JsonRoute:
+    """Answers the requests of one route; an ASGI application."""
+
+    def __init__(self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics) -> None:
+        """Keeps the route's work. Args: name: a fixed name for metrics and log; work: answers a body."""
+        self._name, self._work, self._limits, self._metrics = name, work, limits, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        began, response = time.monotonic(), Response(send)
+        code = "ok"
+        try:
+            body = await asyncio.wait_for(read_body(scope, receive, self._limits.body_bytes), self._limits.body_s)
+            await _until_gone(receive, self._answer(body, response))
+        except ClientGone:
+            code = "client_gone"
+        except TimeoutError:
+            code = await response.fail(HttpError(408, "the request did not arrive in time", "request_timeout"))
+        except HttpError as exc:
+            code = await response.fail(exc)
+        except VeilbaseError as exc:
+            code = await response.fail(of_failure(exc, self._metrics.busy_s()))
+        except Exception as exc:  # noqa: BLE001 - its text may show contents, so that only its type is named
+            code = await response.fail(HttpError(500, "this server failed", f"internal_{type(exc).__name__}"))
+        seconds = time.monotonic() - began
+        self._metrics.count_request(self._name, response.status, seconds)
+        _log.info("%s %s %s %.0f ms", self._name, response.status or "-", code, 1000 * seconds)
+
+    async def _answer(self, body: bytes, response: Response) -> None:
+        reply = await self._work(body)
+        if isinstance(reply, dict):
+            await response.json(200, reply)
+            return
+        async with contextlib.aclosing(reply) as events:  # type: ignore[type-var]
+            await response.stream(events)
+
+
+class Response:
+    """Sends one response, and knows how far it is."""
+
+    def __init__(self, send: Send) -> None:
+        """Makes a response of which nothing has been sent."""
+        self._send = send
+        self.status = 0
+
+    async def json(self, status: int, value: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        """Sends a whole response of JSON."""
+        await self.whole(status, to_bytes(value), b"application/json", headers)
+
+    async def whole(
+        self, status: int, body: bytes, kind: bytes, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:  # fmt: skip
+        """Sends a whole response."""
+        await self._start(status, [(b"content-length", str(len(body)).encode()), *(headers or [])], kind)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, events: Events) -> None:
+        """Sends events as they come. The status is sent with the first one, so that an error before it has its own."""
+        async for event in events:
+            if not self.status:
+                await self._start(200, [(b"x-accel-buffering", b"no")], b"text/event-stream; charset=utf-8")
+            await self._event(b"data: " + to_bytes(event) + b"\n\n")
+        await self._event(DONE, is_last=True)
+
+    async def fail(self, error: HttpError) -> str:
+        """Sends an error: as the response, or, after a stream has begun, as its last event. Returns the error's
+        code."""
+        with contextlib.suppress(OSError, RuntimeError):  # the client may have gone too
+            if not self.status:
+                await self.json(error.status, error.body(), error.headers())
+            else:
+                await self._event(b"data: " + to_bytes(error.body()) + b"\n\n", is_last=True)
+        return error.code
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]], kind: bytes) -> None:
+        self.status = status
+        fixed = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+
+    async def _event(self, data: bytes, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        HttpError: it is larger than the limit, which is known from its header or found while it is read.
+        ClientGone: the client closed the connection before the end.
+    """
+    announced = dict(scope["headers"]).get(b"content-length", b"0")
+    too_large = HttpError(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
+    if announced.isdigit() and int(announced[:20]) > most_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > most_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _until_gone(receive: Receive, work: Any) -> None:
+    """Runs the work of a request until it is done, and cancels it when the client goes away.
+
+    Raises:
+        ClientGone: the client went away.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,119 @@
+"""This module answers the routes of files and jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tenant_sdk.endpoint.errors import HttpError, bad_request
+from tenant_sdk.endpoint.jobs import Jobs
+from tenant_sdk.endpoint.schema import parsed
+from tenant_sdk.endpoint.uploads import Uploads
+
+_BASE_RATE = 1e-3
+"""The learning rate for which the multiplier is 1: that of `TenantClient.finetune`."""
+_Auto = Literal["auto"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class _Hyperparameters(_Strict):
+    n_epochs: _Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
+    batch_size: _Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    learning_rate_multiplier: _Auto | Annotated[float, Field(gt=0, le=1000)] = "auto"
+    max_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    rank: Annotated[int, Field(ge=1, le=256)] = 16
+
+
+class _Supervised(_Strict):
+    hyperparameters: _Hyperparameters = Field(default_factory=_Hyperparameters)
+
+
+class _Method(_Strict):
+    type: Literal["supervised"]
+    supervised: _Supervised = Field(default_factory=_Supervised)
+
+
+class JobRequest(_Strict):
+    """Holds a request for a job."""
+
+    model: str = Field(min_length=1, max_length=512)
+    training_file: str = Field(min_length=1, max_length=64)
+    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    seed: int = Field(0, ge=0, lt=1 << 31)
+    hyperparameters: _Hyperparameters | None = None
+    method: _Method | None = None
+    metadata: dict[str, str] | None = None
+    validation_file: None = None
+    integrations: None = None
+
+
+class JobRoutes:
+    """Finds what a path of files and jobs asks for."""
+
+    def __init__(self, base: str, uploads: Uploads, jobs: Jobs) -> None:
+        """Keeps the parts. Args: base: the base model's name."""
+        self._base, self._uploads, self._jobs = base, uploads, jobs
+
+    def answer(self, method: str, path: str, content_type: str, body: bytes) -> dict[str, Any] | None:
+        """Returns the answer of a request; None if there is no such route.
+
+        Raises:
+            HttpError: the request is refused.
+        """
+        parts = path.removeprefix("/v1/").split("/")
+        if parts[0] == "files":
+            return self._files(method, parts[1:], content_type, body)
+        if parts[:2] == ["fine_tuning", "jobs"]:
+            return self._fine_tuning(method, parts[2:], body)
+        return None
+
+    def _files(self, method: str, rest: list[str], content_type: str, body: bytes) -> dict[str, Any] | None:
+        match method, rest:
+            case "GET", []:
+                return self._uploads.listed()
+            case "POST", []:
+                return self._uploads.add(content_type, body)
+            case "GET", [file_id]:
+                return self._uploads.get(file_id)
+            case "DELETE", [file_id]:
+                return self._uploads.delete(file_id)
+        return None
+
+    def _fine_tuning(self, method: str, rest: list[str], body: bytes) -> dict[str, Any] | None:
+        match method, rest:
+            case "GET", []:
+                return self._jobs.listed()
+            case "POST", []:
+                return self._create(body)
+            case "GET", [job_id]:
+                return self._jobs.described(job_id)
+            case "GET", [job_id, "events"]:
+                return self._jobs.events(job_id)
+            case "GET", [job_id, "checkpoints"]:
+                return self._jobs.checkpoints(job_id)
+            case "POST", [job_id, "cancel" | "pause"]:
+                return self._jobs.cancel(job_id)
+            case "POST", [job_id, "resume"]:
+                return self._jobs.resume(job_id)
+        return None
+
+    def _create(self, body: bytes) -> dict[str, Any]:
+        request = parsed(JobRequest, body)
+        if request.model != self._base:
+            raise HttpError(404, "jobs train adapters of the base model: see /v1/models", "model_not_found", "model")
+        if request.hyperparameters is not None and request.method is not None:
+            raise bad_request("hyperparameters stand in the method, or beside it, and not in both", "hyperparameters")
+        chosen = request.hyperparameters or (request.method or _Method(type="supervised")).supervised.hyperparameters
+        rate = 1.0 if chosen.learning_rate_multiplier == "auto" else chosen.learning_rate_multiplier
+        settings = {
+            "num_epochs": 3.0 if chosen.n_epochs == "auto" else float(chosen.n_epochs),
+            "batch_size": 8 if chosen.batch_size == "auto" else chosen.batch_size,
+            "learning_rate": _BASE_RATE * rate, "seed": request.seed, "rank": chosen.rank,
+            "max_steps": chosen.max_steps,
+        }  # fmt: skip
+        data = self._uploads.path(request.training_file)
+        return self._jobs.create(request.model, request.training_file, data, request.suffix, settings)

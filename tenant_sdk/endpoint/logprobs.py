@@ -1,0 +1,62 @@
+"""This module writes the logprobs of an answer in OpenAI's two forms, rounded as the operator chose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tenant_sdk.endpoint.hooks import LogprobRecord
+from tenant_sdk.endpoint.privacy import Released
+
+_LEAST = -9999.0
+"""The logprob that stands for minus infinity, which JSON cannot write; OpenAI's interface has the same."""
+
+
+class TokenTexts:
+    """Gives the text of single tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Keeps a transformers tokenizer that nobody else uses."""
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+
+    def __getitem__(self, token_id: int) -> str:
+        """Returns the text of a token, special tokens included."""
+        with self._lock:
+            return str(self._tokenizer.decode([token_id]))
+
+
+def chat_logprobs(
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the `logprobs` of a chat choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = texts[token_id]
+        return {"token": text, "logprob": _shown(logprob, released), "bytes": list(text.encode("utf-8", "replace"))}
+
+    content = [
+        {**entry(token_id, logprob), "top_logprobs": [entry(*each) for each in top]}
+        for token_id, logprob, top in record.steps(token_ids)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the `logprobs` of a plain completion's choice."""
+    steps = record.steps(token_ids)
+    tokens = [texts[token_id] for token_id, _, _ in steps]
+    offsets = [sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    top = [{texts[other]: _shown(value, released) for other, value in each} for _, _, each in steps]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_shown(logprob, released) for _, logprob, _ in steps],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def _shown(logprob: float, released: Released) -> float:
+    return max(_LEAST, released.rounded(logprob))

@@ -1,0 +1,174 @@
+"""This module says which models the endpoint names: the base model, and the adapters of one folder.
+
+Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. It is
+never a path or an address that is opened. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
+is opened without following links (serving/adapters/folder.py).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tenant_sdk.endpoint.errors import HttpError, bad_request
+from tenant_sdk.serving.adapter_slots import Ticket
+from tenant_sdk.serving.adapters.store import StoreStatus
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MOST_NAMES = 10_000
+_LOAD_S = 60.0
+_POLL_S = 0.01
+
+
+class Store(Protocol):
+    """Describes what the endpoint needs of an `AdapterStore`."""
+
+    def names(self) -> list[str]:
+        """Returns the names of the adapters that requests may use."""
+
+    def reserve(self, name: str) -> Ticket:
+        """Holds an adapter, and begins to load it."""
+
+    def status(self) -> StoreStatus:
+        """Returns the number of adapters on each tier."""
+
+
+class ModelNames:
+    """Translates the `model` of a request to the name of an adapter."""
+
+    def __init__(
+        self, base: str, store: Store | None, root: Path | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        """Keeps the names.
+
+        Args:
+            base: the name of the base model.
+            store: the store of adapters; None serves only the base model.
+            root: the folder of adapters.
+            clock: returns the present time in seconds, for the limit on loading.
+        """
+        self.base = base
+        self._store, self._root, self._clock = store, root, clock
+        self._created = int(time.time())
+        self._lock = threading.Lock()
+        self._alias: dict[str, str] = {}
+        self._unloaded: set[str] = set()
+
+    def adapter_of(self, model: str) -> str | None:
+        """Returns the adapter of a model's name; None for the base model.
+
+        Raises:
+            HttpError: there is no such model.
+        """
+        if model == self.base:
+            return None
+        if model in self._names():
+            return self._alias.get(model, model)
+        raise _unknown(model)
+
+    def _names(self) -> list[str]:
+        found = [] if self._store is None else self._store.names()
+        with self._lock:
+            return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
+
+    def tiers(self) -> tuple[int, int, int] | None:
+        """Returns the numbers of adapters (on the device, in host memory, on disk); None without adapters."""
+        if self._store is None:
+            return None
+        status = self._store.status()
+        return status.device_adapters, status.host_adapters, status.disk_adapters
+
+    def listed(self) -> dict[str, Any]:
+        """Returns the answer of /v1/models."""
+        adapters = [self._entry(name, self.base) for name in self._names()]
+        return {"object": "list", "data": [self._entry(self.base, None), *adapters]}
+
+    def entry(self, model: str) -> dict[str, Any]:
+        """Returns the answer of /v1/models/NAME.
+
+        Raises:
+            HttpError: there is no such model.
+        """
+        self.adapter_of(model)
+        return self._entry(model, None if model == self.base else self.base)
+
+    def _entry(self, name: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": self._created, "owned_by": "veilbase", "root": name,
+            "parent": parent,
+        }  # fmt: skip
+
+    def load(self, name: str, path: str | None) -> None:
+        """Makes an adapter of the folder known by a name and brings it into memory, so that its first request is fast.
+
+        Args:
+            name: the name for requests.
+            path: the adapter's subfolder, as its name or as the absolute path; None means the subfolder `name`.
+
+        Raises:
+            HttpError: the name is taken or no name, or the path is not a direct subfolder of the adapters' folder.
+            ConfigurationError: there is no such adapter, or it cannot be used.
+        """
+        if self._store is None:
+            raise bad_request("this server was started without --adapters")
+        if _NAME.fullmatch(name) is None or name == self.base:
+            raise bad_request("expected a name of letters, digits, dots, dashes and underscores", "lora_name")
+        subfolder = self._subfolder(name if path is None else path)
+        with self._lock:
+            taken = self._alias.get(name, name)
+            if (taken != subfolder and name not in self._unloaded and name in self._alias) or (
+                name != subfolder and name in self._store.names()
+            ):
+                raise bad_request("another adapter has this name: unload it first", "lora_name", "name_taken")
+            if len(self._alias) >= _MOST_NAMES:
+                raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
+        self._warm(subfolder)
+        with self._lock:
+            self._unloaded.discard(name)
+            if name != subfolder:
+                self._alias[name] = subfolder
+
+    def _warm(self, subfolder: str) -> None:
+        """Waits until the adapter was on the device once, or has failed."""
+        assert self._store is not None  # noqa: S101 - checked by `load`, of which this is a part
+        ticket = self._store.reserve(subfolder)
+        try:
+            give_up_at = self._clock() + _LOAD_S
+            while not ticket.is_ready() and ticket.failure is None:
+                if self._clock() > give_up_at:  # all slots are held by running requests: it will be loaded when used
+                    return
+                time.sleep(_POLL_S)
+            if ticket.failure is not None:
+                raise ticket.failure
+        finally:
+            ticket.release()
+
+    def _subfolder(self, path: str) -> str:
+        """Returns the name of the subfolder that a path names. Nothing is normalised: a path with `..` or a second
+        slash is refused as it stands."""
+        rest = path
+        if self._root is not None and path.startswith("/"):
+            rest = path.removeprefix(f"{str(self._root.absolute()).rstrip('/')}/")
+        if _NAME.fullmatch(rest) is None:
+            raise bad_request("expected a direct subfolder of the folder of adapters", "lora_path", "outside_root")
+        return rest
+
+    def unload(self, name: str) -> None:
+        """Forgets a name; requests that use its adapter are still answered.
+
+        Raises:
+            HttpError: there is no such adapter.
+        """
+        if name not in self._names():
+            raise _unknown(name)
+        with self._lock:
+            if self._alias.pop(name, None) is None:
+                self._unloaded.add(name)
+
+
+def _unknown(model: str) -> HttpError:
+    return HttpError(404, f"there is no model {ascii(model)[:140]} here: see /v1/models", "model_not_found", "model")

@@ -1,0 +1,132 @@
+"""This module turns the messages and tools of a chat request into a prompt.
+
+A trusted tokenizer's template is given tools and calls as it expects them, if it mentions tools. In all other cases,
+and always with an unverified provider's template, which sees no text (text/template.py), tools are described in a
+system message and calls are written as text.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tenant_sdk.endpoint.errors import bad_request
+from tenant_sdk.endpoint.schema import Message, Tool
+from tenant_sdk.generate import TemplateRefuses
+from tenant_sdk.text.failures import surviving
+from tenant_sdk.text.ready import ReadyText
+from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
+
+ChatPrompt = ReadyText | list[dict[str, str]]
+_INTRODUCTION = (
+    'You may call these functions. To call one, answer with <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call> '
+    "and nothing else:\n"
+)
+
+
+class Prompts:
+    """Makes prompts for one model."""
+
+    def __init__(self, tokenizer: Any, is_trusted: bool) -> None:
+        """Keeps the template.
+
+        Args:
+            tokenizer: a transformers tokenizer that nobody else uses.
+            is_trusted: whether its template may see text.
+        """
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        template = getattr(tokenizer, "chat_template", None)
+        self._has_template = bool(template)
+        self._takes_tools = is_trusted and isinstance(template, str) and "tools" in template
+
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:
+        """Returns the prompt for the engine. Not for the event loop's thread: templates may be slow.
+
+        Raises:
+            HttpError: the model has no chat template, or a message cannot be shown to it.
+            TemplateRefuses: the template refuses these messages.
+        """
+        if not self._has_template:
+            raise bad_request("this model has no chat template: use /v1/completions", "messages")
+        _check(messages)
+        has_calls = any(message.tool_calls for message in messages)
+        if self._takes_tools and (tools or has_calls):
+            return self._rendered(messages, tools)
+        return _plain(messages, tools)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ReadyText:
+        turns = [_full(message) for message in messages]
+        described = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        try:
+            with self._lock, surviving("the prompt", *RENDER_ERRORS):
+                text = self._tokenizer.apply_chat_template(
+                    turns, tools=described, add_generation_prompt=True, tokenize=False
+                )
+        except RENDER_ERRORS as exc:  # a template may raise nearly anything, with the prompt in the error text
+            raise TemplateRefuses(
+                f"the model's chat template does not take these messages and tools ({type(exc).__name__})"
+            ) from None
+        return ReadyText(str(text), with_special_tokens=False)
+
+
+def _check(messages: Iterable[Message]) -> None:
+    for number, message in enumerate(messages):
+        place = f"messages.{number}"
+        if message.tool_calls and message.role != "assistant":
+            raise bad_request(f"{place}: only the assistant makes tool calls", place)
+        if message.content is None and not message.tool_calls:
+            raise bad_request(f"{place}: expected a content", place)
+        if (message.role == "tool") != (message.tool_call_id is not None):
+            raise bad_request(f"{place}: the role tool, and no other, has a tool_call_id", place)
+
+
+def _full(message: Message) -> dict[str, Any]:
+    """Returns a message for a template that knows of tools: with calls, whose arguments are objects."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            for call in message.tool_calls
+            for arguments in [_object(call.function.arguments)]
+        ]
+    return turn
+
+
+def _object(text: str) -> Any:
+    """Returns arguments as an object if they are JSON; otherwise as the text that the model wrote."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, str]]:
+    """Returns messages of role and content only: calls are part of the content, and tools are in a system message."""
+    turns = [{"role": message.role, "content": _with_calls(message)} for message in messages]
+    if not tools:
+        return turns
+    shown = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in tools)
+    introduction = f"{_INTRODUCTION}{shown}"
+    if turns[0]["role"] in ("system", "developer"):
+        turns[0]["content"] += f"\n\n{introduction}"
+        return turns
+    return [{"role": "system", "content": introduction}, *turns]
+
+
+def _described(tool: Tool) -> Mapping[str, Any]:
+    return tool.function.model_dump(exclude_none=True, exclude={"strict"})
+
+
+def _with_calls(message: Message) -> str:
+    calls = [
+        json.dumps({"name": call.function.name, "arguments": _object(call.function.arguments)}, ensure_ascii=False)
+        for call in message.tool_calls or ()
+    ]
+    return "\n".join([*([message.text] if message.text else []), *(f"<tool_call>{call}</tool_call>" for call in calls)])

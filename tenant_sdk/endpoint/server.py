@@ -1,0 +1,252 @@
+"""This module runs an endpoint: it opens the engine and the socket, serves, and ends.
+
+Guarantees: nothing listens before `check_may_listen` has passed. After a reply that failed its check the server answers
+what is under way with an error, ends, and does not begin again by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import uvicorn
+
+from tenant_sdk.endpoint.app import App
+from tenant_sdk.endpoint.connections import protocol_class
+from tenant_sdk.endpoint.job_routes import JobRoutes
+from tenant_sdk.endpoint.jobs import Jobs
+from tenant_sdk.endpoint.models import ModelNames
+from tenant_sdk.endpoint.privacy import Released
+from tenant_sdk.endpoint.service import Service
+from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key
+from tenant_sdk.endpoint.uploads import Uploads
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.engine import Engine
+from tenant_sdk.session_protocol import TrainingSession
+from wire.errors import ConfigurationError, VeilbaseError
+
+_SEND_BUFFER_BYTES = 64 << 10
+_JOBS_FOLDER = ".jobs"
+"""The folder of jobs and uploads in the folder of adapters. An adapter's name does not begin with a dot."""
+_GRACE_S = 5
+"""The seconds that answers have to end when the server does."""
+
+
+class ServedSession(TrainingSession, Protocol):
+    """Describes a session that an endpoint serves; `TenantClient` fulfils it."""
+
+    @property
+    def mask(self) -> str:
+        """Returns the name of the mask in force."""
+
+    def explain(self) -> str:
+        """Prints and returns the privacy in force."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Returns whether every reply is checked against a trusted checkpoint."""
+
+
+class Endpoint:
+    """Serves a client's model over HTTP until it is stopped; a context manager that serves in a thread.
+
+    Example:
+        with TenantClient("grpcs://host:8443", identity="acme", verify="smollm2-135m") as client:
+            with Endpoint(client, "adapters/") as endpoint:
+                print(endpoint.url, endpoint.key)
+    """
+
+    def __init__(
+        self,
+        client: ServedSession,
+        adapters: str | Path | None = None,
+        settings: EndpointSettings | None = None,
+        *,
+        max_waiting: int = 64,
+        on_ready: Callable[[str], None] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        """Opens the engine and the socket; `run`, or the `with` statement, begins to serve.
+
+        Args:
+            client: a connected client, which must stay open while the endpoint serves.
+            adapters: the folder of adapters; None serves only the base model.
+            settings: where to listen and what to release; by default loopback, with a new key.
+            max_waiting: the most requests that wait for a place; further ones get the status 429.
+            on_ready: called with the base URL when the endpoint answers.
+            engine_options: further options of `Engine`, such as max_running or kv_bytes.
+
+        Raises:
+            ConfigurationError: the settings do not allow this endpoint, or the address cannot be used.
+        """
+        given = settings or EndpointSettings()
+        self.settings = given if given.key else replace(given, key=new_key(), is_own_key=False)
+        check_may_listen(self.settings, client.is_verified)
+        released = Released(client.mask, self.settings.release_step)
+        self._ended_by: VeilbaseError | None = None
+        self._root = None if adapters is None else Path(adapters)
+        self._on_ready = on_ready
+        stores: list[AdapterStore] = []
+
+        def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
+            stores.append(AdapterStore(model, self._root, on_ready=wake))
+            return stores[0]
+
+        with contextlib.ExitStack() as undo:
+            self._socket = undo.enter_context(_listening(self.settings))
+            self.engine = undo.enter_context(
+                Engine(client, make_store if self._root else None, max_waiting=max_waiting, **engine_options)
+            )
+            names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
+            privacy = _explained(client, self.engine, released)
+            self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
+            jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
+            self._server = _Server(self._config(App(self.service, jobs)), self._ready)
+            self._opened = undo.pop_all()
+        self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
+        self._answers = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """Returns the base URL for clients, with the port that was taken."""
+        host, port = self._socket.getsockname()[:2]
+        return f"{self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    @property
+    def key(self) -> str:
+        """Returns the key that requests carry."""
+        return self.settings.key
+
+    @property
+    def is_serving(self) -> bool:
+        """Returns whether the thread of the `with` statement serves requests."""
+        return self._thread.is_alive()
+
+    @property
+    def ended_by(self) -> VeilbaseError | None:
+        """Returns the error that ended the endpoint for good; None if there was none."""
+        return self._ended_by
+
+    def explain(self) -> str:
+        """Prints and returns the privacy in force, what the engine shows to the provider, and what this endpoint
+        releases to its clients."""
+        print(self.service.privacy)
+        return self.service.privacy
+
+    def run(self) -> None:
+        """Serves in this thread until Ctrl-C, `stop`, or an error that nothing mends.
+
+        Raises:
+            VeilbaseError: such an error, for example a reply that failed its check.
+        """
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.close()
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    def stop(self) -> None:
+        """Ends serving: no further requests are taken, and answers have a few seconds to end."""
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        """Closes the engine and the socket."""
+        self._opened.close()
+
+    def _end(self, error: VeilbaseError) -> None:
+        logging.getLogger("veilbase.endpoint").error("ended for good (%s)", type(error).__name__)
+        self._ended_by = error
+        self.stop()
+
+    def _ready(self) -> None:
+        if self._on_ready is not None:
+            self._on_ready(self.url)
+        self._answers.set()
+
+    def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
+        folder = root / _JOBS_FOLDER
+        self.jobs = Jobs(client, folder, root, self.service.note)
+        undo.callback(self.jobs.close)
+        return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
+
+    def _config(self, app: App) -> uvicorn.Config:
+        settings = self.settings
+        return uvicorn.Config(
+            app, http=protocol_class(settings.limits), ws="none", lifespan="off", loop="asyncio",
+            log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
+            workers=1, timeout_keep_alive=round(settings.limits.idle_s), timeout_graceful_shutdown=_GRACE_S,
+            h11_max_incomplete_event_size=32 << 10, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+        )  # fmt: skip
+
+    def _serve(self) -> None:
+        with contextlib.suppress(VeilbaseError):  # kept in `ended_by`
+            self.run()
+
+    def __enter__(self) -> Endpoint:
+        """Serves in a thread; returns when requests are answered."""
+        self._thread.start()
+        while not self._answers.wait(0.1):
+            if not self._thread.is_alive():
+                raise self._ended_by or ConfigurationError("the endpoint ended before it was ready")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stops serving and waits for the end."""
+        self.stop()
+        self._thread.join()
+
+
+def _explained(client: ServedSession, engine: Engine, released: Released) -> str:
+    """Returns all that is said of the privacy in force, a line for each subject. Nothing is printed yet."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        parts = [client.explain(), engine.explain()]
+    return "\n".join([*parts, f"{'released':<17}  {released.explain()}"])
+
+
+class _Server(uvicorn.Server):
+    """Says when it answers."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _listening(settings: EndpointSettings) -> socket.socket:
+    """Returns a bound socket.
+
+    Raises:
+        ConfigurationError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it: without a bound, the kernel keeps megabytes for a client that does not read.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+        return made
+    except (OSError, OverflowError) as exc:
+        reason = getattr(exc, "strerror", None) or "no such port"
+        raise ConfigurationError(f"{settings.host} port {settings.port} cannot be listened to: {reason}") from exc

@@ -1,0 +1,95 @@
+"""This module holds what the routes share: the engine, the names of models, prompts, grammars and what may be
+released."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tenant_sdk.endpoint.grammar import Grammars
+from tenant_sdk.endpoint.logprobs import TokenTexts
+from tenant_sdk.endpoint.metrics import Metrics
+from tenant_sdk.endpoint.models import ModelNames
+from tenant_sdk.endpoint.privacy import Released
+from tenant_sdk.endpoint.prompts import Prompts
+from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.engine import Engine
+from tenant_sdk.session_protocol import TextSession
+from wire.errors import VeilbaseError, VerificationFailed
+
+
+class Service:
+    """Holds the parts of one endpoint."""
+
+    def __init__(
+        self, client: TextSession, engine: Engine, names: ModelNames, released: Released, settings: EndpointSettings,
+        privacy: str, on_end: Callable[[VeilbaseError], None],
+    ) -> None:  # fmt: skip
+        """Keeps the parts.
+
+        Args:
+            client: the tenant's session.
+            engine: an engine over this session.
+            names: the names of models.
+            released: which numbers may be released.
+            privacy: the privacy in force, a line for each subject.
+            settings: where the endpoint listens, and its limits.
+            on_end: called once, in any thread, with the error after which this endpoint can answer nothing any more.
+        """
+        text = client.text
+        self.engine, self.names, self.released, self.settings = engine, names, released, settings
+        self.privacy = privacy
+        self.vocab_size = len(text.tokenizer)
+        self.prompts = Prompts(copy.deepcopy(text.tokenizer), is_trusted=text.origin != "provider")
+        self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits.schema_bytes)
+        self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
+        self.metrics = Metrics(self._gauges)
+        self.ended_by: VeilbaseError | None = None
+        self._on_end = on_end
+
+    def submit(self, prompt: Any, adapter: str | None, options: Mapping[str, Any], on_text: Any) -> Answer:
+        """Submits one answer to the engine.
+
+        Raises:
+            VeilbaseError: it was refused.
+        """
+        if self.ended_by is not None:
+            raise copy.copy(self.ended_by)
+        try:
+            answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
+        except VeilbaseError as exc:
+            self.note(exc, is_engine=type(exc) is VeilbaseError)
+            raise
+        answer.add_done_callback(lambda each: self.note(each.error))
+        return answer
+
+    def note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
+        """Ends the endpoint for good after a reply that failed its check, or after the engine's own end."""
+        if self.ended_by is None and error is not None and (is_engine or isinstance(error, VerificationFailed)):
+            self.ended_by = copy.copy(error)
+            self._on_end(self.ended_by)
+
+    def health(self) -> str:
+        """Returns `ok`, or `ended` after an error that nothing mends."""
+        return "ok" if self.ended_by is None else "ended"
+
+    def status(self) -> dict[str, Any]:
+        """Returns what the page shows: the requests, the adapters on each tier, and the privacy in force."""
+        engine, tiers = self.engine.status(), self.names.tiers()
+        return {
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            "adapters": None if tiers is None else {"device": tiers[0], "host": tiers[1], "disk": tiers[2]},
+            "privacy": [line.split("  ", 1) for line in self.privacy.splitlines() if "  " in line],
+        }
+
+    def _gauges(self) -> dict[str, float]:
+        status = self.engine.status()
+        return {
+            "requests_running": status.num_running,
+            "requests_waiting": status.num_waiting,
+            "kv_reserved_bytes": status.reserved_bytes,
+            "is_serving": 1.0 if self.ended_by is None else 0.0,
+        }

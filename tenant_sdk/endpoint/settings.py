@@ -1,0 +1,138 @@
+"""This module holds the endpoint's settings, and decides who may listen to it.
+
+Guarantees: beyond loopback an endpoint starts only with TLS, a key of the operator's and a verified provider. On
+loopback it starts without verification only if that was asked for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wire.errors import ConfigurationError
+
+_KEY = re.compile(r"[\x21-\x7e]{16,512}")
+
+
+@dataclass(frozen=True)
+class EndpointLimits:
+    """Holds the limits of what clients may take.
+
+    Attributes:
+        body_bytes: the largest body of a request.
+        file_bytes: the largest upload of a training file.
+        body_s: the seconds within which a whole request has to arrive.
+        connections: the most connections at a time.
+        stall_s: the seconds for which a client may leave its answer unread.
+        idle_s: the seconds for which a connection may stay without a request.
+        schema_bytes: the largest JSON schema or list of tools.
+    """
+
+    body_bytes: int = 4 << 20
+    file_bytes: int = 64 << 20
+    body_s: float = 30.0
+    connections: int = 256
+    stall_s: float = 30.0
+    idle_s: float = 30.0
+    schema_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """Holds where an endpoint listens and what it releases.
+
+    Attributes:
+        host, port: the address; port 0 takes a free port.
+        key: the key that requests carry; see `read_key` and `new_key`.
+        is_own_key: whether the operator chose the key, so that it need not be shown.
+        tls_cert, tls_key: the PEM files of a certificate chain and its private key, or None for plain HTTP.
+        unverified: whether the endpoint may run on loopback although replies are not verified.
+        release_step: the step to which released values are rounded under a mask that leaves an error; None refuses
+            them.
+        limits: what clients may take.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str = field(default="", repr=False)
+    is_own_key: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    unverified: bool = False
+    release_step: float | None = None
+    limits: EndpointLimits = field(default_factory=EndpointLimits)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Returns whether only this machine can reach the address."""
+        return is_loopback(self.host)
+
+    @property
+    def scheme(self) -> str:
+        """Returns http or https."""
+        return "http" if self.tls_cert is None else "https"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address is this machine's own; a name other than localhost is not, whatever it leads to."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:
+    """Checks that an endpoint with these settings may start.
+
+    Raises:
+        ConfigurationError: it may not; the text says what is missing.
+    """
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigurationError("TLS takes both --tls-cert and --tls-key")
+    if settings.is_loopback:
+        if not is_verified and not settings.unverified:
+            raise ConfigurationError(
+                "replies of the provider are not verified: give --verify, or --unverified to serve all the same"
+            )
+        return
+    missing = [
+        name
+        for name, is_there in (
+            ("TLS (--tls-cert, --tls-key)", settings.tls_cert is not None),
+            ("a key (--api-key-file)", settings.is_own_key),
+            ("a verified provider (--verify)", is_verified),
+        )
+        if not is_there
+    ]
+    if missing:
+        raise ConfigurationError(f"to listen beyond this machine, {settings.host} needs {', '.join(missing)}")
+
+
+def new_key() -> str:
+    """Returns a new key from the operating system's random numbers, 256 bits."""
+    return f"sk-veilbase-{secrets.token_urlsafe(32)}"
+
+
+def read_key(path: Path) -> str:
+    """Returns the key in a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is open to other users, or holds no key of 16 to 512 visible ASCII
+            characters.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_bytes()[:1024].decode("ascii", "replace").strip()
+    except OSError as exc:
+        raise ConfigurationError(f"{path} cannot be read: {exc.strerror}") from exc
+    if mode & 0o077:
+        raise ConfigurationError(f"{path} can be read by other users: chmod 600 it")
+    if _KEY.fullmatch(text) is None:
+        raise ConfigurationError(f"{path} was expected to hold one key of 16 to 512 visible ASCII characters")
+    return text

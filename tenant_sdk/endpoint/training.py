@@ -1,0 +1,99 @@
+"""This module trains one job's adapter through `finetune`, so that the job can be stopped between two passes.
+
+The adapter is written beside the jobs and moved into the folder of adapters when it is complete, so that no request
+meets half of one. A job that was stopped, or whose process died, goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from tenant_sdk.training.finetune import finetune
+from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.settings import FinetuneSettings
+from wire.errors import ConfigurationError
+
+SAVE_STEPS = 5
+"""Optimizer steps between checkpoints, with which a job's losses become known."""
+
+
+class JobStopped(Exception):
+    """A job was asked to stop. No user meets this exception: the thread of jobs ends it."""
+
+
+class _StoppableSession:
+    """Passes a session on, with models that ask before every pass whether the job goes on."""
+
+    def __init__(self, session: Any, check: Callable[[], None]) -> None:
+        self._session, self._check = session, check
+        self.loaded: tuple[Any, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def load_model(self) -> Any:
+        """Returns a model whose embeddings, which every pass begins with, ask first."""
+        model = self._session.load_model()
+        model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._check())
+        return model
+
+
+def train(
+    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None]
+) -> FinetuneResult:  # fmt: skip
+    """Trains an adapter, from the job's last checkpoint if there is one.
+
+    Args:
+        session: the tenant's session.
+        data: the job's JSONL file.
+        output: the adapter's folder; checkpoints are beside it.
+        settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
+        check: called before every pass; raises `JobStopped` if the job should stop.
+
+    Raises:
+        JobStopped: the job was stopped.
+        VeilbaseError: the run failed.
+    """
+    rank = settings["rank"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    # what a job does not say is as in `TenantClient.finetune`
+    chosen = FinetuneSettings(
+        max_steps=settings["max_steps"], num_epochs=settings["num_epochs"], batch_size=settings["batch_size"],
+        gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
+        warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return finetune(_StoppableSession(session, check), data, config, output, chosen, progress=False)  # type: ignore[arg-type]
+
+
+def publish(output: Path, adapter: Path) -> None:
+    """Moves a complete adapter into the folder of adapters.
+
+    Raises:
+        ConfigurationError: another adapter has this name by now, or the folder cannot be written.
+    """
+    if adapter.exists():
+        raise ConfigurationError(f"an adapter {adapter.name} is there already")
+    try:
+        os.rename(output, adapter)
+    except OSError as exc:
+        raise ConfigurationError(f"the adapter cannot be moved to the folder of adapters: {exc.strerror}") from exc
+
+
+def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
+    """Returns (step, the losses of all steps up to it) of each complete checkpoint of a run, in order."""
+    found = []
+    for mark in output.with_name(f"{output.name}.checkpoints").glob("checkpoint-*/complete"):
+        try:
+            state = json.loads((mark.parent / "trainer_state.json").read_text(encoding="utf-8"))
+            losses = [float(entry["loss"]) for entry in state["log_history"] if "loss" in entry]
+            found.append((int(state["global_step"]), losses))
+        except (OSError, ValueError, KeyError, TypeError):  # it is being removed
+            continue
+    return sorted(found)

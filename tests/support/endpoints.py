@@ -1,0 +1,61 @@
+"""Serves tiny models over HTTP on loopback, for official clients and raw ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+from transformers import LlamaConfig
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
+from tests.support.chat_model import character_tokenizer
+from tests.support.tiny_models import SIZES, save_random
+
+LONG: dict[str, Any] = {**SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
+"""The sizes of a tiny model whose context has room for tools, one token a character."""
+WHO = [{"role": "user", "content": "who?"}]
+"""A conversation that every tiny model answers."""
+KEY = "sk-test-0123456789abcdef"
+"""The key of every endpoint here."""
+
+
+def make_model(folder: Path) -> Path:
+    """Saves a tiny random Llama with a tokenizer to `folder` and returns `folder`."""
+    save_random(LlamaConfig(**LONG, tie_word_embeddings=False), folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def endpoint_of(
+    client: TenantClient, adapters: Path | None = None, *, limits: EndpointLimits | None = None,
+    release_step: float | None = None, **options: Any,
+) -> Iterator[Endpoint]:  # fmt: skip
+    """Serves a client on a free loopback port."""
+    settings = EndpointSettings(
+        port=0, key=KEY, unverified=True, release_step=release_step, limits=limits or EndpointLimits()
+    )
+    with client.serve(adapters, settings=settings, **options) as endpoint:
+        yield endpoint
+
+
+def official(endpoint: Endpoint) -> openai.OpenAI:
+    """The official client, which tries nothing twice."""
+    return openai.OpenAI(base_url=endpoint.url, api_key=KEY, max_retries=0, timeout=60)
+
+
+def raw(endpoint: Endpoint, **headers: str) -> httpx2.Client:
+    """A client that sends what it is told, with the key unless the headers name another."""
+    base = endpoint.url.removesuffix("/v1")
+    return httpx2.Client(base_url=base, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=60)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """The body of a small chat request."""
+    return {"model": "llama", "messages": WHO, "max_tokens": 4, "temperature": 0, **fields}

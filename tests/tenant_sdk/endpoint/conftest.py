@@ -1,0 +1,39 @@
+"""One tiny model, served by one endpoint with two adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.server import Endpoint
+from tests.support.endpoints import endpoint_of, make_model
+from tests.support.saved_adapters import save_adapter
+from tests.support.served_kinds import open_client
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("endpoint") / "llama")
+
+
+@pytest.fixture(scope="package")
+def client(folder: Path) -> Iterator[TenantClient]:
+    with open_client(folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="package")
+def adapters(client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("support", "sales")):
+        save_adapter(client.load_model(), root / name, seed)
+    return root
+
+
+@pytest.fixture(scope="package")
+def endpoint(client: TenantClient, adapters: Path) -> Iterator[Endpoint]:
+    with endpoint_of(client, adapters) as serving:
+        yield serving

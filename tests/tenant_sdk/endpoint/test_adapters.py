@@ -1,0 +1,138 @@
+"""Adapters by name: loading and unloading stay inside the adapters' folder, whatever a request says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tenant_sdk import TenantClient
+from tests.support.endpoints import chat, endpoint_of, raw
+from tests.support.saved_adapters import save_adapter
+
+ESCAPES = [
+    "../secret",
+    "support/../../secret",
+    "./support",
+    "support/",
+    "support//",
+    "/etc",
+    "/etc/passwd",
+    "linked",
+    "..",
+    ".",
+    "~/adapters",
+    "https://example.com/adapter",
+    "file:///etc",
+    "s3://bucket/x",
+    "support\x00",
+    "support\n",
+    "\U0001f600",
+    "{root}/../secret",
+    "{root}//support",
+    "{root}",
+    "{root}/",
+    "{root}x/support",
+    "hub/some-adapter",
+    "%2e%2e/secret",
+]
+
+
+def make_root(client: TenantClient, place: Path) -> Path:
+    """A folder of one adapter and a link that leads out of it to another."""
+    folder = place / "adapters"
+    for seed, each in enumerate((folder / "support", place / "secret")):
+        save_adapter(client.load_model(), each, seed)
+    (folder / "linked").symlink_to(place / "secret")
+    return folder
+
+
+@pytest.fixture
+def root(client: TenantClient, tmp_path: Path) -> Path:
+    return make_root(client, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, httpx2.Client]]:
+    """One such folder, and a raw client of an endpoint that serves it."""
+    folder = make_root(client, tmp_path_factory.mktemp("shared"))
+    with endpoint_of(client, folder) as endpoint, raw(endpoint) as http:
+        yield folder, http
+
+
+def load(http: httpx2.Client, name: str, path: str | None = None) -> httpx2.Response:
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, **({} if path is None else {"lora_path": path})})
+
+
+def status(http: httpx2.Client, model: str) -> int:
+    return http.post("/v1/chat/completions", json=chat(model=model)).status_code
+
+
+def names(http: httpx2.Client) -> list[str]:
+    return [each["id"] for each in http.get("/v1/models").json()["data"]]
+
+
+def test_load_and_unload(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        assert names(http) == ["llama", "support"]
+        want = http.post("/v1/chat/completions", json=chat(model="support")).json()["choices"][0]["message"]
+        for name, path in (("help", "support"), ("desk", f"{root.absolute()}/support"), ("support", None)):
+            assert load(http, name, path).status_code == 200
+            answer = http.post("/v1/chat/completions", json=chat(model=name))
+            assert answer.json()["choices"][0]["message"] == want
+        assert names(http) == ["llama", "desk", "help", "support"]
+        for name in ("help", "support"):
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 404
+            assert status(http, name) == 404
+        assert load(http, "support").status_code == 200
+        assert status(http, "support") == 200
+
+
+def test_an_adapter_that_is_saved_later_is_found(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        assert status(http, "later") == 404
+        save_adapter(client.load_model(), root / "later", 5)
+        assert status(http, "later") == 200
+
+
+def test_a_name_leads_to_one_adapter(client: TenantClient, root: Path) -> None:
+    save_adapter(client.load_model(), root / "sales", 5)
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        assert load(http, "help", "support").status_code == 200
+        for name, path in (("help", "sales"), ("sales", "support"), ("llama", "support"), ("a b", "support")):
+            answer = load(http, name, path)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
+        assert load(http, "help", "support").status_code == 200
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_nothing_outside_the_folder_is_opened(shared: tuple[Path, httpx2.Client], path: str) -> None:
+    root, http = shared
+    shown = path.replace("{root}", str(root.absolute()))
+    answer = load(http, "stolen", shown)
+    assert answer.status_code == 400
+    assert "stolen" not in names(http)
+    for model in ("stolen", "linked", shown):
+        assert status(http, model) == 404
+
+
+def test_an_adapter_that_cannot_be_used(client: TenantClient, root: Path) -> None:
+    (root / "empty").mkdir()
+    (root / "broken").mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "broken" / file).write_text("{")
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        for name in ("empty", "broken"):
+            for answer in (load(http, name), http.post("/v1/chat/completions", json=chat(model=name))):
+                assert answer.status_code == 400
+                assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_without_a_folder(client: TenantClient) -> None:
+    with endpoint_of(client) as endpoint, raw(endpoint) as http:
+        assert load(http, "support").status_code == 400
+        assert names(http) == ["llama"]
+        assert status(http, "support") == 404

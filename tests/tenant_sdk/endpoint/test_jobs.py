@@ -1,0 +1,159 @@
+"""Files and jobs by OpenAI's client: trained beside serving, watched, cancelled, resumed, and served when done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from peft import LoraConfig
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.server import Endpoint
+from tests.support.endpoints import WHO, endpoint_of, official, raw
+from tests.support.file_modes import mode
+from tests.support.saved_adapters import save_adapter
+from tests.support.waiting import until
+
+ROWS = [{"messages": [*WHO, {"role": "assistant", "content": f"me {number}"}]} for number in range(8)]
+DATA = "\n".join(map(json.dumps, ROWS)).encode()
+STEPS = {"max_steps": 12, "batch_size": 2, "rank": 4}
+
+
+@pytest.fixture
+def root(client: TenantClient, tmp_path: Path) -> Path:
+    save_adapter(client.load_model(), tmp_path / "adapters" / "support", 1)
+    return tmp_path / "adapters"
+
+
+def upload(ai: openai.OpenAI, data: bytes = DATA) -> str:
+    return ai.files.create(file=("rows.jsonl", data), purpose="fine-tune").id
+
+
+def begun(ai: openai.OpenAI, name: str, **steps: Any) -> Any:
+    extra: Any = {"hyperparameters": {**STEPS, **steps}}
+    return ai.fine_tuning.jobs.create(model="llama", training_file=upload(ai), suffix=name, seed=3, extra_body=extra)
+
+
+def state(ai: openai.OpenAI, job: Any) -> str:
+    return ai.fine_tuning.jobs.retrieve(job.id).status
+
+
+def answer(ai: openai.OpenAI, model: str) -> str:
+    messages: Any = WHO
+    made = ai.chat.completions.create(model=model, messages=messages, max_tokens=6, temperature=0)
+    return made.choices[0].message.content or ""
+
+
+def test_a_job_trains_beside_serving_and_its_adapter_is_served(
+    client: TenantClient, root: Path, tmp_path: Path
+) -> None:
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        base = answer(ai, "llama")
+        job = begun(ai, "mine")
+        assert job.status in ("queued", "running")
+        while state(ai, job) in ("queued", "running"):
+            assert answer(ai, "llama") == base  # answered all the while
+        done = ai.fine_tuning.jobs.retrieve(job.id)
+        assert (done.status, done.fine_tuned_model, done.error) == ("succeeded", "mine", None)
+        assert done.trained_tokens
+        events = ai.fine_tuning.jobs.list_events(job.id).data
+        losses = [each.data["train_loss"] for each in reversed(events) if each.type == "metrics"]  # type: ignore[index]
+        assert len(losses) == 12
+        assert losses[-1] < losses[0]
+        assert [model.id for model in ai.models.list()] == ["llama", "mine", "support"]
+        (want,) = client.generate_many(["who?"], root / "mine", max_new_tokens=6, progress=False)
+        assert answer(ai, "mine") == want
+        # the same as from finetune alone
+        rows = tmp_path / "rows.jsonl"
+        rows.write_bytes(DATA)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        alone = client.finetune(rows, config, tmp_path / "alone", max_steps=12, batch_size=2, seed=3, progress=False)
+        assert losses == pytest.approx(alone.losses)
+        assert mode(root / ".jobs") == 0o700
+        assert mode(root / ".jobs" / job.id / "data.jsonl") == 0o600
+
+
+@pytest.mark.slow
+def test_a_job_is_cancelled_and_goes_on(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        job = begun(ai, "mine", max_steps=400)
+        until(lambda: ai.fine_tuning.jobs.checkpoints.list(job.id).data, "a checkpoint")
+        assert ai.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+        with pytest.raises(openai.BadRequestError):
+            ai.fine_tuning.jobs.cancel(job.id)
+        step = ai.fine_tuning.jobs.checkpoints.list(job.id).data[0].step_number
+        assert step >= 5
+        assert ai.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
+        until(lambda: ai.fine_tuning.jobs.checkpoints.list(job.id).data[0].step_number > step, "another checkpoint")
+        assert ai.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+        assert "mine" not in [model.id for model in ai.models.list()]
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_the_end_of_its_process(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        job = begun(ai, "mine", max_steps=40)
+        until(lambda: ai.fine_tuning.jobs.checkpoints.list(job.id).data, "a checkpoint")
+    record = root / ".jobs" / job.id / "job.json"
+    assert json.loads(record.read_text())["status"] == "running"  # as a crash leaves it
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        until(lambda: state(ai, job) == "succeeded", "the end of the job")
+        told = [each.message for each in ai.fine_tuning.jobs.list_events(job.id).data if each.type == "message"]
+        assert "The job goes on after the end of the process that ran it." in told
+        assert len([each for each in ai.fine_tuning.jobs.list_events(job.id).data if each.type == "metrics"]) == 40
+        assert answer(ai, "mine")
+
+
+def test_files(endpoint: Endpoint) -> None:
+    ai = official(endpoint)
+    file_id = upload(ai)
+    assert [each.id for each in ai.files.list()] == [file_id]
+    assert (ai.files.retrieve(file_id).filename, ai.files.retrieve(file_id).bytes) == ("rows.jsonl", len(DATA))
+    assert ai.files.delete(file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        ai.files.retrieve(file_id)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no json", b'{"messages": "x"}', b"\xff\xfe", DATA + b"\n{", b"[1, 2]", b'{"secret": 1}']
+)
+def test_a_file_that_is_no_jsonl(endpoint: Endpoint, data: bytes) -> None:
+    ai = official(endpoint)
+    with pytest.raises(openai.BadRequestError) as refused:
+        upload(ai, data)
+    assert refused.value.code == "invalid_file"
+    assert "\n" not in refused.value.message
+    assert not list(ai.files.list())
+
+
+def test_forms_and_jobs_that_cannot_be(endpoint: Endpoint) -> None:
+    ai = official(endpoint)
+    with pytest.raises(openai.BadRequestError):
+        ai.files.create(file=("x", DATA), purpose="assistants")
+    file_id = upload(ai)
+    with raw(endpoint) as http:
+        for kind, content in (("multipart/form-data", b"x"), ("multipart/form-data; boundary=x", b"--x\r\n\r\n--x--")):
+            assert http.post("/v1/files", content=content, headers={"content-type": kind}).status_code == 400
+        assert http.post("/v1/files", json={}).status_code == 415
+        for fields, status in (
+            ({"model": "nobody"}, 404), ({"model": "support"}, 404), ({"training_file": "file-none"}, 404),
+            ({"training_file": "../../etc/passwd"}, 404), ({"suffix": "../x"}, 400), ({"suffix": "support"}, 400),
+            ({"suffix": ".jobs"}, 400), ({"hyperparameters": {"n_epochs": 0}}, 400), ({"seed": -1}, 400),
+            ({"hyperparameters": {"rank": 1000}}, 400), ({"method": {"type": "dpo"}}, 400), ({"shell": "x"}, 400),
+        ):  # fmt: skip
+            body = {"model": "llama", "training_file": file_id, **fields}
+            answered = http.post("/v1/fine_tuning/jobs", json=body)
+            assert answered.status_code == status, (fields, answered.text)
+        for path in ("x", "ftjob-x", "..", "ftjob-" + "0" * 24):
+            for tail in ("", "/events", "/checkpoints"):
+                assert http.get(f"/v1/fine_tuning/jobs/{path}{tail}").status_code == 404
+            assert http.post(f"/v1/fine_tuning/jobs/{path}/cancel").status_code == 404
+        assert http.get("/v1/fine_tuning/jobs").json()["data"] == []
+    ai.files.delete(file_id)

@@ -1,0 +1,99 @@
+"""The page at `/`: three files, no outside resource, a strict policy; and a chat in a browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.server import Endpoint
+from tests.support.browser import BROWSERS, Browser
+from tests.support.endpoints import KEY, endpoint_of, raw
+
+FILES = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
+
+
+def test_files_are_given_without_a_key_and_name_nothing_outside(endpoint: Endpoint) -> None:
+    with raw(endpoint) as http:
+        for path, kind in FILES.items():
+            answer = http.get(path, headers={"authorization": ""})
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+            assert policy.pop("default-src") == "'none'"
+            assert set(policy.values()) == {"'none'", "'self'"}
+            assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+            text = answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+            assert not re.search(r"https?:|//(?! )\w|@import|url\(|\beval\b|innerHTML|<script>|<style|\son\w+=", text)
+            assert http.post(path, json={}).status_code == 404
+        page = http.get("/").text
+        assert set(re.findall(r'(?:src|href)="([^"]*)"', page)) == {"/page.js", "/page.css"}
+
+
+def test_status_needs_a_key_and_says_what_is_in_force(endpoint: Endpoint) -> None:
+    with raw(endpoint) as http:
+        assert http.get("/v1/status", headers={"authorization": ""}).status_code == 401
+        status = http.get("/v1/status").json()
+    assert status["adapters"]["disk"] == 2
+    names = [name for name, _ in status["privacy"]]
+    assert {"scheme", "visible", "requests at a time", "released"} <= set(names)
+
+
+def train(endpoint: Endpoint) -> None:
+    """Begins a small job."""
+    row = {"prompt": "a", "completion": "b"}
+    with raw(endpoint) as http:
+        form: Any = {"files": {"file": ("x.jsonl", json.dumps(row).encode())}, "data": {"purpose": "fine-tune"}}
+        file_id = http.post("/v1/files", **form).json()["id"]
+        steps = {"max_steps": 12, "rank": 2}
+        body = {"model": "llama", "training_file": file_id, "suffix": "seen", "hyperparameters": steps}
+        assert http.post("/v1/fine_tuning/jobs", json=body).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_browser(client: TenantClient, adapters: Path, tmp_path: Path) -> None:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser is installed ({', '.join(BROWSERS)})")
+    root = shutil.copytree(adapters, tmp_path / "adapters", ignore=shutil.ignore_patterns(".jobs"))
+    with endpoint_of(client, root) as endpoint, Browser(found, tmp_path) as browser:
+        train(endpoint)
+        browser.open(endpoint.url.removesuffix("/v1") + "/")
+        browser.run(f"document.getElementById('key').value = {json.dumps(KEY)}")
+        browser.run("document.getElementById('access').requestSubmit()")
+        browser.until("document.getElementById('model').options.length >= 3")
+        browser.until("document.getElementById('privacy').textContent.includes('visible')")
+        for number, model in enumerate(("llama", "sales", "support") * 2, 1):
+            browser.run(f"document.getElementById('model').value = '{model}'")
+            browser.run(f"document.getElementById('prompt').value = 'who is {number}?'")
+            browser.run("document.getElementById('ask').requestSubmit()")
+            browser.until(f"document.querySelectorAll('.assistant').length === {number}")
+            browser.until("!document.getElementById('send').disabled")
+        browser.until("document.querySelectorAll('.job polyline').length === 1")
+        browser.until("document.getElementById('jobs').textContent.includes('seen: succeeded, loss')")
+        browser.until("document.getElementById('adapters').textContent.includes('seen')")
+        texts = browser.run("[...document.querySelectorAll('.assistant')].map(each => each.textContent)")
+        assert any(texts)  # a random model may also end at once
+        assert "tokens/s" in browser.run("document.getElementById('speed').textContent")
+        assert browser.run("document.querySelectorAll('.error').length") == 0
+        assert browser.refused == []
+        picture = browser.screenshot()
+        assert picture.startswith(b"\x89PNG")
+        assert browser.hosts <= {urlsplit(endpoint.url).netloc}
+
+
+def test_the_script_is_javascript(endpoint: Endpoint, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    with raw(endpoint) as http:
+        (tmp_path / "page.js").write_text(http.get("/page.js").text)
+    subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=60)

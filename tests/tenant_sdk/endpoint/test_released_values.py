@@ -1,0 +1,76 @@
+"""No number that carries the mask's error is released, unless the operator asks for it, and then rounded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.privacy import Released
+from tests.support.endpoints import chat, endpoint_of, raw
+from tests.support.served_kinds import open_client
+from wire.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+WANTED: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stream": True}]
+PLAIN = {"model": "llama", "prompt": "who?", "logprobs": 1, "max_tokens": 2, "temperature": 0}
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r'"logprob":(-?[\d.e-]+)', text)]
+
+
+def test_under_the_lattice_mask_they_are_refused(folder: Path) -> None:
+    with open_client(folder, "lattice") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        for path, body in [("chat/completions", chat(**each)) for each in WANTED] + [("completions", PLAIN)]:
+            answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "values_not_released"
+            assert "--release-values" in answer.json()["error"]["message"]
+        plain = http.post("/v1/chat/completions", json=chat())
+        assert plain.status_code == 200
+        assert numbers(plain.text) == []
+        assert "logprobs are refused" in endpoint.explain()
+
+
+def test_with_release_values_they_are_rounded_to_the_step(folder: Path) -> None:
+    with open_client(folder, "lattice") as client, endpoint_of(client, release_step=0.5) as endpoint:
+        assert "rounded to 0.5" in endpoint.explain()
+        with raw(endpoint) as http:
+            for wanted in WANTED:
+                answer = http.post("/v1/chat/completions", json=chat(**wanted, max_tokens=8))
+                found = numbers(answer.text)
+                assert len(found) >= 8
+                assert all(each % 0.5 == 0 for each in found)
+                assert len(set(found)) > 1
+            plain = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["logprobs"]
+            assert all(each % 0.5 == 0 for each in plain["token_logprobs"])
+            assert all(value % 0.5 == 0 for each in plain["top_logprobs"] for value in each.values())
+
+
+@pytest.mark.parametrize("mask", ["pad", "shares"])
+def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
+    where = [f"inproc:{folder}"] * 2 if mask == "shares" else f"inproc:{folder}"
+    verify = str(folder) if mask == "pad" else None
+    given = TenantClient(where, mask=mask, verify=verify, cache=folder.with_name("cache"), progress=False)
+    with given as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        found = numbers(http.post("/v1/chat/completions", json=chat(logprobs=True, top_logprobs=2)).text)
+        assert any(each % 0.25 for each in found)
+        assert "as they are" in endpoint.explain()
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_exact"), [("lattice", False), ("gaussian-pool", False), ("pad", True), ("shares", True), ("off", True)]
+)
+def test_which_masks_leave_no_error(mask: str, is_exact: bool) -> None:
+    assert Released(mask, None).is_exact is is_exact
+    assert Released(mask, 0.5).rounded(-1.3) == (-1.3 if is_exact else -1.5)
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, 0.2, 17.0, float("nan"), float("inf")])
+def test_a_step_that_hides_too_little_is_refused(step: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"from 0\.25 to 16"):
+        Released("lattice", step)
