@@ -73,8 +73,8 @@ class ProviderSettings(_Settings):
     Attributes:
         tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
-        threads: number of threads that compute in each process. With None, torch chooses it, or local shards share the
-            cores.
+        threads: number of threads that compute in each process. With None, torch chooses the number; if there are
+            several processes on this machine, the cores are divided among these processes.
         shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
         replicas: number of processes for each shard, all with the same weights.
         remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
@@ -196,7 +196,7 @@ class ProviderSettings(_Settings):
             )
 
     def check_conflicts(self) -> None:
-        """Raises ConfigurationError if two settings contradict each other, or if the others make a setting useless."""
+        """Raises ConfigurationError if two settings contradict each other, or if a setting has no effect."""
 
         def is_default(*names: str) -> bool:
             return all(getattr(self, name) == type(self).model_fields[name].default for name in names)

@@ -5,8 +5,8 @@ True. For other devices wire/ring/product.py uses its plain form. Each number z 
 called limbs: z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <= 127. The limbs of all rows are stacked for one
 `torch._int_mm`, and the sums that it returns are shifted and added. The product is that of wire/SPEC.md, section 5.
 
-cuBLAS requires of `torch._int_mm` more than 16 rows, widths that are multiples of 8 and, to support every kind of GPU,
-both operands contiguous along the inner width (pytorch/pytorch#169956). A weight with another layout is copied once,
+cuBLAS accepts a call of `torch._int_mm` only if there are more than 16 rows and the widths are multiples of 8. Some
+kinds of GPU also require that both operands are contiguous along the inner width (pytorch/pytorch#169956). A weight with another layout is copied once,
 and the copy is kept as long as the weight lives. The forward direction needs one int8 copy. The backward direction
 needs none if the widths are multiples of 8, since the transposed weight W̃ᵀ has the right layout already.
 
