@@ -235,8 +235,8 @@ class Executor:
     def _done_here(
         self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Frees the lane (the replica and its thread) after a small product, and charges the tenant for its seconds:
-        `beside_s`, the processor time, if another product ran at the same time; if `beside_s` is None, the elapsed time."""
+        """Frees the lane (the replica and its thread) after a small product, and charges the tenant. The charge is
+        `beside_s`, the processor time, if another product ran at the same time; else (None) the elapsed time."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:

@@ -123,7 +123,8 @@ class Meter:
 
 
 def wait_name(request_class: RequestClass) -> str:
-    """Returns the name of the histogram that shows how many seconds requests of a class wait for their first product."""
+    """Returns the name of the histogram that shows how many seconds requests of a class wait for their first
+    product."""
     return f"wait_{request_class.name.lower()}"
 
 

@@ -143,8 +143,8 @@ class TenantRing:
         return next(iter(self._queues[tenant]))
 
     def _missing(self, tenant: str, cost: float) -> float:
-        """Returns `cost` less the tenant's saved credit, that is, how much credit is missing; at most 0 if the tenant can
-        pay. First caps the saved credit at `cost` or at one turn's credit, whichever is larger."""
+        """Returns how much credit a tenant lacks to pay `cost`; at most 0 if the tenant can pay. Before this, caps the
+        saved credit at `cost` or at one turn's credit, whichever is larger."""
         saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
         self._deficits[tenant] = saved
         return cost - saved

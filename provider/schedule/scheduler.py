@@ -239,8 +239,8 @@ class Scheduler:
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
-        """Returns the time at which to call `next_batch` again if no request arrives earlier. With None, callers need
-        to wait for a request only."""
+        """Returns the time at which to call `next_batch` again if no request arrives earlier, or None if there
+        is no such time."""
         self._skip_leftovers()
         due_s = self._held[0][0] if self._held else None
         if self._wake_s is None or due_s is None:
