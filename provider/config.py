@@ -74,15 +74,16 @@ class ProviderSettings(_Settings):
         tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
         ipc: folder of a socket for tenants on this host, with TLS only. None makes no such socket.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
-        threads: number of threads that compute in each process. With None, torch chooses it, or local shards share the
-            cores.
+        threads: number of threads that compute in each process. With None, torch chooses the number, except that
+            the processes of local shards divide the cores among themselves.
         shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
         replicas: number of processes for each shard, all with the same weights.
         remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
             have joined for all of them.
         max_wait_ms: longest time that a request waits for others to share its product; see `provider.schedule`. With 0,
             requests do not wait.
-        busy_poll_ms: longest busy polling for the next request; see `wire.transport.busy_poll`. 0 turns polling off.
+        busy_poll_ms: longest time of busy polling for the next request; see `wire.transport.busy_poll`. With 0, there
+            is no busy polling.
         drain_s: longest time in seconds for finishing requests in flight at shutdown, while new requests are refused.
         metrics_port, health_port: loopback ports; None opens no port.
         log_format: `text`, or `json` for one JSON object per line.
@@ -198,7 +199,7 @@ class ProviderSettings(_Settings):
             )
 
     def check_conflicts(self) -> None:
-        """Raises ConfigurationError if two settings contradict each other, or if the others make a setting useless."""
+        """Raises ConfigurationError if two settings contradict each other, or if a setting has no effect."""
 
         def is_default(*names: str) -> bool:
             return all(getattr(self, name) == type(self).model_fields[name].default for name in names)

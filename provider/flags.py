@@ -1,7 +1,7 @@
 """Makes a command's flags from the command's settings, so that a setting is described only in provider/config.py.
 
 Every setting that has a description becomes a flag, and the description becomes the flag's help. A flag checks only the
-type of the word on the command line. Ranges and patterns are checked in the settings, so that the same checks apply to
+type of its value on the command line. Ranges and patterns are checked in the settings, so that the same checks apply to
 flags, environment variables and the YAML file.
 """
 

@@ -8,8 +8,8 @@ from enum import IntEnum
 
 
 class Direction(IntEnum):
-    """Says what a request multiplies: FORWARD, rows by the layer's weight; BACKWARD, gradients by the transposed
-    weight."""
+    """Says what a request multiplies. FORWARD multiplies rows by the layer's weight; BACKWARD multiplies gradients by
+    the transposed weight."""
 
     FORWARD = 0
     BACKWARD = 1

@@ -86,8 +86,8 @@ class QuotaExceeded(AccessError):
     """The tenant has too many bytes in flight, sends too many in a second, or opens too many calls at once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if this
-        is not known."""
+        """Makes the error with the message `text`. `retry_s` is the number of seconds after which the same request may
+        pass; 0 if this is not known."""
         super().__init__(text)
         self.retry_s = retry_s
 
@@ -104,8 +104,8 @@ class Unavailable(TransportError):
     """The provider cannot be reached, has ended, or has lost a shard or process that one of its layers needs."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Makes the error. Args: text: the message; retry_s: seconds after which the same request may pass; 0 if it
-        will not pass on this stream."""
+        """Makes the error with the message `text`. `retry_s` is the number of seconds after which the same request may
+        pass; 0 if it will not pass on this stream."""
         super().__init__(text)
         self.retry_s = retry_s
 

@@ -189,7 +189,7 @@ class Assembler:
     """Puts the chunks of one tensor together. Callers must first check the tensor's first header."""
 
     def __init__(self, header: Header) -> None:
-        """Makes an assembler without chunks. Args: header: the tensor's first header, which the caller has checked."""
+        """Makes an assembler without chunks, from the tensor's first header, which the caller has checked."""
         self.header = header
         self._received = 0
         self._whole: memoryview | None = None

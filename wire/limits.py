@@ -52,9 +52,9 @@ class Limits(BaseModel):
 
 
 def deadline_s(num_bytes: int) -> float:
-    """Returns the seconds after which a request counts as lost: 30 s, plus 1 s for each megabyte that must cross.
+    """Returns the seconds after which a request counts as lost: 30 s, plus 1 s for each megabyte to transfer.
 
     Args:
-        num_bytes: the bytes that must cross, such as those of a request and its reply together.
+        num_bytes: the bytes to transfer, such as those of a request and its reply together.
     """
     return 30.0 + num_bytes / 1e6

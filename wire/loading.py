@@ -115,8 +115,8 @@ class _OwnDefaultDtype(TorchFunctionMode):
 
 
 def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tells whether a tensor or a numpy array is among the arguments, since its dtype takes precedence over any
-    default."""
+    """Tells whether a tensor or a numpy array is among the arguments. If so, the dtype of this tensor or array
+    takes precedence over any default dtype."""
     return any(hasattr(each, "dtype") for each in (*args, *kwargs.values()))
 
 

@@ -1,7 +1,8 @@
 """This module defines what a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
-A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. This
-module does not guarantee that the provider tells the truth; verification does.
+A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], and names of layers and
+groups hold only ASCII letters, digits, spaces and a few punctuation marks. This module does not guarantee that the
+provider tells the truth; verification does.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """Adds a replica that may leave and join again. After the last replica has left, tenants are told to retry for
-        REJOIN_S seconds."""
+        """Adds a replica that may leave and join again. For REJOIN_S seconds after the last replica has left, tenants
+        are told to retry."""
         self._is_joined = True
         self.add(replica)
 
@@ -235,8 +235,8 @@ class Executor:
     def _done_here(
         self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Frees the lane (the replica and its thread) after a small product, and charges the tenant: for the processor
-        time `beside_s` if another product ran at the same time, else (`beside_s` is None) for the elapsed time."""
+        """Frees the lane (the replica and its thread) after a small product, and charges the tenant. The charge is
+        `beside_s`, the processor time, if another product ran at the same time; else (None) the elapsed time."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:
@@ -368,7 +368,8 @@ class Executor:
         return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
-        """Tries to revive a lost replica; returns whether it can compute again. If no other is left, requests fail."""
+        """Tries to revive a lost replica; returns whether it can compute again. If all replicas are lost, this method
+        first fails all waiting requests."""
         self._refuse_all()
         try:
             is_back = lane.replica.revive(self._closing)

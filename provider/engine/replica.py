@@ -42,7 +42,7 @@ class ReplicaLost(Exception):
     product."""
 
     def __init__(self, began: bool = True) -> None:
-        """Keeps `began`: whether the replica may have received the rows, so that the rows may have made it crash."""
+        """Keeps `began`: whether the replica may have received the rows. If so, the rows may have caused the crash."""
         super().__init__()
         self.began = began
 

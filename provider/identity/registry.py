@@ -277,8 +277,8 @@ class RevocationList:
         return f"nobody new is let in, and open streams go on for {HELD_OVER_S:.0f} s at most: {advice}"
 
     def _current(self) -> dict[int, TenantRecord] | None:
-        """Returns the records that the file holds now, or None if the file is missing or malformed; raises OSError for
-        a reason in `_PASSING`."""
+        """Returns the records that the file holds now, or None if the file is missing or malformed; raises OSError if
+        the file cannot be read for the time being, because of an error in `_PASSING`."""
         try:
             stamp, records = self._snapshot
             if stamp != _stamp(os.stat(self._name)):

@@ -43,7 +43,7 @@ class AccessCheck:
     """Identifies callers by their certificates, and admits or refuses them."""
 
     def __init__(self, revocations: RevocationList | None) -> None:
-        """Keeps the registry; with None, for a loopback port without TLS, every caller is the tenant `local`."""
+        """Keeps the registry. None is for a loopback port without TLS: every caller is then the tenant `local`."""
         self._revocations = revocations
 
     def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:

@@ -138,8 +138,8 @@ class RequestTable:
             return True
 
     def row_ended(self, request_class: RequestClass, held_bytes: int, is_kept: bool) -> None:
-        """Records that a row that `admit` left out of the table is finished or lost, and releases its quota. If
-        `is_kept`, `keep_row` put the request into the table, so its quota stays in use."""
+        """Records that a row that `admit` left out of the table is no longer being computed outside the table. Releases
+        the row's quota, unless `is_kept` says that `keep_row` has put the row's request into the table."""
         self._is_answering = False
         if not is_kept:
             self._admission.release(request_class, 1, held_bytes)

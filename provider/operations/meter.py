@@ -112,7 +112,7 @@ class Meter:
 
     def waits(self) -> dict[int, GroupWait]:
         """Returns, for each layer group's id, how many requests waited and for how long in total. Figure 7 of the
-        Symbiosis paper shows the same numbers."""
+        Symbiosis paper shows these two quantities."""
         with self._lock:
             return {group: GroupWait(int(requests), seconds) for group, (requests, seconds) in self._waits.items()}
 
@@ -123,11 +123,12 @@ class Meter:
 
 
 def wait_name(request_class: RequestClass) -> str:
-    """Returns the name of a histogram: for requests of this class, the seconds from arrival to the first product."""
+    """Returns the name of the histogram that shows how many seconds requests of a class wait for their first
+    product."""
     return f"wait_{request_class.name.lower()}"
 
 
 def latency_name(request_class: RequestClass) -> str:
-    """Returns the name of a histogram: for requests of this class, the seconds inside the provider, from arrival to
-    reply."""
+    """Returns the name of the histogram that shows how many seconds requests of a class spend inside the provider, from
+    arrival to reply."""
     return f"latency_{request_class.name.lower()}"

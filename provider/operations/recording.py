@@ -73,8 +73,8 @@ class Recorder:
         Args:
             tenant: the tenant's name.
             call: the request's layer group, direction, arithmetic and purpose.
-            request: the request's rows, or the seed from which the provider expands the rows. Of a seed, the 48 bytes
-                of the payload are written, as uint8.
+            request: the request's rows, or the seed from which the provider expands the rows. If it is a seed, the 48
+                bytes of the request's payload are written, as uint8.
             reply: the reply; None if the request failed or was cancelled.
         """
         if call.group not in self._groups or self._failed:

@@ -26,7 +26,7 @@ class Decoders:
         """Makes a record of decoding tenants that knows no tenant yet.
 
         Args:
-            has_classes: whether decode requests go before other work. If not, this neither predicts arrivals nor
+            has_classes: whether decode requests go before other work. If not, this object neither predicts arrivals nor
                 detects floods, which saves time in each of the hundred requests of a decode step.
         """
         self._has_classes = has_classes

@@ -27,8 +27,9 @@ class TenantRing:
         """Makes the ring without any tickets (queued requests).
 
         Args:
-            quantum_of: returns the credit of one turn for a tenant of weight 1, in the unit of all costs: rows or s.
-                The argument is the number of waiting tenants if each tenant has a single ticket, else 1.
+            quantum_of: returns the credit of one turn for a tenant of weight 1, in rows or in seconds; all costs must
+                be in the same unit. Its argument is the number of waiting tenants if each of them has a single ticket,
+                else 1.
             weight_of: returns a tenant's weight.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
@@ -67,7 +68,8 @@ class TenantRing:
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a queued request. A tenant without any loses its credit, but keeps its debt while others wait."""
+        """Removes a queued request. If it was its tenant's only one, the tenant loses its credit, but keeps a debt as
+        long as other tenants wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
@@ -141,8 +143,8 @@ class TenantRing:
         return next(iter(self._queues[tenant]))
 
     def _missing(self, tenant: str, cost: float) -> float:
-        """Reduces a tenant's saved credit to the larger of `cost` and one turn's credit, if it is more; then returns
-        `cost` less the saved credit."""
+        """Returns how much credit a tenant lacks to pay `cost`; at most 0 if the tenant can pay. Before this, caps the
+        saved credit at `cost` or at one turn's credit, whichever is larger."""
         saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
         self._deficits[tenant] = saved
         return cost - saved

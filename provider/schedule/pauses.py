@@ -52,7 +52,7 @@ class Pauses:
         one.num_here += 1
 
     def left(self, tenant: str, now_s: float | None) -> None:
-        """Records that a request was finished at `now_s`, or that it was cancelled, if `now_s` is None."""
+        """Records that a request was finished at `now_s`; if `now_s` is None, records that it was cancelled."""
         one = self._tenants.get(tenant)
         if one is not None:
             one.num_here, one.left_s = max(0, one.num_here - 1), now_s

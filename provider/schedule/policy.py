@@ -53,12 +53,13 @@ class Policy:
 
 
 def turn_rows(request_class: RequestClass, num_equal: int) -> float:
-    """Returns the length of a turn with a latency target, in rows. The length does not depend on `num_equal`."""
+    """Returns how many rows a tenant of weight 1 may compute in one turn, if there is a latency target. The number does
+    not depend on `num_equal`."""
     return QUANTUM_ROWS[request_class]
 
 
 def turn_s(num_equal: int, base_s: float) -> float:
-    """Returns the length of a turn without a latency target, in seconds of computing.
+    """Returns how many seconds a tenant of weight 1 may compute in one turn, if there is no latency target.
 
     Args:
         num_equal: the number of waiting tenants if each waits with one request, else 1.

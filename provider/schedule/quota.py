@@ -57,8 +57,9 @@ class TenantLimits(BaseModel):
 
 
 class TokenBucket:
-    """Limits a rate: the bucket fills steadily up to the amount of one second, and each request takes its own amount
-    out. A request larger than the bucket passes when the bucket is full, and leaves its level below zero."""
+    """Limits a rate, for example of rows per second. The bucket refills at this rate, holds at most what one second
+    brings, and each request takes its own amount out. A request that is larger than the bucket passes when the bucket
+    is full; the bucket's level is then below zero until it has refilled."""
 
     def __init__(self, rate: float | None, now_s: float) -> None:
         """Makes a full bucket. `rate` is in units per second; None sets no limit."""
@@ -81,8 +82,8 @@ class TokenBucket:
 class SharedRoom:
     """Bounds an amount that all tenants share, such as the bytes in flight. It is safe under threads.
 
-    A tenant may hold at most as much as is still free, so there is always room for another tenant. A single tenant can
-    hold half of the size, and each of two tenants can hold a third.
+    A tenant may hold at most as much as is still free, so there is always room for another tenant. With a shared amount
+    of 12 MB, one tenant alone can hold 6 MB, and each of two tenants can hold 4 MB.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM
     Transactions on Networking 6(2), 1998), with a factor of one.
@@ -96,11 +97,13 @@ class SharedRoom:
 
     @property
     def most_of_one(self) -> float:
-        """Returns the most that one tenant can hold, over all its requests, if no other tenant holds anything."""
+        """Returns how much of the shared amount one tenant can hold with all its requests together, in the unit of
+        `size`, while no other tenant holds any of it."""
         return self._size / 2
 
     def take(self, held: int, amount: int) -> bool:
-        """Takes `amount` for a tenant that already holds `held`; returns whether there was room for it."""
+        """Takes `amount` for a tenant that already holds `held`, and returns True; returns False and takes nothing if
+        there is no room for it."""
         with self._lock:
             if self._used and held + amount > self._size - self._used - amount:
                 return False

@@ -239,7 +239,8 @@ class Scheduler:
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
-        """Returns the time to call `next_batch` again if no request arrives first; None to wait for a request."""
+        """Returns the time at which to call `next_batch` again if no request arrives earlier, or None if there
+        is no such time."""
         self._skip_leftovers()
         due_s = self._held[0][0] if self._held else None
         if self._wake_s is None or due_s is None:
@@ -292,8 +293,11 @@ class Scheduler:
                 self._owed_s[one] = self._owed_by(one, since_s, now_s)
 
     def _owed_by(self, one: RequestClass, since_s: float, now_s: float) -> float:
-        """Returns the seconds of executor time owed to a class at `now_s`: the seconds owed before, plus a share of its
-        waiting time since `since_s`, up to that share of its longest allowed wait."""
+        """Returns the seconds of executor time owed to a class at `now_s`, or 0 if the class has no request to run.
+
+        These are the seconds owed before, plus the share `_STARVED_SHARE` of the seconds that the class waited since
+        `since_s`. The sum is capped at the same share of the class's longest allowed wait.
+        """
         if not self._rings[one]:
             return 0.0
         waited_s = max(0.0, now_s - max(since_s, self._rings[one].oldest.arrived_s))

@@ -41,8 +41,9 @@ def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
 
 
 def reply(number: int, code: int = 0) -> list[bytes]:
-    """Returns the message to the front: the product of request `number` is in shared memory or, if `code` is not 0, the
-    request failed with this error code."""
+    """Returns the message by which the shard's process replies to the provider's process. The message says that the
+    product of request `number` is in shared memory or, if `code` is not 0, that the request failed with this error
+    code."""
     return [Header(FrameType.ERROR if code else FrameType.REPLY, number, code=code).pack()]
 
 

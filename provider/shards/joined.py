@@ -1,9 +1,10 @@
 """Uses a shard on another host as a replica, over a stream that the other host has opened.
 
 Guarantees: a reply is checked against its request before memory is allocated for it. If a shard disconnects, is revoked
-or breaks the protocol, it counts as lost, and waiting requests learn so at once. If it sends nothing, it counts as lost
-after the time that a slow host would need. The products of a shard are not checked here. The operator trusts its host,
-which has a certificate of the provider's CA, and tenants that verify replies notice a wrong product.
+or breaks the protocol, it counts as lost, and a product that waits for its reply raises `ReplicaLost` at once. If a
+reply does not come within the time that a slow host would need, the shard counts as lost too. The products of a shard
+are not checked here. The operator trusts the shard's host, which has a certificate of the provider's CA, and tenants
+that verify replies notice a wrong product.
 """
 
 from __future__ import annotations

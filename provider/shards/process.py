@@ -291,7 +291,7 @@ class ShardProcess:
 
 def _short_folder() -> str | None:
     """Returns a folder with a short path in which to create sockets, since a socket's path has at most 107 characters.
-    None is the system's folder of temporary files."""
+    Returns None if the system's folder of temporary files is short enough."""
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
 
 

@@ -22,11 +22,12 @@ class SharedRows:
     only the process that received the last message may use the rows."""
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
-        """Takes over the file descriptor of shared memory, and maps the memory at the owner's end.
+        """Takes over the file descriptor of shared memory. The owner also maps the memory; the other process maps it
+        later, by `follow`.
 
         Args:
             descriptor: the memory's file descriptor, which `close` closes.
-            num_bytes: at the owner's end, the least size to start with; 0 at the other end.
+            num_bytes: for the owner, the smallest size that the memory may have at the start; 0 for the other process.
         """
         self.descriptor = descriptor
         self.num_bytes = 0

@@ -1,7 +1,8 @@
 """This module keeps the memory of large messages and reuses it.
 
-Fresh pages cost time: a virtual machine was measured to spend 5 µs on each, more than the copy that fills the page
-takes, and a fine-tuning step of 2 × 256 tokens moves a gigabyte. malloc keeps freed blocks of this size only by chance.
+Fresh pages of memory cost time. On a virtual machine, each fresh page took 5 µs, which is longer than it takes to copy
+data into the page. A fine-tuning step of 2 × 256 tokens moves a gigabyte, and malloc keeps freed blocks of this size
+only by chance.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module loads the kernels that are compiled when the package is built. They compute products and code rows, on
-x86-64 processors with AVX2, and use VNNI if the processor has it.
+"""This module loads the kernels that are compiled when the package is built. They compute products, and encode
+and decode rows, on x86-64 processors with AVX2, and use VNNI if the processor has it.
 
 Guarantees: products are exact mod 2^32 for every number, shape and memory order. Rows are encoded and decoded as by
 torch's operations, except that a row's scale β may differ in its last bit, since squares are summed in another order.
@@ -101,7 +101,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
             argument.
 
     Raises:
-        InvalidTensor: an argument is anything else.
+        InvalidTensor: an argument is not as described.
     """
     library = _library()
     if library is None or not suits(weight) or weight.dtype != torch.int8:
@@ -149,7 +149,7 @@ class OneRow:
         """Checks and keeps `weight`: int8, shape (d, m), not empty, for which `suits` returns True.
 
         Raises:
-            InvalidTensor: the weight is anything else, or `available()` is False.
+            InvalidTensor: the weight is not as described, or `available()` is False.
         """
         library = _library()
         if (
@@ -194,7 +194,7 @@ class OneRow:
 
 
 def codes(matrix: torch.Tensor) -> bool:
-    """Tells whether the kernels can read a matrix: 32-bit numbers, on the CPU, each row contiguous."""
+    """Tells whether the kernels can encode or decode a matrix: 32-bit numbers, on the CPU, each row contiguous."""
     if not matrix.is_cpu or matrix.itemsize != 4 or matrix.dim() != 2:
         return False
     return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # The first is cheaper to ask for.
@@ -216,7 +216,7 @@ def encode(
         β, the scale of each row, float32, shape (num_rows, 1); None if a row holds NaN or infinity.
 
     Raises:
-        InvalidTensor: an argument is anything else.
+        InvalidTensor: an argument is not as described.
     """
     library = _library()
     if library is None or rows.dtype != torch.float32 or not codes(rows) or not 0 < budget < 1 << 31:
@@ -264,7 +264,7 @@ def decode(
         The real product, float32, shape (num_rows, m).
 
     Raises:
-        InvalidTensor: an argument is anything else.
+        InvalidTensor: an argument is not as described.
     """
     library = _library()
     if library is None or reply.dtype != torch.int32 or not codes(reply):
@@ -340,7 +340,7 @@ class RowCodec:
             β, the row's scale, for `decode`; None if the row holds NaN or infinity.
 
         Raises:
-            InvalidTensor: an argument is anything else.
+            InvalidTensor: an argument is not as described.
         """
         if row.dtype != torch.float32 or row.shape != self._shape or not row.is_contiguous() or not row.is_cpu:
             raise InvalidTensor("no compiled kernel for this row")
@@ -359,7 +359,7 @@ class RowCodec:
             out: the memory that `encode` wrote to; it receives the sum.
 
         Raises:
-            InvalidTensor: an argument is anything else.
+            InvalidTensor: an argument is not as described.
         """
         if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
             raise InvalidTensor("no compiled kernel for this mask")
@@ -376,7 +376,7 @@ class RowCodec:
             float32, shape (1, m).
 
         Raises:
-            InvalidTensor: an argument is anything else.
+            InvalidTensor: an argument is not as described.
         """
         for each in (reply,) if effect is None else (reply, effect):
             if (

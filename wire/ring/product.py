@@ -2,11 +2,15 @@
 rows.
 
 Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so the choice of a kernel changes
-nothing but the time. On a CPU the first of these that applies is used: the compiled kernels of wire/ring/kernels.py, if
-`_int_mm` is not fast or they use VNNI; the private `torch._int_mm` on the four bytes of each number (limbs), if that is
-exact and fast; an integer loop for few rows; float64 products of blocks for many rows. CUDA devices use
-wire/ring/product_cuda.py if that is exact on the device. All other devices use `plain_product`, with which tests
-compare every kernel.
+nothing but the time. On a CPU the first kernel of this list that applies is used:
+
+- the compiled kernels of wire/ring/kernels.py, if these use VNNI or if torch's private `_int_mm` is not fast;
+- `torch._int_mm` on the four bytes of each number (limbs), if it is exact and fast;
+- an integer loop for few rows;
+- float64 products of blocks for many rows.
+
+CUDA devices use wire/ring/product_cuda.py if that is exact on the device. All other devices use `plain_product`, with
+which tests compare every kernel.
 
 Memory: each thread keeps about `_SCRATCH_BYTES` of scratch memory between calls, since fresh pages cost time:
 converting a 2048 × 2048 weight to float64 takes 20 ms in a new tensor and 1 ms in a tensor that was used before.
@@ -184,8 +188,8 @@ def _few_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 
 
 def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes the product with one int8 GEMM, in which the four bytes of each number are rows of their own. This
-    requires a little-endian machine."""
+    """Computes the product with one int8 GEMM, in which each row is replaced by four rows: one for each of the four
+    bytes of its numbers. This requires a little-endian machine."""
     num_rows = rows.shape[0]
     parts = int_mm.multiply(_limbs(rows).reshape(4 * num_rows, -1), weight)
     # This is one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast.
@@ -199,8 +203,8 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """Multiplies many rows as `_few_by_limbs` multiplies a few, but a block at a time, in scratch memory that is kept,
-    since fresh pages took a third more time."""
+    """Multiplies many rows like `_product_by_limbs`, but one block of rows at a time, in scratch memory that is kept
+    between calls, since fresh pages took a third more time."""
     d, m = weight.shape
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)

@@ -5,10 +5,11 @@ True. For other devices wire/ring/product.py uses its plain form. Each number z 
 called limbs: z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <= 127. The limbs of all rows are stacked for one
 `torch._int_mm`, and the sums that it returns are shifted and added. The product is that of wire/SPEC.md, section 5.
 
-cuBLAS requires of `torch._int_mm` more than 16 rows, widths that are multiples of 8 and, to support every kind of GPU,
-both operands contiguous along the inner width (pytorch/pytorch#169956). A weight with another layout is copied once,
-and the copy is kept as long as the weight lives. The forward direction needs one int8 copy. The backward direction
-needs none if the widths are multiples of 8, since the transposed weight W̃ᵀ has the right layout already.
+cuBLAS accepts a call of `torch._int_mm` only if there are more than 16 rows and the widths are multiples of 8. Some
+kinds of GPU also require that both operands are contiguous along the inner width (pytorch/pytorch#169956). A weight
+with another layout is copied once, and the copy is kept as long as the weight lives. The forward direction needs one
+int8 copy. The backward direction needs none if the widths are multiples of 8, since the transposed weight W̃ᵀ has the
+right layout already.
 
 Everything here also runs on a CPU, where tests compare it with big integers. The module was written without a GPU, so
 no number in it was chosen by measuring.
@@ -95,7 +96,7 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
         rows: int32, shape (num_rows, d).
 
     Returns:
-        int8, shape (4, num_rows or `_LEAST_ROWS`, d rounded up to a multiple of 8), contiguous.
+        int8, shape (4, max(num_rows, `_LEAST_ROWS`), d rounded up to a multiple of 8), contiguous.
     """
     num_rows, d = rows.shape
     shape = 4, max(num_rows, _LEAST_ROWS), _up(d)
