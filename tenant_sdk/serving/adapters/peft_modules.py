@@ -1,9 +1,9 @@
 """This module makes PEFT's own modules for an adapter, on stubs in place of the model's layers, and tries each of them.
 
-Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern from the file. Memory is
-allocated only after the shapes that PEFT expects were found in the file. Global random numbers are not used, so that a
-seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite, or does not call
-its base layer once with one row for each of its own, is refused before a request uses it.
+Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects
+layers. Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are
+not used, so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite,
+or does not call its base layer once with one row for each of its own, is refused before a request uses it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def check_equal(stock: Any, root: Path, names: Sequence[str | None], logits: Seq
 def test_calls_are_the_same_with_every_adapter(
     kind: str, separate_calls: bool, num_calls: int, tmp_path: Path
 ) -> None:  # fmt: skip
-    """IA3 scales inputs only of layers that have a call of their own: down_proj of Llama, and all layers of GPT-2."""
+    """IA3 may scale inputs of layers that have a call of their own: down_proj of Llama, and all layers of GPT-2. OFT,
+    and IA3 on other layers, need separate calls."""
     stock = make_tiny(kind, tmp_path / "tiny")
     root, bell = tmp_path / "adapters", Bell()
     save_kind(stock, kind, root / "ia3", "IA3", seed=1)
