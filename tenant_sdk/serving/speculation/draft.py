@@ -142,8 +142,10 @@ class DraftModel:
     def _forward(
         self, pieces: Sequence[Piece], token_ids: list[int], positions: list[int], wanted: list[int]
     ) -> torch.Tensor:
-        """Returns the logits of the wanted rows, shape (num_wanted, vocab_size), with one for each logit of the remote
-        model. Logits that the draft model lacks are minus infinity, and those that it has beyond are left out."""
+        """Returns the logits of the wanted rows, as many as the remote model has, shape (num_wanted, vocab_size).
+
+        Logits that the draft model lacks are minus infinity, and those that it has beyond are left out.
+        """
         known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
         numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]
         logits, _ = self._ragged.forward(pieces, numbers[0], numbers[1], numbers[2].long())
