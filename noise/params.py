@@ -144,8 +144,8 @@ def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
     """Returns whether a set is at least as hard to break as a row of the table. At fixed q, LWE gets harder with
     dimension and with error.
 
-    The author of the set claims its `bits`, which decide how many secrets are drawn, so they may not exceed the row's
-    bits.
+    `bits` is a claim of the set's author, and decides how many secrets a seed may serve. So a set may not claim more
+    bits than the row.
     """
     harder = parameters.dimension >= row.dimension and parameters.sigma >= row.sigma
     return harder and parameters.bits <= row.bits

@@ -1,6 +1,6 @@
 """This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
-one row of a block. The rule "no slot is used twice" has a part that needs a file, in noise/ledger, and a part in
-memory, which is this module.
+one row of a block. The rule that no slot is used twice is enforced in two places: noise/ledger records blocks in a
+file, and this module counts rows in memory.
 
 Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
 child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;

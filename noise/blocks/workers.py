@@ -60,8 +60,8 @@ def alone(work: Callable[[], Result]) -> Result:
     """Runs `work` in one of the threads and returns its result. This is for an operation that torch, or MKL's FFT,
     would spread over several threads if the calling thread ran it.
 
-    Afterwards, such a team of threads spins on the cores that the pieces of the next step need, which costs these
-    pieces a third of their time.
+    Threads that torch or MKL start for an operation spin afterwards, on the cores that the pieces of the next step
+    need, which costs these pieces a third of their time.
     """
     return _executor().submit(torch.inference_mode()(work)).result()
 

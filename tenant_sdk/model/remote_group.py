@@ -3,9 +3,8 @@
 A group is a set of layers that read the same input, such as q, k and v of one block; these layers are its members.
 
 Guarantees: the autograd node keeps no tensor, since the gradient g·Wᵀ of a linear layer's input needs none. Members
-share a call only
-if they read the same tensor object at the same version. A backward call is made only if the input needs a gradient.
-After a reply that failed its check nothing is sent, and every call in every thread ends with the same
+share a call only if they read the same tensor object at the same version. A backward call is made only if the input
+needs a gradient. After a reply that failed its check nothing is sent, and every call in every thread ends with the same
 `VerificationFailed`. The choice of calls does not depend on values (tenant_sdk/model/planned_calls.py). No class here
 can be pickled, because a mask scheme holds secrets.
 """

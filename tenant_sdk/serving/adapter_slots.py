@@ -36,7 +36,8 @@ class Ticket(Protocol):
 
     @property
     def digest(self) -> str:
-        """Returns a text that only adapters with these very contents have, valid from when the adapter is ready."""
+        """Returns the digest of the adapter's contents, valid from when the adapter is ready. Adapters with other
+        contents have other digests."""
 
     def release(self) -> None:
         """Ends the hold on the adapter; a second call does nothing."""

@@ -41,9 +41,10 @@ class KvLayout:
         num_kv_heads, head_dim: the number of heads of keys and values and their size, the same in every layer.
         dtype: the type of the numbers that are kept.
         step_tokens: the most rows of one step.
-        beside: the layout of the keys and values that a draft model keeps of the same tokens; None without one.
-        num_rewound: the most tokens by which a later update may begin before the last one. An update that begins again
-            at the place of the last one, or after it, needs none.
+        beside: the layout of the keys and values that a draft model keeps of the same tokens; None without a
+            draft model.
+        num_rewound: the most tokens by which a later update may begin before the last one. It is 0 if each
+            update begins where the last one began, or later.
     """
 
     windows: tuple[int | None, ...]
@@ -140,8 +141,7 @@ class _LayerKv:
         return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
-        """Makes room: drops the keys and values to which no row attends that may still come, and moves the rest to the
-        front."""
+        """Makes room: drops the keys and values to which no later row can attend, and moves the rest to the front."""
         begin = max(position - (self._window or 1) + 1 - self._num_rewound, self._first)
         for tensor in (self._kept, self._scales):
             if tensor is not None:

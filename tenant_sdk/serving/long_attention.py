@@ -102,7 +102,8 @@ def _floats_of_fp8(numbers: torch.Tensor) -> torch.Tensor:
 
     Both types have a sign, an exponent and a mantissa in this order, so the bits are moved to where float16 has them:
     the exponent is then too small by 15 - 7 = 8, that is by a factor of 256. That takes a fifth of the time of torch's
-    own conversion. NaN becomes a number here, and is NaN again by its scale, which is NaN as well.
+    own conversion. NaN becomes a number here. It becomes NaN again when it is multiplied by its scale,
+    which is NaN as well.
     """
     bits = numbers.view(torch.int8).to(torch.int16)
     moved = bits.bitwise_left_shift(7).bitwise_and_(0x3FFF)
@@ -128,7 +129,12 @@ class _OnlineSoftmax:
     """Adds up softmax(query · keysᵀ) · values over chunks of tokens."""
 
     def __init__(self, query: torch.Tensor, softcap: float | None) -> None:
-        """Args: query: scaled, shape (num_kv_heads, num_packed, head_dim); softcap: see `ragged.attend`."""
+        """Makes a sum without chunks.
+
+        Args:
+            query: the scaled query, shape (num_kv_heads, num_packed, head_dim).
+            softcap: see `ragged.attend`.
+        """
         self._query, self._softcap = query, softcap
         self._lowest = torch.finfo(query.dtype).min  # Not -inf: a row may see nothing of its first chunk.
         self._largest = query.new_full((*query.shape[:2], 1), self._lowest)

@@ -48,7 +48,7 @@ class _Block:
         number: a number that no other block of the cache ever has.
         parts: for each kind of layers (layers with the same window), copies of what `RequestKv.kept` returns, stacked
             over these layers. A kind is missing if its window had passed the tokens.
-        num_bytes: the bytes that the block counts; 0 until the block is in the cache.
+        num_bytes: the bytes of the budget that the block takes; 0 until the block is in the cache.
     """
 
     number: int
@@ -227,7 +227,7 @@ def _first_seen(num_tokens: int, window: int | None) -> int:
 
 
 def block_bytes(layout: KvLayout) -> int:
-    """Returns the bytes that a block with the KV of all layers counts."""
+    """Returns the bytes of the budget that a block with the KV of all layers takes."""
     return layout.bytes_for(BLOCK_TOKENS) + _BOOKKEEPING_BYTES
 
 
@@ -239,13 +239,14 @@ def _cut(token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class CallerPrefixes:
-    """Is what a request has of a cache: the part that belongs to the request's caller."""
+    """Gives a request access to the part of a cache that belongs to the request's caller, and to no other part."""
 
     _cache: PrefixCache = field(repr=False)
     _caller: str = field(repr=False)
 
     def find(self, digest: str, prompt: Sequence[int]) -> Hit | None:
-        """Returns the kept KV of a prompt's first tokens, at most all but the last token, whose row gives the logits.
+        """Returns the kept KV of a prompt's first tokens. The last token is never included, since its row has to be
+        computed to give the logits.
 
         Args:
             digest: the digest of the request's adapter.

@@ -115,7 +115,8 @@ class Request:
 
     @property
     def num_draftable(self) -> int:
-        """Returns the most tokens that may be drafted now: every step gives one token more than it accepts of them."""
+        """Returns the most tokens that may be drafted now. A step gives one token more than it accepts drafted tokens,
+        so this is one less than the number of tokens up to the length limit."""
         return 0 if self.is_lost else self.ending.max_new_tokens - self._num_new - 1
 
     @property
@@ -154,7 +155,8 @@ class Request:
         """Returns the token ids and positions of a segment, which is the request's rows in a step; padding has position
         0.
 
-        Rows for drafted tokens that no token was drafted for are padding, and come first.
+        If fewer tokens were drafted than there are rows for drafted tokens, the remaining rows are padding and come
+        first.
         """
         begin, end = segment.start - self.prompt.num_padding, segment.stop - self.prompt.num_padding
         ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in range(begin, end)]
@@ -166,8 +168,8 @@ class Request:
         return segment.num_drafted - len(self.drafted)
 
     def take(self, logits: torch.Tensor) -> int:
-        """Chooses the next tokens, and hands out the text that they complete: one token, and one more for each drafted
-        token that turns out to be the one that is chosen in its place.
+        """Chooses the next tokens, and hands out the text that they complete. The number of tokens is one more than the
+        number of drafted tokens that are accepted (see speculation/acceptance.py).
 
         Args:
             logits: float32, shape (num_wanted, vocab_size); the last row belongs to the last drafted token, or, without

@@ -123,7 +123,7 @@ class Sampler:
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
 
     def fork(self) -> Sampler:
-        """Returns a sampler that foretells this one: it draws with the random numbers that this sampler draws with
+        """Returns a sampler that predicts this one: it draws with the random numbers that this sampler draws with
         next. It does not call the user's logits processors, which may count their calls."""
         twin = copy.copy(self)
         twin._processors = self._without_hooks

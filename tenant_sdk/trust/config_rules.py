@@ -3,8 +3,8 @@
 Guarantees: the model is built only from keys that transformers' config class for the named architecture declares or has
 by default. Every number is within a range that its key can have, and finite except for two keys of Mamba. Keys that
 change how often or how a model is called keep transformers' defaults. Not guaranteed: that the config describes the
-model that the provider names, or that no row count depends on routing if the experts of a mixture are layers at the
-provider (`check_rows_are_padded`).
+model that the provider names. If the experts of a mixture are layers at the provider, row counts may depend on routing
+(`check_rows_are_padded`).
 """
 
 from __future__ import annotations

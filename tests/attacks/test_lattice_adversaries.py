@@ -339,7 +339,7 @@ def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def views(tmp_path: Path) -> dict[str, View]:
-    """Yields views that differ from a tidy recording under a lattice mask."""
+    """Returns views, by name, that differ from a tidy recording under a lattice mask."""
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     traffic.send_block([0])
     tidy = traffic.view(tmp_path / "tidy")

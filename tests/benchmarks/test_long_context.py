@@ -1,4 +1,5 @@
-"""Long contexts: memory stays near the size of the keys and values, and the sizes are those of the demo's model."""
+"""Tests the benchmark of long contexts: memory stays near the size of the keys and values, and the sizes are those of
+the demo's model."""
 
 from __future__ import annotations
 

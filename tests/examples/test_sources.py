@@ -62,7 +62,7 @@ def comments_and_docstrings(source: str) -> str:
 
 
 def sources(folder: str) -> dict[Path, str]:
-    """Yields the text of each source file and page below a folder. Of tests, only comments and docstrings are
+    """Returns the text of each source file and page below a folder. Of tests, only comments and docstrings are
     included."""
     paths = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
     texts = {path: path.read_text() for path in paths}

@@ -61,7 +61,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
-    """Returns, for every mask that `make` makes, the seeds in its ledger, as another process reads them."""
+    """Returns a function that reads, as another process would, the seeds in the ledger of the masks of `make`."""
 
     def audit() -> list[Seed]:
         with contextlib.closing(Ledger.open(tmp_path / "ledger", "tenant")) as ledger:
@@ -72,8 +72,8 @@ def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
 
 @pytest.fixture
 def live_secrets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Returns how many transforms of secrets, of those made since, are still in memory. They are as secret as the
-    secrets."""
+    """Returns a function that counts the transforms of secrets that were made since this call and are in memory. A
+    transform is as secret as the secret itself."""
     made: list[weakref.ref[torch.Tensor]] = []
     transform = negacyclic.secret_transform
 

@@ -45,7 +45,7 @@ class Site:
     """Runs a provider of two shards without weights of its own, and hosts that join it."""
 
     def __init__(self, served_model: ServedModel, folder: Path, joins: Sequence[None]) -> None:
-        """Args: joins: grows with each replica that has joined an executor."""
+        """Starts the provider. `joins` is a sequence that grows by one for each replica that has joined an executor."""
         self.served_model, self.folder, self._joins = served_model, folder, joins
         self.state = StateDir(folder / "state")
         self.plan = make_plan(served_model.manifest().groups, 2)

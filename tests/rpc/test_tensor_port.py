@@ -431,7 +431,7 @@ def test_a_length_above_the_limit_ends_the_stream_with_one_error(provider: Provi
 
 
 def rubbish(dice: random.Random) -> bytes:
-    """Yields byte strings that are messages, are nearly messages, or are not messages."""
+    """Returns random bytes: some are messages, some are messages with changed bytes, and some are no messages."""
     parts = [struct.pack("<I", 52) + frame.hello(FrameType.HELLO)] if dice.random() < 0.8 else []
     for _ in range(dice.randrange(12)):
         rows = dice.choice([0, 1, 9])

@@ -28,9 +28,10 @@ def bounds(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns the exact product, the largest distance of a masked one and the scales, float64, shape (num_rows, cols).
 
-    With input v (x, or g ⊙ α), ‖v − β·ṽ‖∞ ≤ β/2 and a few fp32 roundings of v; an error row e with ‖e‖₂ ≤ e_max·√d; a
-    hint that is off by at most `hint_error` a coefficient, k·N of which meet trits. So with w the columns of the weight
-    that is read, and the output scale a (α or 1), and by Cauchy-Schwarz:
+    The input v is x, or g ⊙ α for gradients. Encoding changes it by ‖v − β·ṽ‖∞ ≤ β/2 and a few fp32 roundings. The
+    mask adds an error row e with ‖e‖₂ ≤ e_max·√d. Each of the k·N coefficients of the hint that a secret multiplies is
+    off by at most `hint_error`. Let w be a column of the weight (or of its transpose), and a the output scale (α or 1).
+    Then, by Cauchy-Schwarz,
     |y − v·w·a| ≤ a·(‖w‖₂·(β·√d/2 + FP32·‖v‖₂ + β·e_max·√d) + β·hint_error·k·N), and fp32 rounding of y itself.
     """
     is_forward = direction is Direction.FORWARD

@@ -61,7 +61,8 @@ def test_a_damaged_bundle_is_downloaded_again(
 
 
 def loosen(path: Path) -> None:
-    """Adds a key to a cached file, as an older release may have left it that did not know that the key is unsafe."""
+    """Adds an unsafe key to a cached file. An older release that did not know this key as unsafe may have left such a
+    file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "x.Y"}}))
 
 

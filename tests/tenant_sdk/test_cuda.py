@@ -95,7 +95,8 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 
 @pytest.fixture
 def load(folder: tuple[str, Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Loads an adapted model. The adapter is drawn on the CPU, so that it is the same for every device."""
+    """Provides a function that loads an adapted model. The adapter is drawn on the CPU, so that it is the same for
+    every device."""
     kind, path = folder
     targets: Any = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
     config = lora(target_modules=targets, fan_in_fan_out=kind == "gpt2")

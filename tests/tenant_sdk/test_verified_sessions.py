@@ -221,7 +221,7 @@ LIES = {
 
 
 def fresh(name: str) -> Forgery:
-    """Makes new forgeries for each test, since a forgery counts the replies that it has seen."""
+    """Returns the forgery of this name, a new one for each test if the forgery counts the replies that it has seen."""
     made = {
         "a later product": lambda: lie(Purpose.PRODUCT, FORWARD, after=5),
     }
@@ -475,7 +475,7 @@ def step_after_the_swap(site: Site, swaps: Swaps, verify: Path | None) -> Veilba
 
 
 def test_other_weights_after_a_restart_end_a_session_that_verifies(site: Site, swaps: Swaps) -> None:
-    """The first reply ends the session, or the manifest if the client reads it again."""
+    """The session ends at the first reply, or earlier, if the client reads the manifest again."""
     assert isinstance(step_after_the_swap(site, swaps, site.folder), VerificationFailed | ConfigurationError)
 
 

@@ -18,7 +18,8 @@ from wire.manifest import BUNDLE_FILE_NAMES, Manifest, parse_manifest
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Changes one value of a manifest. The path consists of keys and indices, separated by dots."""
+    """Returns a function that changes one value of a manifest. The path consists of keys and indices, separated by
+    dots."""
 
     def change(content: dict[str, Any]) -> None:
         place: Any = content

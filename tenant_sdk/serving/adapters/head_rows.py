@@ -1,7 +1,8 @@
 """This module tells which rows of a step reach the model's head, so that each of them gets its own adapter there.
 
 A pass that computes the logits of some rows passes `logits_to_keep` to the model: a number of last rows of each
-sequence, or the indices of the rows. A head that gets other rows than these fails by their number (adapted_layer.py).
+sequence, or the indices of the rows. A head that gets another number of rows than these raises an error
+(adapted_layer.py).
 """
 
 from __future__ import annotations

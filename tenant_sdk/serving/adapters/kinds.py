@@ -83,7 +83,7 @@ class Kind:
         training: further settings that change nothing once the adapter is trained.
         changes_inputs: whether all layers of this kind call their base layers with changed inputs.
         shapes_on_meta: whether PEFT can make the layers without memory, to learn their shapes.
-        always: settings of training that PEFT insists on, with values that it takes.
+        always: settings of training that PEFT requires, each with a value that PEFT accepts.
     """
 
     title: str
@@ -174,7 +174,8 @@ class ModuleSettings:
     Attributes:
         peft_type: the kind, a key of `KINDS`.
         options: the settings that PEFT gets.
-        feedforward: for IA3, what tells the layers whose inputs are scaled: the ends of their names, or a pattern.
+        feedforward: for IA3, the rule that tells which layers' inputs are scaled: the ends of the layers' names, or a
+            pattern.
     """
 
     peft_type: str
@@ -248,7 +249,7 @@ def _check_training(name: str, kind: Kind, config: Mapping[str, Any]) -> None:
 
 
 def _feedforward(name: str, config: Mapping[str, Any]) -> tuple[str, ...] | re.Pattern[str]:
-    """Returns the rule by which IA3 tells the layers whose inputs are scaled."""
+    """Returns the rule that tells which layers' inputs IA3 scales; see `ModuleSettings.feedforward`."""
     given = config.get("feedforward_modules") or []
     if isinstance(given, str) and bounded_pattern(given) is not None:
         return re.compile(given)

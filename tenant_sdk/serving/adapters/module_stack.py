@@ -1,7 +1,8 @@
 """This module keeps PEFT's modules of many adapters for one layer of the model, and applies each to its own rows.
 
-Guarantees: a module gets the rows of its adapter alone. The rows that it would send to its base layer, and what it
-makes of the base layer's result, are computed apart, so that the real layer is called once for all adapters.
+Guarantees: a module gets the rows of its adapter alone. If a module changes its layer's input, the rows that it sends
+to its base layer are computed in a first run, and its result in a second run. Between the two runs the real layer is
+called once for all adapters.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ModuleStack:
         return made
 
     def apply(self, rows: torch.Tensor, flat: torch.Tensor, segment: Segment, inputs: torch.Tensor) -> None:
-        """Puts the results of their modules in the place of a segment's rows.
+        """Replaces the output rows of a segment by the results of the modules of these rows.
 
         Args:
             rows: the input of the layer before `change_inputs`, shape (rows of the step, inputs).

@@ -27,7 +27,7 @@ class PackedModules:
         stamp: the stamp of its files; None if it cannot be relied on.
         contents: the adapter's settings, layers and shapes.
         values: the tensors by the names that PEFT gives them, all views of one tensor.
-        num_bytes: the bytes that they take.
+        num_bytes: the bytes that the tensors take.
     """
 
     digest: str

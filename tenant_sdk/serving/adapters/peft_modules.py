@@ -1,9 +1,9 @@
 """This module makes PEFT's own modules for an adapter, on stubs in place of the model's layers, and tries each of them.
 
-Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern of the file that tells layers.
-Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are not used,
-so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite, or does
-not call its base layer once with one row for each of its own, is refused before a request uses it.
+Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects
+layers. Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are
+not used, so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite,
+or does not call its base layer once with one row for each of its own, is refused before a request uses it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _check_bytes(name: str, contents: ModuleFile, num_bytes: int, max_bytes: int
 
 
 def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
-    """Returns at least the bytes that the modules of a kind take whose shapes PEFT tells only by making them.
+    """Returns an estimate, in bytes and never too small, of the memory of an adapter's modules, for kinds of which PEFT
+    tells the shapes only by making the modules.
 
     BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal.
     """
@@ -172,7 +173,8 @@ def _try(
     packed: PackedModules, module: str, made: nn.Module, shape: tuple[int, int], dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Runs a module on two rows, of which the second is NaN: a first row that stays finite depends on no other row.
+    """Runs a module on two rows, of which the second is NaN, and refuses the module unless the first row's result is
+    finite. A finite result shows that a row's result does not depend on the other rows.
 
     Raises:
         ConfigurationError: the module cannot be used.

@@ -1,7 +1,8 @@
-"""This module reads adapters from disk into host memory, if they fit the tiers and the calls of the store.
+"""This module reads adapters from disk into host memory, if they fit the store's tiers and need no calls to the
+provider that the store does not make.
 
-Guarantees: an adapter that is too large for a tier, or whose calls would tell it from others, is refused before its
-numbers are read.
+Guarantees: an adapter that is too large for a tier, or whose calls would show the provider that it is used, is refused
+before its numbers are read.
 """
 
 from __future__ import annotations

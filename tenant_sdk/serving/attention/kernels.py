@@ -40,7 +40,7 @@ scales, then the capacity, the number of tokens before the piece, its first row 
 
 
 class _Fresh(ctypes.Structure):
-    """The C type `fresh`: new keys or values of all rows of a step."""
+    """Mirrors the C type `fresh`, which describes the new keys, or the new values, of all rows of a step."""
 
     _fields_ = (
         ("numbers", _POINTER), ("head_stride", _COUNT), ("row_stride", _COUNT),
@@ -49,7 +49,7 @@ class _Fresh(ctypes.Structure):
 
 
 class _Setting(ctypes.Structure):
-    """The C type `setting`: what all pieces of a call share."""
+    """Mirrors the C type `setting`, which holds what all pieces of a call share."""
 
     _fields_ = (
         ("query", _POINTER), ("row_stride", _COUNT), ("head_stride", _COUNT), ("out", _POINTER),

@@ -28,7 +28,8 @@ import torch
 
 
 def take_accepted(drafted: Sequence[int], logits: torch.Tensor, take: Callable[[torch.Tensor], int | None]) -> int:
-    """Lets a request choose its next tokens, as long as the drafted tokens are those that it chooses.
+    """Lets a request choose its next tokens, one for each drafted token and one more. The request stops after the first
+    token that differs from the drafted one.
 
     Args:
         drafted: the drafted tokens.

@@ -5,8 +5,9 @@ tenant_sdk/serving/ragged.py). It computes prompts piece by piece as the remote 
 token of each request that is being answered. It draws as the request itself will draw, without the user's logits
 processors.
 
-Guarantees: nothing goes wrong with a request for which the draft model gives a number that is not finite, or whose
-tokens do not fit into the draft model's context: nothing more is drafted for it. The user's model is not changed.
+Guarantees: if the draft model gives a number that is not finite for a request, or if the request's tokens do not fit
+into the draft model's context, nothing more is drafted for the request, and its answer stays the same. The user's model
+is not changed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Line:
 
     @property
     def num_unread(self) -> int:
-        """The number of tokens to compute next; 0 if nothing more is to be done."""
+        """Returns the number of tokens to compute next; 0 if nothing more is to be done."""
         is_done = self.num_wanted and len(self.drafted) >= self.num_wanted
         return 0 if is_done else len(self.token_ids) - self.read.num_tokens
 
@@ -110,7 +111,7 @@ class DraftModel:
             request.drafted = lines[request].drafted if request in lines else []
 
     def _line(self, segment: Segment, request: Request) -> _Line | None:
-        """Returns what is to be computed for a segment; None if nothing can be drafted from there on."""
+        """Returns the tokens to compute for a segment's request; None if nothing can be drafted for it now."""
         num_wanted = most_drafted(segment, request)
         known = list(request.known_ids[: max(segment.stop - request.prompt.num_padding, 0)])
         if not known or request.num_draftable < 1 or len(known) + num_wanted > self._context:
@@ -120,7 +121,8 @@ class DraftModel:
         return _Line(request.draft_state, known, num_wanted, request.sampler.fork() if num_wanted else request.sampler)
 
     def _pass(self, lines: Sequence[_Line]) -> None:
-        """Computes tokens of each line, in all at most `step_tokens`; drafts a token where all are computed."""
+        """Computes tokens of the lines, at most `step_tokens` in all, and drafts the next token of each line whose
+        tokens are then all computed."""
         pieces, token_ids, positions, ends, ready = list[Piece](), list[int](), list[int](), list[int](), list[_Line]()
         for line in lines:
             begin = line.read.num_tokens
@@ -140,7 +142,10 @@ class DraftModel:
     def _forward(
         self, pieces: Sequence[Piece], token_ids: list[int], positions: list[int], wanted: list[int]
     ) -> torch.Tensor:
-        """Returns the logits of the wanted rows as the remote model numbers tokens, shape (num_wanted, vocab_size)."""
+        """Returns the logits of the wanted rows, as many as the remote model has, shape (num_wanted, vocab_size).
+
+        Logits that the draft model lacks are minus infinity, and those that it has beyond are left out.
+        """
         known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
         numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]
         logits, _ = self._ragged.forward(pieces, numbers[0], numbers[1], numbers[2].long())

@@ -1,6 +1,7 @@
-"""This module drafts by prompt lookup: it expects that a text goes on as it did where its last tokens stood before.
+"""This module drafts by prompt lookup: it finds an earlier occurrence of a text's last tokens, and drafts the tokens
+that followed there.
 
-This takes no model. It pays where answers copy from their prompts, as in summaries, corrections and code.
+This needs no model. It pays off if answers copy from their prompts, as in summaries, corrections and code.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class PromptLookup:
 
 
 def continuation(token_ids: Sequence[int], num_wanted: int) -> list[int]:
-    """Returns the tokens that followed where the last tokens of a text stood before.
+    """Returns the tokens that followed an earlier occurrence of the last tokens of a text.
 
-    As many last tokens as possible are looked for, and the last place counts where they stood. If the text ends before
-    there are enough tokens, they are repeated, as in a text that repeats itself.
+    As many last tokens as possible are looked for. If they occurred several times, the latest occurrence counts. If the
+    text ends before there are enough tokens, the tokens after the occurrence are repeated.
 
     Args:
         token_ids: the tokens of the text.
         num_wanted: the number of tokens to return.
 
     Returns:
-        `num_wanted` tokens, or none if the last token did not stand anywhere before.
+        `num_wanted` tokens, or none if the last token did not occur before.
     """
     if num_wanted < 1:
         return []
@@ -51,7 +52,7 @@ def continuation(token_ids: Sequence[int], num_wanted: int) -> list[int]:
 
 
 def _last_place(text: array[int], size: int) -> int | None:
-    """Returns the last place before the end at which the last `size` tokens stand; None if there is none."""
+    """Returns the index of the latest earlier occurrence of the last `size` tokens; None if there is none."""
     content, sought, width = text.tobytes(), text[-size:].tobytes(), text.itemsize
     end = len(content) - width
     while (found := content.rfind(sought, 0, end)) >= 0:

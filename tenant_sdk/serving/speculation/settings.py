@@ -21,10 +21,11 @@ class Speculation:
     """Holds the settings of an engine's speculation.
 
     Attributes:
-        num_drafted: the most tokens that are drafted for a request before a pass. Every pass has as many rows more for
-            every answer, whether tokens are drafted or not, so that the rows of a pass do not show what was drafted.
+        num_drafted: the most tokens that are drafted for a request before a pass. Every pass has this many
+            additional rows for every answer, whether tokens are drafted or not, so that the rows of a pass do not show
+            what was drafted.
         draft: a transformers model at the tenant that drafts, with the same tokenizer as the remote model. None drafts
-            what followed the last tokens where they stood before.
+            by prompt lookup (lookup.py).
         draft_tokenizer: the tokenizer of `draft`; None reads it from where `draft` was loaded.
     """
 
@@ -97,7 +98,7 @@ def make_drafter(
 
 
 def _tokenizer_of(draft: PreTrainedModel) -> Any:
-    """Returns the tokenizer that lies where a model was loaded from.
+    """Returns the tokenizer that is stored, on this machine, where a model was loaded from.
 
     Raises:
         ConfigurationError: there is none.

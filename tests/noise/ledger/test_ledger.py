@@ -394,7 +394,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(path: Path, kind: str,
 
 
 def filled(path: Path) -> str:
-    """Makes a ledger with 10 blocks in two records, and returns it with its seed."""
+    """Makes a ledger at `path` with 10 blocks in two records, and returns the id of its seed."""
     ledger = opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     ledger.reserve(seed_id, 4, "first")
@@ -448,7 +448,7 @@ def test_a_lost_doubled_or_moved_record_is_noticed(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Returns the same records with one change and correct checks."""
+    """Writes a ledger's records again, with one change and with correct checks."""
     records = [json.loads(line[17:]) for line in path.read_bytes().splitlines()]
     change(records)
     path.write_bytes(file.encode(records, file.MAGIC))

@@ -126,8 +126,8 @@ def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
 
 
 def test_nobody_changes_a_turn_in_the_middle_of_a_round() -> None:
-    """If a tenant sends a second request, turns become short, and if it cancels that request, long again. Both take
-    effect for all tenants from the next round on."""
+    """If a tenant sends a second request, turns become short. If the tenant cancels that request, turns become long
+    again. Both take effect for all tenants from the next round on."""
     ring = TenantRing(lambda num_equal: 30.0 if num_equal > 1 else 3.0, lambda tenant: 1.0)
     tickets = [Ticket(name, CALL, 30, RequestClass.PREFILL, 0.0) for name in "abca"]
     for one in tickets:

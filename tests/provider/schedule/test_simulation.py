@@ -51,7 +51,7 @@ def decoding_alone(seconds: float = SECONDS) -> Outcome:
 
 
 def thinking(seed: int, mean_s: float) -> list[float]:
-    """Returns a function that gives pauses that vary by a fifth, and are the same in each run."""
+    """Returns pauses, in seconds, that vary by a fifth around `mean_s` and are the same in each run."""
     return [mean_s * (1 + 0.2 * math.sin(12.9898 * (seed + step))) for step in range(97)]
 
 

@@ -59,7 +59,8 @@ def test_members_that_share_an_input_share_a_call(client: TenantClient, calls: A
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_a_gradient_was_kept_for_outlives_a_change_of_its_neighbour(client: TenantClient, rows: int) -> None:
-    """As with local layers, q is kept for the gradient of w while k, of the same call, is changed in place."""
+    """The outputs q and k are from one call. autograd keeps q for the gradient of w, and a change of k in place must
+    not affect this gradient, as with local layers."""
     attention: Any = client.load_model().model.layers[0].self_attn
     x, w = torch.randn(rows, 32), torch.ones(32, requires_grad=True)
     q = attention.q_proj(x)

@@ -1,4 +1,5 @@
-"""An engine's answers with adapters of all kinds, side by side, are those of `generate` with each of them alone."""
+"""Tests that an engine's answers with adapters of all kinds in the same steps are those of `generate` with each adapter
+alone."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_all_kinds_in_one_engine(kind: str, titles: tuple[str, ...], tmp_path: P
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_adapters_of_the_head(kind: str, tmp_path: Path) -> None:
-    """A step computes the logits of some rows only; GPT-2's head is its embedding."""
+    """A step computes the logits of only some rows, so the head gets fewer rows than other layers. GPT-2's head is also
+    its embedding."""
     root = tmp_path / "adapters"
     with open_client(make_model(kind, tmp_path / kind)) as client:
         model = client.load_model()

@@ -1,4 +1,5 @@
-"""Attention in chunks equals attention at once, whatever the window and the type, and keys and values on the host."""
+"""Tests that attention in chunks equals attention at once for every window and type, also with keys and values on the
+host, and tests the limit of a request's tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is long, and chunks are so short that most attention has several."""
+    """Makes every request count as long, and makes chunks so short that attention mostly takes several of them."""
     monkeypatch.setattr(long_attention, "LONG_TOKENS", 1)
     monkeypatch.setattr(long_attention, "CHUNK_TOKENS", 5)
 
@@ -38,7 +39,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
 
 
 def mask_of(num_rows: int, num_tokens: int, window: int | None) -> torch.Tensor:
-    """Which of the last rows sees which token; slow and obvious."""
+    """Returns which tokens each of the last `num_rows` tokens attends to, bool, shape (num_rows, num_tokens), computed
+    in a slow and obvious way."""
     seen = torch.zeros(num_rows, num_tokens, dtype=torch.bool)
     for row in range(num_rows):
         for token in range(num_tokens):
@@ -137,7 +139,8 @@ def test_where_keys_and_values_are_kept() -> None:
 
 
 def test_an_engine_whose_keys_are_on_another_device(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no accelerator here: another name of the CPU stands for the host, and prompts of 32 rows are sent."""
+    """Tests run without an accelerator, so another name of the CPU stands for the host, which is then another device
+    than the model's. Attention of `DEVICE_ROWS` rows or more is then computed on the model's device."""
     with Engine(client, step_tokens=64, kv_device="cpu") as engine:
         want = [engine.submit(prompt, max_new_tokens=6).result(TIMEOUT_S) for prompt in PROMPTS]
     where: list[tuple[bool, int]] = []

@@ -1,4 +1,5 @@
-"""Prompts that were kept: found by their own caller and adapter alone, and answered as if they were computed anew."""
+"""Tests the cache of prompts: a kept prompt is found only with its own caller and adapter, and answers are the same as
+if it were computed again."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_a_caller_never_hits_another_callers_prompt(client: TenantClient) -> Non
 
 
 def test_a_shared_cache_would_show(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: were all callers one, the other caller would hit."""
+    """This is the control of the test above: if all callers shared one cache, the other caller would have hits."""
     monkeypatch.setattr(PrefixCache, "of", lambda cache, caller: CallerPrefixes(cache, "all"))
     assert hits_across_callers(client) > 0
 
@@ -351,7 +352,8 @@ def test_without_memory_for_a_copy_the_rest_is_kept(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 5, 16, 20, 40])
 def test_every_cut_that_is_given_is_complete(window: int | None, dtype: str) -> None:
-    """Requests of many lengths: what a hit copies is what the request itself had, wherever its window ends."""
+    """For prompts of many lengths, a hit copies exactly the keys and values that the first request had, and no position
+    in a later token's window is missing."""
     layout = KvLayout((window, None), 2, 8, KV_DTYPES[dtype], step_tokens=BLOCK_TOKENS)
     num_hits = 0
     for num_tokens in range(BLOCK_TOKENS, 4 * BLOCK_TOKENS):

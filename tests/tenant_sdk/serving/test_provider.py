@@ -149,8 +149,8 @@ def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -
 
 
 def spoil_first_row(wrong: float, step: int, at_group: int) -> Change:
-    """Makes the first number of one call's reply wrong in a step. It is in the first row, which belongs to the first
-    request."""
+    """Returns a change that makes the first number of one reply wrong, in one step. This number is in the first row,
+    which belongs to the first request."""
 
     def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
         if number == step * GROUPS + at_group:

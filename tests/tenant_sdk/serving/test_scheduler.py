@@ -47,10 +47,8 @@ def run(made: Scheduler, now: float = 0.0) -> Step:
 
 
 def test_it_is_pure() -> None:
-    """The scheduler imports the standard library, but no clock, threads or random numbers of it.
-
-    Apart from this, it imports only the errors and the check of a setting.
-    """
+    """The scheduler imports none of the standard library's clocks, threads and random numbers, and of this repository
+    only the errors and the check of a setting."""
     tree = ast.parse(Path(scheduler_module.__file__).read_text(encoding="utf-8"))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {"tenant_sdk.plain_values", "wire.errors"}

@@ -1,4 +1,4 @@
-"""The random mix of benchmarks/serving_mix.py, for a minute on the real model."""
+"""Tests the random mix of requests of benchmarks/serving_mix.py, by a run of one minute on the real model."""
 
 from __future__ import annotations
 

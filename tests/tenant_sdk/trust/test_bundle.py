@@ -66,7 +66,8 @@ def test_a_file_other_than_announced(liar: Liar, client: TenantClient, tmp_path:
 
 
 def test_a_forged_file_list(liar: Liar, client: TenantClient, tmp_path: Path) -> None:
-    """The digest of the honest bundle with the files of another one would put wrong files into the cache."""
+    """The provider announces the digest of the honest bundle, but other files. Without a check, these would be cached
+    as the honest bundle."""
     honest = liar.manifest().bundle_digest
     liar.change_json("config.json", hidden_act="gelu")
     liar.announce(bundle_digest=honest)

@@ -273,8 +273,7 @@ def other_scale_name(offer: Offer) -> None:
 
 
 def negative_zero(offer: Offer) -> None:
-    """The first weight of the norm is set to a zero with the other sign on one side. The two are equal as numbers, but
-    not as bits."""
+    """Sets the first weight of the final norm to zero in the offer."""
     offer.tensors(lambda tensors: tensors["model.norm.weight"][0].zero_())
 
 

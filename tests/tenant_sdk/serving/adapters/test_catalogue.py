@@ -125,7 +125,7 @@ def test_too_large_a_file_ends_the_download(made: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("where", ["/nothing", "/elsewhere"])
 def test_what_is_not_there_is_one_line_without_the_address(where: str, web: tuple[str, list[str]], cache: Path) -> None:
-    """A redirect to an address without https is not followed either."""
+    """One file does not exist, and the other leads by a redirect to an address without https."""
     with pytest.raises(ConfigurationError, match=f"one cannot be fetched: its {CONFIG} is not to be had") as caught:
         fetch("one", Entry(source=f"{web[0]}{where}", digest=ZEROS), cache, MOST)
     assert "127.0.0.1" not in str(caught.value)

@@ -193,7 +193,7 @@ def test_a_stamp_of_a_moment_ago_is_not_relied_on(folder: AdapterFolder, root: P
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Changes the header of a file and leaves the numbers unchanged."""
+    """Returns a function that changes the header of a file and leaves the numbers unchanged."""
 
     def apply(path: Path) -> None:
         content = path.read_bytes()

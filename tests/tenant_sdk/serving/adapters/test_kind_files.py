@@ -1,4 +1,5 @@
-"""Adapters of other kinds than LoRA are checked like any other: files, settings, numbers, memory, digests, slots."""
+"""Tests that adapters of other kinds than LoRA are checked as LoRA adapters are: files, settings, numbers, memory,
+digests and slots."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def opened(stock: Any, root: Path, bell: Bell | None = None, **options: Any) -> 
 
 
 def refused(stock: Any, root: Path, name: str, **options: Any) -> str:
-    """Returns the one line with which a store refuses an adapter, at once or when it is loaded."""
+    """Returns the one line with which a store refuses an adapter, either at once or when the adapter is loaded."""
     bell = Bell()
     store, _ = opened(stock, root, bell, **options)
     try:
@@ -207,7 +208,7 @@ def test_too_large_for_its_tier(title: str, host_bytes: int, match: str, stock: 
 def test_a_kind_that_is_listed_by_mistake_is_refused_when_it_is_loaded(
     peft_type: str, own: dict[str, Any], match: str, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lily takes a mean over rows, and HRA reads the base weights."""
+    """PEFT's layers of Lily take a mean over rows, and those of HRA read the base weights. Neither can be kept."""
     monkeypatch.setitem(EXAMPLES, peft_type, (peft_type, own))
     save_kind(stock, "llama", tmp_path / "one", peft_type, seed=1)
     checks = dict.fromkeys(json.loads((tmp_path / "one" / CONFIG).read_text()), lambda value: True)
@@ -258,7 +259,7 @@ def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) -> None:
-    """One slot: each adapter takes the place of another, of another kind and on other layers."""
+    """The store has one slot. Each adapter replaces an adapter of another kind, which changed other layers."""
     save_kind(stock, "llama", tmp_path / "a", "OFT", seed=1)
     save_kind(stock, "llama", tmp_path / "b", "LoHa", seed=2, target_modules=["k_proj"])
     save_kind(stock, "llama", tmp_path / "c", "IA3", seed=3, target_modules=["down_proj"])

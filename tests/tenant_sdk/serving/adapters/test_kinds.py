@@ -1,4 +1,4 @@
-"""Adapters of every kind, beside LoRA and the base model in one pass, answer as stock PEFT does with each alone."""
+"""Tests that an adapter of each kind, in one pass with LoRA and the base model, gives the logits of stock PEFT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ IDS = torch.randint(3, 128, (6, 5), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module", params=("llama", "gpt2"))
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path, Any]:
-    """A kind, its base model, a LoRA adapter, and what stock PEFT answers with it to the second of `IDS`."""
+    """Provides a kind of model, a base model of this kind, the folder of a LoRA adapter, and the logits of stock PEFT
+    with this adapter for the second sequence of `IDS`."""
     kind = request.param
     stock = base_model(kind)
     folder = save_adapter(stock, tmp_path_factory.mktemp(kind) / "lora", seed=3, fan_in_fan_out=kind == "gpt2")

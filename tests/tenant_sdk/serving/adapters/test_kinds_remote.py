@@ -1,4 +1,5 @@
-"""Over a provider's layers no kind of adapter changes the calls of a step, whatever it does to a layer's input."""
+"""Tests that over a provider's layers no kind of adapter changes the calls of a step, even if the adapter changes the
+input of a layer."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def check_equal(stock: Any, root: Path, names: Sequence[str | None], logits: Seq
 def test_calls_are_the_same_with_every_adapter(
     kind: str, separate_calls: bool, num_calls: int, tmp_path: Path
 ) -> None:  # fmt: skip
-    """IA3 scales the input of down_proj, and of all layers of GPT-2, where every layer has a call of its own."""
+    """IA3 may scale inputs of layers that have a call of their own: down_proj of Llama, and all layers of GPT-2. OFT,
+    and IA3 on other layers, need separate calls."""
     stock = make_tiny(kind, tmp_path / "tiny")
     root, bell = tmp_path / "adapters", Bell()
     save_kind(stock, kind, root / "ia3", "IA3", seed=1)

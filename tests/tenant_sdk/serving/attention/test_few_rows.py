@@ -1,4 +1,5 @@
-"""The compiled attention equals torch's for every type of KV, window and head, and writes nowhere else."""
+"""Tests that the compiled attention equals torch's for every type of KV, window and head, and writes only to the memory
+that it is given."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled att
 
 
 def filled(layout: KvLayout, length: int, seed: int) -> RequestKv:
-    """KV of a request that has `length` tokens, written in pieces of one step."""
+    """Returns the KV of a request with `length` random tokens. At most `STEP_TOKENS` tokens are written at a time."""
     made, generator = RequestKv(layout, 300, CPU), torch.Generator().manual_seed(seed)
     shape = (layout.num_kv_heads, length, layout.head_dim)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -38,7 +39,8 @@ def filled(layout: KvLayout, length: int, seed: int) -> RequestKv:
 
 
 def steps(layout: KvLayout, num_heads: int, count: int) -> Iterator[list[torch.Tensor]]:
-    """Random queries, keys and values, each of shape (heads, rows, head_dim), with the strides that models give."""
+    """Yields the random query, keys and values of `count` steps, each of shape (heads, rows, head_dim), with the
+    strides that models give them."""
     generator = torch.Generator().manual_seed(9)
     for _ in range(count):
         yield [

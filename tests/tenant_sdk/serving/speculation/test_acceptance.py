@@ -1,4 +1,5 @@
-"""Which drafted tokens are kept: those that the request chooses itself, so that its distribution stays what it is."""
+"""Tests which drafted tokens are kept: those that the request itself chooses, so that the distribution of its tokens is
+the same as without speculation."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def sampler(seed: int) -> Sampler:
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """What the settings make of logits: the last four tokens of five, and of those the likeliest up to 0.95."""
+    """Returns the probabilities that `SETTINGS` give to tokens: the least likely of the five tokens is left out, and of
+    the others those that come after a total probability of 0.95."""
     kept = torch.softmax(torch.where(logits >= logits.sort().values[1], logits / 0.8, -torch.inf), dim=-1)
     order = kept.argsort(descending=True)
     before = kept[order].cumsum(dim=-1) - kept[order]
@@ -55,7 +57,7 @@ Pass = Callable[[Sampler, int, int], list[int]]
 
 
 def coupled(own: Sampler, last: int, num_drafted: int) -> list[int]:
-    """A pass as the engine makes it."""
+    """Returns the tokens of a pass as the engine makes it: the draft draws with the request's own random numbers."""
     fork, drafted = own.fork(), [last]
     for _ in range(num_drafted):
         drafted.append(fork.next_token(drafted, DRAFT[drafted[-1]]))
@@ -63,13 +65,14 @@ def coupled(own: Sampler, last: int, num_drafted: int) -> list[int]:
 
 
 def looked_up(own: Sampler, last: int, num_drafted: int) -> list[int]:
-    """A pass whose drafted tokens are not drawn."""
+    """Returns the tokens of a pass whose drafted tokens are fixed, as in prompt lookup, and not drawn."""
     drafted = [last, *((last + 1 + number) % VOCAB for number in range(num_drafted))]
     return take_all(own, drafted[1:], TARGET[drafted])
 
 
 def not_from_the_rest(own: Sampler, last: int, num_drafted: int) -> list[int]:
-    """The control: tokens are accepted with probability p / q, but replaced by a draw from all of p."""
+    """Returns the tokens of a pass that is wrong on purpose: a drafted token is accepted with probability p / q, but a
+    rejected one is replaced by a draw from all of p, and not from the rest that rejection sampling leaves."""
     taken = [last]
     for _ in range(num_drafted):
         p, q = probabilities(TARGET[taken[-1]]), probabilities(DRAFT[taken[-1]])
@@ -82,7 +85,7 @@ def not_from_the_rest(own: Sampler, last: int, num_drafted: int) -> list[int]:
 
 
 def trusting(own: Sampler, last: int, num_drafted: int) -> list[int]:
-    """The other control: every drafted token is kept."""
+    """Returns the tokens of a pass that is wrong on purpose: every drafted token is kept."""
     return [own.next_token([last], DRAFT[last])]
 
 
@@ -95,8 +98,8 @@ def answer(seed: int, one_pass: Pass, num_drafted: int, num_tokens: int = 3) -> 
 
 
 def p_value(one_pass: Pass) -> float:
-    """The probability that three tokens of the right distribution lie as far from it (Pearson's chi-squared); 0 where
-    tokens came that the settings leave out."""
+    """Returns the p-value of Pearson's chi-squared test that the three tokens of an answer have the right distribution;
+    0 if an answer has a token that the settings leave out."""
     seen = Counter(tuple(answer(seed, one_pass, 2)) for seed in range(DRAWS))
     steps = torch.stack([probabilities(row) for row in TARGET])
     expected = {
@@ -132,7 +135,8 @@ def test_with_a_seed_the_tokens_are_those_without_speculation(one_pass: Pass, nu
 
 
 def test_a_draft_that_draws_with_the_same_numbers_agrees_more_often() -> None:
-    """Against its bound, and against a draft with random numbers of its own."""
+    """The share of equal tokens is compared with its lower bound (acceptance.py), and with that of a draft that has
+    random numbers of its own."""
     p, q = probabilities(TARGET[0]), probabilities(DRAFT[0])
     distance = float((p - q).abs().sum() / 2)
     assert 0.1 < distance < 0.9, "the two differ, but not beyond all measure"

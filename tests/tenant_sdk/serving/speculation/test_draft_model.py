@@ -1,4 +1,4 @@
-"""A draft model: what it computes, what it costs, and that it harms no answer."""
+"""Tests what a draft model computes, how many steps it saves or costs, and that it changes no answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Count = Callable[[PreTrainedModel | None], int]
 
 @pytest.fixture
 def count_steps(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> Count:
-    """Returns a function that answers a prompt with a draft and returns the number of steps; the answer is checked."""
+    """Returns a function that answers a prompt with a draft, checks the answer, and returns the number of steps."""
     want = client.generate(PROMPTS[1], max_new_tokens=NEW_TOKENS, eos_token_id=[])
 
     def count(draft: PreTrainedModel | None) -> int:
@@ -59,7 +59,7 @@ def count_steps(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 def test_the_model_itself_has_every_token_accepted(count_steps: Count, itself: PreTrainedModel) -> None:
-    """One step for the prompt, and one for each four tokens after its first."""
+    """The prompt takes one step, which gives the first token, and each later step gives 1 + NUM_DRAFTED tokens."""
     assert count_steps(itself) == 1 + (NEW_TOKENS - 1) // (1 + NUM_DRAFTED)
 
 
@@ -68,7 +68,7 @@ FORCED = 5
 
 
 def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A hook that chooses every fifth token, beginning with the third."""
+    """Returns a logits hook that makes every fifth token of an answer, beginning with the third, the given one."""
 
     def hook(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if (token_ids.shape[1] - num_prompt) % FORCED == 2:
@@ -80,7 +80,7 @@ def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tens
 
 
 def steps_when_forced(num_new: int) -> int:
-    """The steps of an answer whose forced tokens, and those alone, are not foretold."""
+    """Returns the number of steps of an answer if the draft predicts all tokens except the forced ones."""
     num_steps, done = 1, 1
     while done < num_new:
         taken = next((n for n in range(1, NUM_DRAFTED + 1) if (done + n - 1) % FORCED == 2), NUM_DRAFTED + 1)
@@ -90,7 +90,7 @@ def steps_when_forced(num_new: int) -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
 def test_after_a_rejected_token_it_drafts_from_the_tokens_that_are_there(kind: str, tmp_path: Path) -> None:
-    """What it computed of rejected tokens is gone, in layers with a window as well."""
+    """The draft model's keys and values of rejected tokens are no longer used, in layers with a window as well."""
     folder = make_model(kind, tmp_path / kind)
     with open_client(folder) as opened:
         draft = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -108,7 +108,8 @@ def test_after_a_rejected_token_it_drafts_from_the_tokens_that_are_there(kind: s
 def test_what_cannot_draft_costs_nothing_but_its_steps(
     count_steps: Count, itself: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """A context that is too short from the middle on, and numbers that are not finite."""
+    """One draft model gives numbers that are not finite, and the context of the other ends in the middle of the
+    answer."""
     with torch.no_grad():
         next(itself.model.norm.parameters()).fill_(torch.nan)
     assert count_steps(itself) == NEW_TOKENS
@@ -139,7 +140,8 @@ def test_the_users_model_is_not_changed_and_its_parameters_are_not_copied(
 def test_prompts_are_read_in_pieces_and_nothing_twice(
     client: TenantClient, itself: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All passes of the draft together have a row for each token that it has to know, and none has too many."""
+    """All passes of the draft model together have one row for each token that the draft model has to read, and no pass
+    has more rows than a step may have."""
     sizes: list[int] = []
     forward = DraftModel._forward
 

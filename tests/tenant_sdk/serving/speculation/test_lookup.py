@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens where they stood before."""
+"""Tests prompt lookup, which drafts the tokens that followed an earlier occurrence of a text's last tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 5
 
 
 def slow(token_ids: list[int], num_wanted: int) -> list[int]:
-    """The same by comparing every place with the end, one after the other."""
+    """Returns what `continuation` should return, by comparing the end of the text with every earlier position."""
     for size in range(LONGEST, 0, -1):
         for place in range(len(token_ids) - size - 1, -1, -1):
             if token_ids[place : place + size] == token_ids[-size:]:
@@ -24,7 +24,7 @@ def slow(token_ids: list[int], num_wanted: int) -> list[int]:
 
 @given(st.lists(st.sampled_from([0, 1, 256, 65_536, 257]), max_size=40), st.integers(0, 9))
 def test_it_is_what_a_slow_search_finds(token_ids: list[int], num_wanted: int) -> None:
-    """Some of these numbers have the bytes of others within them, when they stand side by side."""
+    """The search compares bytes, and some of these numbers, side by side, contain the bytes of another number."""
     assert continuation(token_ids, num_wanted) == slow(token_ids, num_wanted)
 
 

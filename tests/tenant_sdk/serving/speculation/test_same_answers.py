@@ -1,4 +1,5 @@
-"""Answers with speculation are those without: kinds of models, drafts, settings, ends, pieces and contexts."""
+"""Tests that answers with speculation are the same as those without, for all kinds of models, drafts, settings and ends
+of answers, for prompts in pieces, and at the end of the context."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def drafting(folders: dict[str, Path], draft: str, kind: str = "llama", num_draf
 
 
 def ask(client: TenantClient, speculation: Speculation | None, *requests: dict[str, Any], **options: Any) -> list[str]:
-    """The engine's answers to requests that come at once."""
+    """Returns the engine's answers to requests that are submitted at the same time."""
     with Engine(client, speculation=speculation, **{"step_tokens": 24, "max_running": 4, **options}) as engine:
         answers = [engine.submit(**{"max_new_tokens": NEW_TOKENS, **each}) for each in requests]
         return [answer.result(TIMEOUT_S) for answer in answers]
@@ -58,7 +59,8 @@ def ask(client: TenantClient, speculation: Speculation | None, *requests: dict[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_and_drawn_answers_of_every_kind_and_draft(folders: dict[str, Path], kind: str) -> None:
-    """Answers alone and together: each request has a prompt, an end and random numbers of its own."""
+    """The answers to all requests together must be those to each request alone. Each has its own prompt, length and
+    random numbers."""
     requests: list[dict[str, Any]] = [{"prompt": prompt, "eos_token_id": []} for prompt in ASKED]
     requests += [{**each, "do_sample": True, "temperature": 0.8, "seed": 3} for each in requests[:2]]
     with open_client(folders[kind]) as opened:
@@ -134,7 +136,7 @@ def test_a_hook_that_raises_among_accepted_tokens_ends_its_own_request(
 
 @pytest.mark.parametrize(("kind", "draft"), [("gpt2", "lookup"), ("gpt2", "random"), ("gemma2", "itself")])
 def test_an_answer_up_to_the_end_of_the_context(folders: dict[str, Path], kind: str, draft: str) -> None:
-    """The model has no position after it: what is drafted there must not be asked for."""
+    """The model has no positions after its context, so no row may be computed for a token that is drafted there."""
     prompt = "count: one two three four five six seven eight nine ten eleven twelve, and so on and so on"
     with open_client(folders[kind]) as opened:
         with Engine(opened) as engine:
@@ -177,7 +179,7 @@ def test_many_at_once_through_generate_many(client: TenantClient, folders: dict[
 def test_a_draft_of_another_kind_size_and_number_of_logits(
     client: TenantClient, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The tokens of a tokenizer have the same numbers; models may have more embeddings than it has tokens, or fewer."""
+    """Both models use one tokenizer, but the draft model has fewer or more embeddings than the remote model."""
     want = ask(client, None, *({"prompt": prompt, "do_sample": True, "seed": 1, "top_k": 0} for prompt in ASKED))
     for vocab_size in (110, 160):
         config = CONFIGS["gpt2"].__class__(**{**CONFIGS["gpt2"].to_dict(), "vocab_size": vocab_size})

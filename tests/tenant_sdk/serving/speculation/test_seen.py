@@ -1,4 +1,5 @@
-"""What the provider sees of speculation: the same rows in every pass of an answer, whatever the text and its drafts."""
+"""Tests what the provider sees of speculation: every pass of an answer has the same number of rows, whatever the text
+and the drafted tokens are."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 class Provider(HonestOffer):
-    """Notes the rows and the bytes of every product; spoils one number of one reply."""
+    """Notes the number of rows and bytes of every product, and can put NaN into one reply."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
         self.seen: list[tuple[int, int]] = []
         self.spoiled: tuple[int, int] | None = None
-        """(call, row) of a reply that has NaN."""
+        """(call, row) of the reply that gets NaN; None for no reply."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         reply = self.served_model.compute(call, rows)
@@ -81,7 +82,7 @@ def opened(
 
 
 def steps_of(client: TenantClient, provider: Provider, prompt: str, draft: Any = None, **options: Any) -> list[Any]:
-    """What the provider sees of each step of one answer: the rows and bytes of each of its calls."""
+    """Returns what the provider sees of one answer: for each step, the numbers of rows and bytes of each call."""
     provider.seen.clear()
     speculation = Speculation(NUM_DRAFTED, draft=draft)
     with Engine(client, step_tokens=32, max_running=2, speculation=speculation) as engine:
@@ -95,7 +96,7 @@ def steps_of(client: TenantClient, provider: Provider, prompt: str, draft: Any =
 def test_the_rows_of_a_pass_are_the_same_for_different_texts(
     served: dict[str, ServedModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str, mask: str
 ) -> None:
-    """The texts differ in what is accepted, so in the number of passes, and in nothing else."""
+    """The texts differ in how many drafted tokens are accepted, and so in the number of passes, but in nothing else."""
     local = None if draft == "lookup" else AutoModelForCausalLM.from_pretrained(folder).eval()
     with opened(served, tmp_path, monkeypatch, mask) as (client, provider):
         seen = [steps_of(client, provider, text, local) for text in TEXTS]
@@ -113,7 +114,7 @@ def test_the_rows_of_a_pass_are_the_same_for_different_texts(
 def test_drafts_are_dummies_tokens_and_both(
     served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above: the texts have passes with all numbers of drafted tokens."""
+    """This is the control of the test above: the texts have passes with no, with two and with all tokens drafted."""
     drafted: set[int] = set()
     rows = Request.rows
 
@@ -133,7 +134,7 @@ def test_drafts_are_dummies_tokens_and_both(
 def test_dummies_and_rejected_tokens_leave_no_trace(
     served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is computed of a known token is the same number for number, whatever stands in the rows beside it."""
+    """The text stays the same, whether the rows for drafted tokens hold padding (dummies), right or wrong tokens."""
     with opened(served, tmp_path, monkeypatch, "lattice") as (client, _):
         texts = set()
         for drafts in ([], [5], [5, 6, 7, 8], [9, 9, 9, 9]):
@@ -166,7 +167,8 @@ def test_padded_prompts_show_no_length(
 def test_a_value_that_is_not_finite_ends_its_own_request_after_the_step(
     served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    """In a dummy's row or a token's: the same shows, so that a lie does not tell which row is which."""
+    """The provider sees the same if the value is in a row of padding (a dummy) as if it is in a token's row, so a wrong
+    reply does not show which rows are padding."""
     with opened(served, tmp_path, monkeypatch) as (client, provider):
         want = client.generate("why so?", max_new_tokens=NEW_TOKENS)
         provider.seen.clear()

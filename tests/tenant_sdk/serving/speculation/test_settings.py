@@ -1,4 +1,5 @@
-"""What speculation refuses, each in one line, and what an engine says of it."""
+"""Tests which settings of speculation are refused, each with one line, and what an engine's `explain` says about
+speculation."""
 
 from __future__ import annotations
 
