@@ -206,6 +206,7 @@ def chat(
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
+    peer_uid: PeerUid = None,
     adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit of an answer.", show_default="128, or what the context leaves")
@@ -214,7 +215,7 @@ def chat(
     """Talk to the base model or an adapter; /adapter NAME switches."""
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change,
+        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     from tenant_sdk.terminal import talk
 
@@ -243,6 +244,7 @@ def serve(
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
+    peer_uid: PeerUid = None,
     adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
     host: Annotated[str, typer.Option(help="Address; beyond this machine it needs TLS, a key and --verify.")] = (
         "127.0.0.1"
@@ -276,7 +278,7 @@ def serve(
         raise ConfigurationError(f"--adapters: {adapters} is not a folder")
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change,
+        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         serve_command(client, adapters, settings, typer.echo, max_running=max_running, max_waiting=max_waiting)

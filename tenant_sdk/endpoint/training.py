@@ -67,7 +67,6 @@ def train(
         max_steps=settings["max_steps"], num_epochs=settings["num_epochs"], batch_size=settings["batch_size"],
         gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
         warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
-        gradient_checkpointing=False,
     )  # fmt: skip
     return finetune(_StoppableSession(session, check), data, config, output, chosen, progress=False)  # type: ignore[arg-type]
 
