@@ -300,8 +300,11 @@ def flexllm() -> dict[str, Found]:
 
 
 def windows() -> dict[str, Found]:
-    """Measures decode beside a tenant that fine-tunes on 2,048 tokens, whole or in windows of 256, with and without a
-    target of 10 ms, and by a provider that cuts no request."""
+    """Measures the latency of decode beside a tenant that fine-tunes on 2,048 tokens.
+
+    The tenant sends all tokens in one request, or in requests of 256 tokens. The provider has a target of 10 ms for the
+    latency and splits large requests to keep it, or has no target and splits no request.
+    """
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     tuning = {rows: [Load("tune", rows, is_training=True, think_ms=0)] for rows in (2048, 256)}
     target, uncut = ("--slo-ms", "10"), ("--batching", "none")

@@ -18,17 +18,16 @@ from transformers import PreTrainedModel
 
 from noise.registry import DEFAULT_MASK
 from tenant_sdk import embedded
-from tenant_sdk.explain import explain
+from tenant_sdk.explain import explain, problem_of_text
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.plan import make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.session import Session, open_bundle, open_session, open_text
-from tenant_sdk.text.rows import check_fits
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.tuning import warn_if_not_tuned
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError
 from wire.frame import Direction
 from wire.manifest import Manifest
 from wire.transport.connection import Traffic
@@ -295,19 +294,11 @@ class TenantClient:
         from tenant_sdk.training.settings import FinetuneSettings
 
         settings = FinetuneSettings(
-            max_steps=max_steps,
-            num_epochs=num_epochs,
-            batch_size=batch_size,
-            window_tokens=window_tokens,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            learning_rate=learning_rate,
-            lr_scheduler_type=lr_scheduler_type,
-            warmup_steps=warmup_steps,
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
-            save_steps=save_steps,
-            seed=seed,
-        )
+            max_steps=max_steps, num_epochs=num_epochs, batch_size=batch_size, window_tokens=window_tokens,
+            gradient_accumulation_steps=gradient_accumulation_steps, learning_rate=learning_rate,
+            lr_scheduler_type=lr_scheduler_type, warmup_steps=warmup_steps, weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm, save_steps=save_steps, seed=seed,
+        )  # fmt: skip
         return finetune(
             self, data, peft_config, output_dir, settings, max_length=max_length, checkpointing=checkpointing,
             memory_budget_mb=memory_budget_mb, gradient_checkpointing=gradient_checkpointing, resume=resume,
@@ -426,23 +417,10 @@ class TenantClient:
         This method also works after a reply failed its check, and then says that the session has ended.
         """
         session = self._open()
-        text = explain(session, self._plan, self._problem(session))
+        problem = None if session.verifier is not None else problem_of_text(self, self._plan, self._bundle)
+        text = explain(session, self._plan, problem)
         print(text)
         return text
-
-    def _problem(self, session: Session) -> str | None:
-        """Returns the error text with which an unverified session will be refused when used; None if no such error is
-        known."""
-        if session.verifier is not None:
-            return None
-        try:
-            if self._plan.tokenizer is not None or has_tokenizer(self._bundle()):
-                self.text  # noqa: B018 - raises if the tokenizer cannot be used
-            if self._plan.bucket is not None:
-                check_fits(self._plan.bucket, self.context_length, "")
-        except VeilbaseError as exc:
-            return str(exc)
-        return None
 
     def close(self) -> None:
         """Drops secrets and closes the connections. After this, the client cannot be used again."""

@@ -6,11 +6,18 @@ The text states the assumption, the parameters and what is not protected, and cl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from noise.registry import RING_ONLY
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
 from tenant_sdk.session import UNVERIFIED, Session
+from tenant_sdk.session_protocol import TextSession
+from tenant_sdk.text.rows import check_fits
+from tenant_sdk.text.source import has_tokenizer
+from wire.errors import VeilbaseError
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 
@@ -52,6 +59,25 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
     lines["status"] = "computational security with estimated parameters; this code has not been audited"
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def problem_of_text(session: TextSession, plan: Plan, bundle: Callable[[], Path]) -> str | None:
+    """Returns the error text with which a session will be refused when it is used with text; None if no such error is
+    known.
+
+    Args:
+        session: the client.
+        plan: the client's settings.
+        bundle: returns the folder of the provider's bundle.
+    """
+    try:
+        if plan.tokenizer is not None or has_tokenizer(bundle()):
+            session.text  # noqa: B018 - raises if the tokenizer cannot be used
+        if plan.bucket is not None:
+            check_fits(plan.bucket, session.context_length, "")
+    except VeilbaseError as exc:
+        return str(exc)
+    return None
 
 
 def _row_counts(verified: bool, plan: Plan) -> str:

@@ -17,8 +17,8 @@ from tenant_sdk.model.planned_calls import Course
 
 
 class LosesRows(Course):
-    """Plans the calls of an engine's model. A row that is not finite is sent as zeros, and the other rows of the call
-    are kept."""
+    """Decides what the calls of an engine's model send. A row that is not finite is sent as zeros, and the other rows
+    of the call are sent as they are."""
 
     def __init__(self) -> None:
         """Makes a course (a run state) that never stops the model's calls."""
