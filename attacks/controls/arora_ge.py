@@ -1,5 +1,5 @@
-"""Runs `tiny-error` on lattice errors that are 0 or 1, at dimension 8. Two zero rows reveal the secret, and so the
-block."""
+"""Runs the adversary `tiny-error` on lattice errors that are 0 or 1, at dimension 8. Two rows whose contents are zeros
+reveal the secret, and with it all rows under the same secret."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests hints over real mTLS and in process: seeds are sent and products returned, and every seed that does not fit is
-refused."""
+"""Tests requests for hints, over real mTLS and in process. A tenant sends the seed of a public matrix and gets the
+matrix's product with a weight. A seed that is malformed, or that asks for too many rows, is refused."""
 
 from __future__ import annotations
 
