@@ -18,8 +18,8 @@ and answers end, as far as their lengths and number show in these sums. The prov
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
-stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts.
+stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission and limit show.
+The time at which a request is admitted depends on lengths, limits and the ends of other requests, never on texts.
 
 With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
 shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
@@ -200,7 +200,7 @@ class Engine:
             top_p: the total probability of the likeliest tokens among which one is drawn.
             repetition_penalty: a factor; above 1, it makes repetitions rarer.
             seed: the seed of this answer's own random numbers.
-            stop: strings at which the text ends, with at most 4,096 characters together; the text does not include them.
+            stop: strings at which the text ends, and which it does not include; at most 4,096 characters together.
             eos_token_id: tokens at which the text ends; None means those of the model.
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
             fixed_length: whether the rows go on to the length limit after the text has ended.

@@ -13,7 +13,7 @@ import torch
 
 from attacks.programs.honest import HonestOffer
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import Speculation, TenantClient, embedded
 from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -283,9 +283,12 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
         assert waiting.result(TIMEOUT_S) == want
 
 
-def test_after_a_wrong_reply_that_was_noticed_everything_ends(opened: Opened, folder: Path) -> None:
+@pytest.mark.parametrize("speculation", [None, Speculation(3)], ids=["plain", "speculation"])
+def test_after_a_wrong_reply_that_was_noticed_everything_ends(
+    opened: Opened, folder: Path, speculation: Speculation | None
+) -> None:
     client, provider = opened("int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
-    with Engine(client, max_running=1) as engine:
+    with Engine(client, max_running=1, speculation=speculation) as engine:
         gate = Gate()
         answers = [engine.submit("who?", max_new_tokens=4, logits_processor=[gate]) for _ in range(2)]
         assert gate.reached.wait(TIMEOUT_S)
