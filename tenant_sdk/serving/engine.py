@@ -18,8 +18,8 @@ and answers end, as far as their lengths and number show in these sums. The prov
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
-stop strings and values are, so that only its submission and limit show. The time at which a request is admitted depends
-on lengths, limits and the ends of other requests, never on texts.
+stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission and limit show.
+The time at which a request is admitted depends on lengths, limits and the ends of other requests, never on texts.
 
 With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
 shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
@@ -61,6 +61,10 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
 """A function that makes the store of adapters. It takes the model and a function that wakes the engine."""
+
+MOST_STOP_CHARACTERS = 4096
+"""The most characters of a request's stop strings together. The engine's thread looks for all of them at every token,
+while the answers of other requests wait."""
 
 
 class Engine:
@@ -198,7 +202,7 @@ class Engine:
             top_p: the total probability of the likeliest tokens among which one is drawn.
             repetition_penalty: a factor; above 1, it makes repetitions rarer.
             seed: the seed of this answer's own random numbers.
-            stop: strings at which the text ends; the text does not include them.
+            stop: strings at which the text ends, and which it does not include; at most 4,096 characters together.
             eos_token_id: tokens at which the text ends; None means those of the model.
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
             fixed_length: whether the rows go on to the length limit after the text has ended.
@@ -214,6 +218,8 @@ class Engine:
             QuotaExceeded: too many requests wait.
             VeilbaseError: the engine has failed; the error states the reason.
         """
+        if not isinstance(caller, str):
+            raise ConfigurationError(f"caller is a text, got {type(caller).__name__}")
         settings = Sampling(
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
         )  # fmt: skip
@@ -283,9 +289,11 @@ def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
     """Returns stop strings as a tuple.
 
     Raises:
-        ConfigurationError: a stop string is empty or is not a string.
+        ConfigurationError: a stop string is empty or is not a string, or they are too long together.
     """
     stops = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise ConfigurationError("stop is a text or a list of texts, none of them empty")
+    if sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+        raise ConfigurationError(f"stop strings have at most {MOST_STOP_CHARACTERS} characters together")
     return stops

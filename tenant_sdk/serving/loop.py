@@ -236,16 +236,19 @@ class ServingLoop:
                 self._take(request, result.logits)
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
+        num_known = len(request.known_ids)
         try:
-            num_new = request.take(logits)
+            request.take(logits)
         except BaseException as exc:  # noqa: BLE001 - a hook of the user's may be native code that panics
-            self._end(request, _of_the_users(exc))
+            if not request.ending.fixed_length:
+                self._end(request, _of_the_users(exc))
+                return
+            request.give_up(_of_the_users(exc), num_known)
+        if request.is_over:
+            self._end(request)
         else:
-            if request.is_over:
-                self._end(request)
-            else:
-                with self._lock:
-                    self._scheduler.append(request.number, num_new)
+            with self._lock:
+                self._scheduler.append(request.number, len(request.known_ids) - num_known)
 
     def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
         with self._lock:

@@ -68,6 +68,7 @@ class Request:
     Attributes:
         drafted: the tokens that a drafter expects after the known ones; their rows go into the next step.
         draft_state: what a drafter keeps of this request.
+        failure: why the request was given up, if `give_up` was called.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Request:
     prefixes: CallerPrefixes | None = None
     kv: RequestKv | None = None
     is_lost: bool = False
+    failure: VeilbaseError | None = None
     reason: FinishReason | None = None
     drafted: list[int] = field(default_factory=list, repr=False)
     draft_state: Any = field(default=None, repr=False)
@@ -219,11 +221,25 @@ class Request:
         if self.kv is not None:
             self.kv.clear()
 
+    def give_up(self, error: VeilbaseError, num_known: int) -> None:
+        """Gives up a request with `fixed_length` whose own code failed in the middle of `take`. Its rows go on as
+        padding, since the provider would otherwise see the failure, which may depend on the text.
+
+        Args:
+            error: the reason, with which the answer fails at its length limit.
+            num_known: the number of known tokens before `take`, which may have failed before it chose a token.
+        """
+        self.failure = error
+        if len(self._token_ids) == num_known:
+            self._token_ids.append(self.prompt.pad)
+            self._num_new += 1
+        self.lose()
+
     def finish(self) -> None:
-        """Ends the answer with the rest of its text, or with an error if the request was lost or its tokenizer
-        failed."""
+        """Ends the answer with the rest of its text, or with an error if the request was lost or given up, or its
+        tokenizer failed."""
         if self.is_lost:
-            self.fail(NotFinite(LOST))
+            self.fail(self.failure or NotFinite(LOST))
             return
         self._hand_out(self._stream.end() if self.reason != "stop" else "")
         if self.decoding.failed is not None:

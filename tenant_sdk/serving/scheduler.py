@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
 from tenant_sdk.plain_values import positive
@@ -302,13 +303,17 @@ class Scheduler:
             if entry.blocked_since is None:
                 of_caller.setdefault(entry.caller, deque()).append(entry)
         running = Counter(entry.caller for entry in self._running.values())
-        while of_caller:
-            caller = min(of_caller, key=running.__getitem__)  # Among equals, the first to come.
+        turns = [(running[caller], place, caller) for place, caller in enumerate(of_caller)]
+        heapify(turns)  # Among equals, the first to come.
+        while turns:
+            num_running, place, caller = turns[0]
             entry = of_caller[caller].popleft()
-            if not of_caller[caller]:
-                del of_caller[caller]
             yield entry
-            running[caller] += entry.request in self._running
+            if of_caller[caller]:
+                num_running += entry.request in self._running
+                heapreplace(turns, (num_running, place, caller))
+            else:
+                heappop(turns)
 
 
 def _shortest_first(entries: list[_Entry]) -> list[_Entry]:

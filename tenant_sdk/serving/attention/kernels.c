@@ -72,9 +72,10 @@ AVX2 static inline float sum8(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* e^x with a relative error below 2e-7; the polynomial is that of Cephes' expf. */
+/* e^x with a relative error below 2e-7; the polynomial is that of Cephes' expf. NaN stays NaN: if one of two numbers is
+ * NaN, minimum and maximum are the second one. */
 AVX2 static inline __m256 exp8(__m256 x) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.33f)), _mm256_set1_ps(88.0f));
+    x = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.33f), x));
     __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     x = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), x);

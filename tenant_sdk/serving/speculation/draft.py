@@ -5,9 +5,10 @@ tenant_sdk/serving/ragged.py). It computes prompts piece by piece as the remote 
 token of each request that is being answered. It draws as the request itself will draw, without the user's logits
 processors.
 
-Guarantees: if the draft model gives a number that is not finite for a request, or if the request's tokens do not fit
-into the draft model's context, nothing more is drafted for the request, and its answer stays the same. The user's model
-is not changed.
+Guarantees: nothing more is drafted for a request in three cases: the draft model gives a number that is not finite for
+the request, the request's settings cannot draw from the draft model's logits, or the request's tokens do not fit into
+the draft model's context. The request's answer stays the same, and so do all other requests. The user's model is not
+changed.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ class _Line:
         return 0 if is_done else len(self.token_ids) - self.read.num_tokens
 
     def put(self, logits: torch.Tensor) -> None:
-        """Drafts the next token from logits of shape (vocab_size,); gives up if the largest is not finite."""
-        if not torch.isfinite(logits.amax()):
-            self.num_wanted = len(self.drafted)
-            return
-        self.token_ids.append(self.sampler.next_token(self.token_ids, logits))
+        """Drafts the next token from logits of shape (vocab_size,); gives up if no token can be chosen from them."""
+        try:
+            if torch.isfinite(logits.amax()):
+                self.token_ids.append(self.sampler.next_token(self.token_ids, logits))
+                return
+        except RuntimeError:  # A request's own temperature may be too small for the draft's logits.
+            pass
+        self.num_wanted = len(self.drafted)
 
 
 class DraftModel:

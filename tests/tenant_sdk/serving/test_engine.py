@@ -253,6 +253,8 @@ def test_a_hook_that_allows_nothing_ends_its_own_request(client: TenantClient, e
         ({"prompt": "who?", "eos_token_id": "x"}, "eos_token_id"),
         ({"prompt": "who?", "fixed_length": 1}, "fixed_length is True or False"),
         ({"prompt": "who?", "top_p": 2.0, "do_sample": True}, "top_p"),
+        ({"prompt": "who?", "caller": ["acme"]}, "caller is a text, got list"),
+        ({"prompt": "who?", "stop": ["ab"] * 2049}, "at most 4096 characters together"),
     ],
 )
 def test_requests_that_cannot_be_are_refused_in_one_line(engine: Engine, request_: dict[str, Any], said: str) -> None:

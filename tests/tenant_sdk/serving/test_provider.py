@@ -13,7 +13,7 @@ import torch
 
 from attacks.programs.honest import HonestOffer
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import Speculation, TenantClient, embedded
 from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -116,6 +116,36 @@ def test_with_fixed_length_the_rows_are_those_of_the_longest_answer(opened: Open
         text, seen = answer_alone(client, provider, "who?", max_new_tokens=8, fixed_length=True, **options)
         assert seen == whole
         assert text == short if "stop" not in options else text == plain[: plain.index(plain[2])]
+
+
+def forbid_all(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(scores, -torch.inf)
+
+
+@pytest.mark.parametrize("fails", ["hook", "on_text", "nothing allowed"])
+def test_with_fixed_length_the_rows_do_not_show_that_code_of_the_users_fails(opened: Opened, fails: str) -> None:
+    client, provider = opened()
+    _, whole = answer_alone(client, provider, "who?", max_new_tokens=8, eos_token_id=[])
+    calls: list[int] = []
+
+    def raises_at_third(*_: Any) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 3:
+            raise RuntimeError("secret text")
+        return _[-1]  # type: ignore[no-any-return]
+
+    options: dict[str, Any] = {
+        "hook": {"logits_processor": [raises_at_third]},
+        "on_text": {"on_text": raises_at_third},
+        "nothing allowed": {"logits_processor": [forbid_all], "do_sample": True},
+    }[fails]
+    provider.num_rows.clear()
+    with Engine(client, step_tokens=16) as engine:
+        answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], fixed_length=True, **options)
+        with pytest.raises(VeilbaseError, match=r"of this request failed \(RuntimeError\)"):
+            answer.result(TIMEOUT_S)
+    assert provider.num_rows == whole
+    assert len(calls) in (0, 3)  # After the failure it is not called again.
 
 
 def test_padded_prompts_show_no_length_and_give_the_answers_of_generate(opened: Opened) -> None:
@@ -253,9 +283,12 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
         assert waiting.result(TIMEOUT_S) == want
 
 
-def test_after_a_wrong_reply_that_was_noticed_everything_ends(opened: Opened, folder: Path) -> None:
+@pytest.mark.parametrize("speculation", [None, Speculation(3)], ids=["plain", "speculation"])
+def test_after_a_wrong_reply_that_was_noticed_everything_ends(
+    opened: Opened, folder: Path, speculation: Speculation | None
+) -> None:
     client, provider = opened("int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
-    with Engine(client, max_running=1) as engine:
+    with Engine(client, max_running=1, speculation=speculation) as engine:
         gate = Gate()
         answers = [engine.submit("who?", max_new_tokens=4, logits_processor=[gate]) for _ in range(2)]
         assert gate.reached.wait(TIMEOUT_S)

@@ -109,6 +109,26 @@ def test_extreme_scores_and_values() -> None:
     torch.testing.assert_close(out[0, 0], values[0, 3], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("token", [3, 69], ids=["first chunk", "last chunk"])
+@pytest.mark.parametrize("wrong", [torch.nan, 3e38], ids=["nan", "overflow"])
+def test_a_score_that_is_not_finite_is_not_hidden(wrong: float, token: int, softcap: float | None) -> None:
+    """A score that is NaN, or infinite since the product overflows, gives NaN as in torch, so that the request is lost
+    and not answered wrongly. With softcap, an infinite score is bounded."""
+    layout = KvLayout((None,), 1, 8, torch.float32, STEP_TOKENS)
+    kv, keys, values = RequestKv(layout, 100, CPU), torch.zeros(1, 70, 8), torch.ones(1, 70, 8)
+    keys[0, token] = wrong
+    for begin in range(0, 69, 32):
+        rows = slice(begin, min(begin + 32, 69))
+        kv.update(0, begin, keys[:, rows], values[:, rows])
+    out = torch.zeros(1, 1, 8)
+    FewRows([(0, Piece(kv, 69, 1))]).attend(
+        0, torch.ones(1, 1, 8), keys[:, 69:], values[:, 69:], out, None, 1.0, softcap
+    )
+    bounded = softcap is not None and wrong == wrong
+    torch.testing.assert_close(out, torch.full_like(out, 1.0 if bounded else torch.nan), equal_nan=True)
+
+
 def test_long_pieces_and_other_rows_are_left_to_torch() -> None:
     layout = KvLayout((None,), 2, 16, torch.float32, STEP_TOKENS)
     odd = KvLayout((None,), 2, 12, torch.float32, STEP_TOKENS)

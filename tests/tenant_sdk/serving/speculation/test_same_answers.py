@@ -134,6 +134,20 @@ def test_a_hook_that_raises_among_accepted_tokens_ends_its_own_request(
         assert other.result(TIMEOUT_S) == client.generate("why so?", max_new_tokens=NEW_TOKENS)
 
 
+def test_settings_that_cannot_draw_from_the_drafts_logits_only_draft_nothing(
+    client: TenantClient, folders: dict[str, Path]
+) -> None:
+    """Divided by this temperature, logits are infinite unless a hook makes them all 0. Drafts call no hook."""
+
+    def nothing(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores)
+
+    cold: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 1e-39, "logits_processor": [nothing]}
+    requests = ({"prompt": "who?", **cold}, {"prompt": "why so?"})
+    want = ask(client, None, *requests)
+    assert ask(client, drafting(folders, "itself"), *requests) == want
+
+
 @pytest.mark.parametrize(("kind", "draft"), [("gpt2", "lookup"), ("gpt2", "random"), ("gemma2", "itself")])
 def test_an_answer_up_to_the_end_of_the_context(folders: dict[str, Path], kind: str, draft: str) -> None:
     """The model has no positions after its context, so no row may be computed for a token that is drafted there."""
