@@ -54,7 +54,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries to find the secret of each run of rows in a stream, and unmasks the rows whose secret is found. The work is
+    """Tries to find the secret of each run of rows in `stream`, and unmasks the rows whose secret is found. The work is
     limited to `budget`, in the units of `BUDGET`.
 
     Returns:

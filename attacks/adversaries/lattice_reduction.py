@@ -194,7 +194,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
 
 
 def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
-    """Returns Kannan's embedding of a target: the basis with one more row and one more column."""
+    """Returns Kannan's embedding of `masks`: the basis with one more column, and with the row (0, masks, τ)."""
     size, tau = basis.nrows, max(1, round(sigma))
     rows = [[*basis[row], 0] for row in range(size)]
     target = [0] * dimension + masks.tolist() + [tau]

@@ -76,8 +76,8 @@ class ExactSystem(Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every run of rows in a stream as zero or known plaintext, and unmasks in the stream the blocks whose
-        secret is found."""
+        """Tries every run of rows in `stream` as zero or known plaintext. If this gives a block's secret, the block's
+        rows are unmasked in `stream`."""
         if not self._binary.has_full_rank:
             return
         stream.restart()

@@ -40,7 +40,7 @@ MOST_TABLES = 2
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
 """The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
-"""Every 32nd row of a stream is tried, which is 16 rows of a block of 512 rows."""
+"""Every 32nd row of a group and direction is tried, which is 16 rows of a block of 512 rows."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 

@@ -130,8 +130,8 @@ class Tenant:
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
-        """Returns the masked rows that the first provider receives, int32. Fresh slots are used (slot: one row of a
-        mask)."""
+        """Returns one input under fresh mask rows, as the provider receives it, int32. With the mask `shares`, this is
+        the provider that receives masked rows and not seeds."""
         rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
         if not isinstance(rows, torch.Tensor):
             raise ConfigurationError("the first message of this mask has no rows")
