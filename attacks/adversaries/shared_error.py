@@ -11,8 +11,8 @@ wrong result passes with probability below 2^-1000. Then every other pair of row
 of their activations. If one row of a pair is known, the difference gives the other row.
 
 In one block, row t + L has the secret X^-L·s if row t has the secret s. So two pieces of a block with the same error, L
-rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is
-(1 − X^-mL)·s = 2·s. This gives the secret s itself, and so all rows of the block.
+rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L) for blocks of N rows, the sum of X^-iL·v
+over i < m is (1 − X^-mL)·s = 2·s. This gives the secret s itself, and so all rows of the block.
 
 If all rows of a block are used in order, rows at the same position of different blocks are a multiple of N apart in the
 stream, which holds the rows of one group and direction in order. Blocks of different layers are not compared, because

@@ -275,8 +275,8 @@ def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
 
 
 def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
-    """Tests each score on traffic on which it should win. Which score must win where is fixed before the games are
-    played, so that none is picked afterwards."""
+    """Tests each score on traffic on which it should win. The traffic on which a score must win is fixed before
+    the games are played, so that no score is picked afterwards."""
     with _tenant("lattice") as tenant:
         found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
         for setting, score, masks in _weak_masks(tenant):

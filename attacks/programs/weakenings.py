@@ -56,7 +56,13 @@ _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "
 
 @dataclass(frozen=True)
 class Setting:
-    """Describes the way in which an honest tenant makes its masks."""
+    """Describes the way in which an honest tenant makes its masks.
+
+    Attributes:
+        parameters: the name of a shipped parameter set.
+        in_pieces: whether blocks of mask rows are made in pieces.
+        is_compiled: whether the compiled arithmetic is used.
+    """
 
     name: str
     parameters: str = "default"
