@@ -1,7 +1,7 @@
 """Implements `tiny-error`, which recovers the secret of a lattice mask whose errors are all 0 or 1, by linearisation.
 
-Each number of a mask is z = ⟨m, s⟩ + e mod 2^32 with a public m, a secret s and an error e. If e is 0 or 1, then
-e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this equation is useful only after it is halved:
+Each number of a mask is z = ⟨m, s⟩ + e mod 2^32 with a public m, a secret s of n numbers and an error e. If e is 0 or
+1, then e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this equation is useful only after it is halved:
 e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, with w_i = 1 if s_i = −1 and 0 otherwise, and
 p_ij = s_i·s_j. Then
 
@@ -54,7 +54,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries to find the secret of each run of rows in a stream, and unmasks the rows whose secret is found. The work is
+    """Tries to find the secret of each run of rows in `stream`, and unmasks the rows whose secret is found. The work is
     limited to `budget`, in the units of `BUDGET`.
 
     Returns:

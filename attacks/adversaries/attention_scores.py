@@ -91,8 +91,8 @@ class _Ratios:
     """Holds differences between attention scores of one head.
 
     Attributes:
-        at, to, other: the token of the query, of the first key and of the second key; int64, each of shape
-            (num_ratios,).
+        at, to, other: the indices of the query's token, of the first key's token and of the second key's token, in the
+            tokens of all prompts one after another; int64, each of shape (num_ratios,).
         seen: the differences q_at·(k_to − k_other)/√head_dim of scores, from the recording, shape (num_ratios,).
         weights: the inverse of the error of `seen`, up to a factor, shape (num_ratios,).
     """
@@ -180,7 +180,7 @@ def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Ten
 
     Args:
         share, stretched: the probabilities and the error factors from `probabilities`, shape (num_prompts, num_keys).
-        first: the index of each prompt's first token, shape (num_prompts,).
+        first: the index of each prompt's first token in the tokens of all prompts, shape (num_prompts,).
     """
     most, at_most = share.max(dim=1, keepdim=True)
     used = (share > _LEAST_PROBABILITY) & (torch.arange(share.shape[1]) != at_most) & stretched.isfinite()

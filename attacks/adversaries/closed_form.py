@@ -176,7 +176,7 @@ def _fit_o(
     block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> residual.Fit | None:
     """Fits o_proj, which lies between the residual stream `stream` and the MLP's norm; returns None if too few rows
-    were seen."""
+    were seen. `sound` marks the tokens that no earlier fit showed to be wrong."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
         return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
@@ -187,8 +187,8 @@ def _fit_o(
 def _fit_down(
     model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
 ) -> residual.Fit | None:
-    """Fits down_proj, which lies between `before` and the norm of the next block or of the head; returns None if too
-    few rows were seen."""
+    """Fits down_proj, which lies between the residual stream `before.after` and the norm of the next block or of the
+    head. Returns None if too few rows were seen."""
     down = model.blocks[index].down
     try:
         norm, group = _next(model, index)

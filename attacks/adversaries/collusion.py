@@ -1,10 +1,11 @@
 """Implements `collusion`, in which the two providers of the mask `shares` combine what they received and recover the
 rows.
 
-One provider received x̃ − expand(p) mod 2^32, with the encoded rows x̃. The other provider received the seed p in 48
-bytes. The sum of the first message and expand(p) is exactly x̃. The mask `shares` is secure only if the two providers
-do not collude, and this file shows what happens if they do. A view (what one provider sees) holds either numbers that
-look uniform, or seeds. So this adversary claims nothing on a single view, which says nothing about the mask.
+One provider received x̃ − expand(p) mod 2^32. Here x̃ are the encoded rows, and expand(p) are the pseudorandom numbers
+that a seed p of 48 bytes gives. The other provider received p. The first message plus expand(p) is exactly x̃. The mask
+`shares` is secure only if the two providers do not collude, and this file shows what happens if they do. A view (what
+one provider sees) holds either numbers that look uniform, or seeds. So this adversary claims nothing on a single view,
+which says nothing about the mask.
 
 Source: docs/masks.md, "shares"; wire/SPEC.md, section 5, for expand.
 """

@@ -20,10 +20,10 @@ means a condition number beyond 1e7, for which two factorisations do not suffice
 
 @dataclass(frozen=True)
 class Columns:
-    """Holds a decomposed matrix A = left · diag(sizes) · right, with an orthonormal `left`.
+    """Holds the decomposition of a matrix A.
 
     Attributes:
-        left: a basis of the column space, shape (num_rows, rank).
+        left: an orthonormal basis of A's column space, shape (num_rows, rank).
     """
 
     left: torch.Tensor

@@ -28,7 +28,7 @@ class Known:
 
     Attributes:
         candidates: both encoded inputs x̃, int32, shape (num_rows, features) each.
-        phases: exp(2πi·x̃/q) of both candidates, complex64, same shapes.
+        phases: exp(2πi·x̃/q) of both candidates, q = 2^32; complex64, same shapes.
         public_hat: Fourier transforms of the public matrix's phases, complex64, shape (rank, 2·num_rows, columns).
     """
 
@@ -42,7 +42,7 @@ class Seen:
     """Holds what the adversary sees in one run of the game.
 
     Attributes:
-        sent: the message, int32, shape (num_rows, features), a whole block of the mask.
+        sent: the message, int32, shape (num_rows, features), which uses a whole block of mask rows.
         before: an earlier message, same shape.
         before_plain: the encoded rows of that earlier message, which the adversary has learned; int32.
     """

@@ -3,10 +3,10 @@ tenant added.
 
 The provider has seen the vectors because it computed their effects (their products with the weight) for the tenant. A
 masked message is z_t = x_t + c·n_k, with one k and one c = σ·rms(x) for all its rows. If σ is known, each vector gives
-its c by ‖Z − c·n‖² = T·d·(c/σ)² (T rows of d features). If a norm layer (weight γ, bias β) made x, the added vector is
-the one whose removal leaves rows with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise the attack chooses the vector
-with the largest correlation, which is the likeliest one for Gaussian rows. If many messages are single short rows under
-weak noise, the choice is wrong for a few of them.
+its c by ‖Z − c·n‖² = T·d·(c/σ)², with the message Z of T rows z_t and d features. If a norm layer (weight γ, bias β)
+made x, the added vector is the one whose removal leaves rows with ‖(x_t − β)/γ‖² = d, which gives σ, too. Otherwise the
+attack chooses the vector with the largest correlation, which is the likeliest one for Gaussian rows. If many messages
+are single short rows under weak noise, the choice is wrong for a few of them.
 Source: our derivation; the scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 

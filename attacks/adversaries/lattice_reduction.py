@@ -1,10 +1,11 @@
 """Implements `lattice-reduction`, which runs the primal attack on a lattice mask of toy dimension.
 
-If a row is guessed to be zero, its masked numbers are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is
-reduced once for a matrix A. Row t has the secret X^-t·s in the same lattice (ring_lwe.py), so one reduction serves
-every row of every block. A guess then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces
-again. If z was a sample, the result contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last coordinate to
-one size.
+If a row is guessed to be zero, its masked numbers are LWE samples z = M·s + e mod q, with a matrix M that follows from
+the public matrix A, a secret s, an error e and q = 2^32. The lattice {(ν·s, M·s + q·k)}, over all integer vectors s and
+k, is reduced once for a matrix A. Row t has the secret X^-t·s in the same lattice (ring_lwe.py), so one reduction
+serves every row of every block. A guess then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and
+reduces again. If z was a sample, the result contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last
+coordinate to one size.
 
 Above `MOST_DIMENSION` the adversary does not try. Instead it states the published estimate for the parameters with that
 dimension. This module needs the optional library fpylll. The wheel of fpylll has no pruning strategies, so BKZ is
@@ -194,7 +195,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
 
 
 def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
-    """Returns Kannan's embedding of a target: the basis with one more row and one more column."""
+    """Returns Kannan's embedding of `masks`: the basis with one more column, and with the row (0, masks, τ)."""
     size, tau = basis.nrows, max(1, round(sigma))
     rows = [[*basis[row], 0] for row in range(size)]
     target = [0] * dimension + masks.tolist() + [tau]

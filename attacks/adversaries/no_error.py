@@ -1,9 +1,10 @@
 """Implements `no-error`, which recovers the secret of a lattice mask that has no error (σ = 0), by linear algebra.
 
-If the plaintext x̃ of some rows is known or guessed to be zero, these rows give exact equations z = M·s mod 2^32. Mod 2
-they give s₀ = s mod 2, which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which
-tells −1 = …11 from 1 = …01. The secret that results is checked mod 2^32. The elimination depends on the public matrix
-alone, so one elimination suffices to try every row of a view as zero.
+If the plaintext x̃ of some rows is known or guessed to be zero, these rows give exact equations z = M·s mod 2^32, with
+the mask's numbers z, a public matrix M and the secret s. Mod 2 they give s₀ = s mod 2, which shows which coefficients
+of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from 1 = …01. The secret that results is
+checked mod 2^32. The elimination depends on the public matrix alone, so one elimination suffices to try every row of a
+view as zero.
 
 With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
 with probability 2^-32 and never passes the last one.
@@ -76,8 +77,8 @@ class ExactSystem(Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every run of rows in a stream as zero or known plaintext, and unmasks in the stream the blocks whose
-        secret is found."""
+        """Tries every run of rows in `stream` as zero or known plaintext. If this gives a block's secret, the block's
+        rows are unmasked in `stream`."""
         if not self._binary.has_full_rank:
             return
         stream.restart()

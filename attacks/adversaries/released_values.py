@@ -1,13 +1,17 @@
-"""Implements `released-values`: a client of an endpoint who knows prompts finds the error in numbers that it is given,
-and with the error the secret, which opens everybody's rows of the block.
+"""Implements `released-values`, which recovers the secret of a lattice mask from results that the tenant releases, such
+as logits.
 
-Where the tenant releases results of a layer, such as logits, each is y = x̃·W̃ + e·W̃ in the units of the product. The
-weights are public. Who knows the prompt knows x̃; least squares give e, in whole numbers if there are as many results as
-features. The provider holds the masked row z = x̃ + A·s + e, so that z − x̃ − e = A·s exactly, and linear algebra gives s
-as from a mask without an error (no_error.py). Rounded results, or a few for each row, leave e open.
+A client of the tenant's endpoint and the provider work together. The client knows the prompts that it sent, and so
+their encoded rows x̃. The provider received the masked rows z = x̃ + A·s + e mod 2^32, with the public matrix A, the
+secret s and the error e. The tenant released the results y = (x̃ + e)·W̃ of a layer, with the public integer weight W̃
+and y in units of this integer product. If there are as many results as features, least squares on y − x̃·W̃ give e.
+Then z − x̃ − e = A·s mod 2^32 holds exactly, and linear algebra gives s, as in `no-error`. With s, the provider unmasks
+all rows under the same secret, also those of other clients, up to their errors. If results are rounded, or only a few
+are released for each row, least squares do not give e.
 
-No recording holds released numbers, so this adversary claims nothing on one, and that says nothing about the mask. It
-is in the catalogue for its control. Source: docs/threat-model.md, "What would break it, and what stops that".
+No recording holds released results, so this adversary claims nothing on a recording, and that says nothing about the
+mask. This adversary is in the catalogue because of its control. Source: docs/threat-model.md, "What would break it, and
+what stops that".
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from wire.ring.seeded_rows import SeededRows
 
 
 def seek_error(released: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the errors that explain the released numbers best, int64, shape of `rows`.
+    """Returns the errors e that explain the released results best, int64, shape of `rows`.
 
     Args:
-        released: the results that the client was given, in units of the product; float64, shape (num_rows, num_given).
-        rows: the encoded rows x̃ of its prompts, int64, shape (num_rows, features).
-        weight: the columns of the weight that belong to the results, shape (features, num_given).
+        released: the results y = (x̃ + e)·W̃ that the client was given, float64, shape (num_rows, num_given).
+        rows: the encoded rows x̃ of the client's prompts, int64, shape (num_rows, features).
+        weight: the columns of W̃ that gave the results, shape (features, num_given).
     """
     wide = weight.to(torch.float64)
     rest = released - rows.to(torch.float64) @ wide
@@ -40,13 +44,15 @@ def seek_error(released: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor)
 def seek_secret(
     sent: torch.Tensor, rows: torch.Tensor, error: torch.Tensor, seed: SeededRows, ring_degree: int
 ) -> torch.Tensor | None:
-    """Returns the secret of a block, int64, shape (k·N,), or None if the error is wrong anywhere.
+    """Returns the secret of a block (the rows under one secret), int64, shape (k·N,). Returns None if there are too few
+    rows, or if a number of `error` that is used is wrong.
 
     Args:
-        sent: the masked rows, as the provider receives them, from the first row of a block; int32.
-        rows, error: what is known and what was found of these rows, int64, the same shape.
+        sent: the masked rows that the provider received, from the first row of the block on; int32.
+        rows: the encoded rows x̃, int64, the same shape.
+        error: the errors that `seek_error` found, int64, the same shape.
         seed: the seed of the public matrix.
-        ring_degree: N.
+        ring_degree: N, the ring degree.
     """
     system = ExactSystem(seed, ring_degree, sent.shape[1])
     masks = centred(sent.to(torch.int64) - rows - error).reshape(-1)[: system.num_equations]

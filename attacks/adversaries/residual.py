@@ -3,7 +3,7 @@
 A row u of the next norm's output gives the residual after the layer up to one factor c for each token: r' = c·v with
 v = u/γ (γ: the norm's weight). The residual before the layer is r, and the provider sees the layer's input a, so
 
-    c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW.
+    c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW, bias b.
 
 Let A, V and R hold the rows a_t, v_t and r_t, and let P be the projector orthogonal to the columns of A. Multiplication
 by P removes the term with ΔW: P · diag(c) · V = P · (R + b), with the normal equations (P ∘ VVᵀ) c = diag(P (R + b)

@@ -35,8 +35,8 @@ MOST_SEEDS = 4
 """The most seeds of public matrices that are attacked. A tenant replaces its seed after 2^33 secrets, so a recording
 with more seeds comes from several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""The most bytes of recorded rows, held as int64, that are attacked. When this total is reached, further streams are
-left out."""
+"""The most bytes of recorded rows, held as int64, that are attacked. When this total is reached, the rows of further
+groups and directions are left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
@@ -48,10 +48,10 @@ def centred(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def public_seeds(view: View) -> list[SeededRows]:
-    """Returns the public matrices of a view, the latest first, at most `MOST_SEEDS`: one for each seed of a hint.
+    """Returns the seed and the number of rows of each public matrix in a view, the latest first, at most `MOST_SEEDS`.
 
-    A hint is the product of a public matrix and a weight. The rows of one public matrix are requested in ranges, so the
-    end of the last range is the dimension k·N.
+    The seeds come from requests for hints (hint: the product of a public matrix and a weight). The rows of one public
+    matrix are requested in ranges, so the end of the last range is the number of rows, the dimension k·N.
     """
     dimensions: dict[bytes, int] = {}
     for message in reversed(view.with_tensors().select("hint")):
@@ -238,8 +238,8 @@ class Stream:
 
 
 def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
-    """Yields the streams of rows to attack. Backward streams and groups with high ids come first, because the gradients
-    of these groups are zero at positions without a label.
+    """Yields the rows to attack, one `Stream` for each group and direction. Gradients and groups with high ids
+    come first, because the gradients of these groups are zero at positions without a label.
 
     Args:
         view: the view of one tenant.

@@ -3,8 +3,9 @@ data.
 
 Three kinds of masks are tried. The first two are those of a careless tenant that seeds a torch.Generator anew for each
 message: float rows plus `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. The
-third is a lattice mask whose ternary secret comes from `torch.randint`. There each candidate is tried on the first row
-of every stream, which begins a block, and the errors may come from any source.
+third is a lattice mask whose ternary secret comes from `torch.randint`; its errors may come from any source. Each
+candidate for such a secret is tried on the first row of every group and direction, which begins a block (the rows under
+one secret).
 
 The seeds that are tried are small numbers, and the seconds before the first message arrived. (These come from the
 recorder's file times, which a copy of a recording may have lost.) A float candidate must correlate with the rows and
@@ -60,8 +61,8 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
-    """Claims the rows of the first block of each stream, if the block's lattice secret comes from one of these
-    seeds."""
+    """Claims the rows of the first block (the rows under one secret) of each group and direction, if the block's
+    secret comes from one of these seeds."""
     claims: list[Claim] = []
     matrices = [(seed, degree) for seed in public_seeds(view) for degree in ring_degrees(seed.num_rows)]
     found = list(streams(view)) if matrices else []

@@ -11,11 +11,12 @@ wrong result passes with probability below 2^-1000. Then every other pair of row
 of their activations. If one row of a pair is known, the difference gives the other row.
 
 In one block, row t + L has the secret X^-L·s if row t has the secret s. So two pieces of a block with the same error, L
-rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is
-(1 − X^-mL)·s = 2·s. This gives the secret s itself, and so all rows of the block.
+rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L) for blocks of N rows, the sum of X^-iL·v
+over i < m is (1 − X^-mL)·s = 2·s. This gives the secret s itself, and so all rows of the block.
 
-If all rows of a block are used in order, rows at the same position of different blocks are a multiple of N apart in a
-stream. Blocks of different layers are not compared, because the inputs of different layers are not equal.
+If all rows of a block are used in order, rows at the same position of different blocks are a multiple of N apart in the
+stream, which holds the rows of one group and direction in order. Blocks of different layers are not compared, because
+the inputs of different layers are not equal.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
 """The most layer widths that are attacked; an elimination takes a second at dimension 1536."""
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
-"""The most windows (pairs of a position in a stream and a distance) that are tried in a view, and in one stream. One
-window takes 10 µs."""
+"""The most pairs of windows (window: a run of rows) that are tried in a view, and in the rows of one group and
+direction. One pair takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
 """Two compared blocks may be up to `MOST_BLOCKS` blocks apart, and a block may be cut into up to `MOST_PIECES`
 pieces."""
@@ -95,8 +96,8 @@ class _System(Equations):
     """Finds the difference of the secrets of two blocks, or of two pieces of one block, that share an error."""
 
     def open(self, stream: Stream) -> list[Claim]:
-        """Tries pairs of windows of a stream. Returns the claims about pairs of blocks. If two pieces of a block share
-        an error, the block's rows are unmasked in the stream."""
+        """Tries pairs of windows (window: a run of rows) of a stream. Returns the claims about pairs of blocks. If two
+        pieces of a block share an error, the block's rows are unmasked in the stream."""
         if not self._binary.has_full_rank:
             return []
         stream.restart()
@@ -130,8 +131,9 @@ class _System(Equations):
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Finds the pairs of windows whose masks differ by exactly M·u mod 2^32 for a u in {−2 … 2}, as masks with the
-        same error do. Known plaintext is subtracted first.
+        """Finds the pairs of windows (window: a run of rows) whose masks differ by exactly M·u mod 2^32, with the
+        equations M of a window and numbers u from −2 to 2. Masks with the same error differ in this way. Known
+        plaintext is subtracted first.
 
         A pair is skipped if the first row of its first window is done in the stream, or is a key of `known`. Callers
         may mark rows as done, and add rows to `known`, between two yields.
@@ -165,7 +167,7 @@ class _System(Equations):
                     yield start, found
 
     def _solve(self, side: torch.Tensor) -> torch.Tensor | None:
-        """Returns the u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None if there is none."""
+        """Returns the numbers u from −2 to 2 with M·u = side mod 2^32, int64, shape (k·N,); None if there are none."""
         total = torch.zeros(self._equations.shape[1], dtype=torch.int64)
         rest = side
         for place in range(_BITS):
@@ -203,8 +205,8 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Computes the plaintext differences of the pairs of rows in and around a pair of windows, and adds them to
-        `rows`.
+        """Computes the plaintext differences of the pairs of rows in and around a pair of windows (window: a run of
+        rows), and adds these differences to `rows`.
 
         Pairs are added from row `start` forwards and then backwards. Each direction ends before a difference that is
         not small, which shows that the rows belong to other blocks. If the plaintext of one row of a pair is known, the

@@ -120,8 +120,8 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
 def is_plain(rows: torch.Tensor) -> bool:
     """Returns whether the rows look unmasked: more than half of their numbers are below 2^28 in magnitude.
 
-    Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. To compare them took minutes on a
-    real model, and says nothing about reused mask rows.
+    Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. Comparing them would take
+    minutes on a real model, and would say nothing about reused mask rows.
     """
     return bool((centred(rows).abs() < 1 << 28).double().mean() > 0.5)
 

@@ -2,7 +2,7 @@
 the middle.
 
 At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w (w non-zero
-trits) is a signed sum of w columns of its row's equations: z = x̃ + e + Σ ±a_i, and x̃ + e is small. For each public
+trits) is a signed sum of w columns a_i of its row's equations: z = x̃ + e + Σ ±a_i, and x̃ + e is small. For each public
 matrix, all sums of up to two columns (4.7 million at dimension 1536) are sorted once by the high bits of eight of their
 numbers. The row minus each single column is looked up among these sums, which finds weights w ≤ 3. On a few rows, the
 row minus each sum of two columns is looked up, too, which finds w ≤ 4. No plaintext is needed. A secret is missed on a
@@ -40,7 +40,7 @@ MOST_TABLES = 2
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
 """The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
-"""Every 32nd row of a stream is tried, which is 16 rows of a block of 512 rows."""
+"""Every 32nd row of a group and direction is tried, which is 16 rows of a block of 512 rows."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 

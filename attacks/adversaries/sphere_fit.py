@@ -1,10 +1,11 @@
 """Recovers one fixed mask that the provider never sees. Normed rows lie on a sphere, and the mask is the sphere's
 centre.
 
-Each row is z_t = x_t + n with ‖(x_t − β)/γ‖² = d. So u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and
-2(u_t − u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows determine v. LayerNorm rows also have mean 0, which is one
-more equation. The attack fails if rows span too few directions, or if the mask changes. Source: Coope, "Circle fitting
-by linear and nonlinear least squares", 1993, for the linear form of a sphere fit.
+Each masked row is z_t = x_t + n with ‖(x_t − β)/γ‖² = d (γ, β: the norm's weight and bias; d: the number of features).
+So u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and 2(u_t − u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows
+determine v. LayerNorm rows also have mean 0, which is one more equation. The attack fails if rows span too few
+directions, or if the mask changes. Source: Coope, "Circle fitting by linear and nonlinear least squares", 1993, for the
+linear form of a sphere fit.
 """
 
 from __future__ import annotations

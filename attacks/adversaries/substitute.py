@@ -162,7 +162,7 @@ def _rows(
 
 
 class _Substitute:
-    """Trains one block with factors, up to the norm that receives the block's output."""
+    """Trains low-rank factors of ΔW for every layer of one block. The norm after the block is part of the fit."""
 
     def __init__(self, model: PublicModel, index: int, batches: Sequence[_Batch]) -> None:
         dtype = batches[0].stream.dtype
@@ -210,8 +210,8 @@ class _Substitute:
         return any(group in batch.seen for batch in self._batches)
 
     def advance(self) -> list[_Batch]:
-        """Returns the residual stream after the block. If the next norm's output was recorded, the stream gets the
-        direction of that output, which is exact."""
+        """Returns the residual stream after the block. If the next norm's output was recorded, each row of
+        the stream gets its exact direction from that output."""
         batches = []
         for batch in self._batches:
             with torch.no_grad():

@@ -1,9 +1,11 @@
 """Finds which of K pooled noise vectors masks each message, by a test of norms alone, one layer at a time.
 
 The paper on the scheme argues that an attacker must try K^layers combinations, but this is not so. In each message by
-itself, the norms of the rows show which of the K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and for
-LayerNorm also a mean of 0. Only the norms of rows are used, no correlation. Source: our derivation, against the
-argument in Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
+itself, the norms of the rows show which of the K vectors was added. Let z_t be a masked row of d features, n_k a noise
+vector, c its strength in this message, and γ and β the norm layer's weight and bias. The right vector satisfies
+‖(z_t − c·n_k − β)/γ‖² = d for every row. With LayerNorm, (z_t − c·n_k − β)/γ also has a mean of 0. The test uses only
+the norms of rows, no correlation. Source: our derivation, against the argument in Symbiosis (Multi-Adapter
+Inference and Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations

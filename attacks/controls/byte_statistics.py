@@ -106,8 +106,8 @@ def is_right(found: Uniformity, group: int, case: Case) -> bool:
 
 
 def control() -> ControlResult:
-    """Computes the share of cases that the adversary judges correctly; 0 if its claims differ from what `look`
-    found."""
+    """Computes the share of cases that the adversary judges correctly; 0 if the adversary does not claim the faults
+    that its function `look` finds."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

@@ -93,7 +93,8 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
-    """Returns the model with a LoRA adapter whose B is not zero, and the kept rows. Base weights get gradients."""
+    """Returns the model with a LoRA adapter whose B is not zero, and the object in which its layers keep their inputs
+    and gradients. Base weights get gradients."""
     from peft import LoraConfig, get_peft_model
 
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -1,5 +1,5 @@
-"""Runs `released-values` at the default lattice parameters on results that are not rounded: the client's own prompts
-open other prompts of the block, up to the error."""
+"""Runs `released-values` at the default lattice parameters, on results that are not rounded. The adversary knows some
+prompts, and must recover the rows of other prompts under the same secret, up to the lattice error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ NUM_FEATURES, NUM_KNOWN, NUM_OTHERS = 64, 32, 16
 
 
 def relative_error(parameters: LatticeParameters, step: float, num_given: int = 2 * NUM_FEATURES) -> float:
-    """Plays the attack once, and returns the relative error of the rows of prompts that the client does not know.
+    """Runs the attack once, and returns the relative error of the rows of prompts that the client does not know; 1 if
+    the attack finds no secret.
 
     Args:
         parameters: the lattice mask's parameters.
-        step: the step to which results are rounded before the client gets them, in units of the product; 0 for none.
-        num_given: the results that the client gets for each row.
+        step: results, which are whole numbers, are rounded to multiples of this; 0 leaves them as they are.
+        num_given: the number of results that the client gets for each row.
     """
     traffic = Traffic(parameters, NUM_FEATURES)
     rows, mask = traffic.activations(NUM_KNOWN + NUM_OTHERS), traffic.block()[: NUM_KNOWN + NUM_OTHERS]
@@ -43,7 +44,8 @@ def relative_error(parameters: LatticeParameters, step: float, num_given: int = 
 
 
 def control() -> ControlResult:
-    """Computes the relative error of rows that the client does not know; it wins if the lattice error explains it."""
+    """Computes the relative error of rows that the client does not know. The adversary wins if the lattice error alone
+    can cause this error."""
     parameters = PARAMETERS["default"]
     error = relative_error(parameters, step=0.0)
     # an encoded activation of this traffic is up to 2^17, and half of that on average

@@ -30,7 +30,7 @@ class Weakness:
     """Describes one way in which the mask `lattice` is weakened on purpose.
 
     Attributes:
-        inject: returns a context manager, within whose block the masks are made with the weakness.
+        inject: a function that returns a context manager; within its block, masks are made with the weakness.
         in_pieces: whether the tenant must make blocks of mask rows in pieces for the weakness to show.
         adversary: the adversary that notices the weakness in a provider's view of traffic that repeats a prompt; None
             if no adversary does.

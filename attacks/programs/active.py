@@ -65,7 +65,7 @@ class Fault:
         purpose, direction: the kind of requests whose replies are changed. In the reply to a request for a product the
             last row is changed, and for a hint the first row.
         delta: the number that is added mod 2^32; None means that the previous reply is sent again.
-        first: how many replies of the kind stay honest.
+        first: how many replies of the kind are honest before the first wrong one.
     """
 
     name: str
@@ -388,7 +388,8 @@ def _yes(value: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes active.json and active.md; returns 1 if `verify` let a fault pass, or if row counts told too much."""
+    """Writes active.json and active.md. Returns 1 if `verify` let a fault pass, or if `row_counts.is_held_off` is
+    false for the hostile bundles; otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)

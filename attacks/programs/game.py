@@ -130,8 +130,8 @@ class Tenant:
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
-        """Returns the masked rows that the first provider receives, int32. Fresh slots are used (slot: one row of a
-        mask)."""
+        """Returns one input under fresh mask rows, as the provider receives it, int32. With the mask `shares`, this is
+        the provider that receives masked rows and not seeds."""
         rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
         if not isinstance(rows, torch.Tensor):
             raise ConfigurationError("the first message of this mask has no rows")
@@ -275,8 +275,8 @@ def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
 
 
 def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
-    """Tests each score on traffic on which it should win. Which score must win where is fixed before the games are
-    played, so that none is picked afterwards."""
+    """Tests each score on traffic on which it should win. The traffic on which a score must win is fixed before
+    the games are played, so that no score is picked afterwards."""
     with _tenant("lattice") as tenant:
         found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
         for setting, score, masks in _weak_masks(tenant):

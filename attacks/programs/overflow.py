@@ -65,7 +65,7 @@ class Fault:
     Attributes:
         wrong: the wrong number. If it is a whole number, it is added mod 2^32 to every number of a reply in ring
             arithmetic. If it is `nan` or `inf`, it replaces the first number of every reply in float arithmetic.
-        first: how many replies of the direction stay honest.
+        first: how many replies of the direction are honest before the first wrong one.
     """
 
     direction: Direction

@@ -56,7 +56,13 @@ _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "
 
 @dataclass(frozen=True)
 class Setting:
-    """Describes the way in which an honest tenant makes its masks."""
+    """Describes the way in which an honest tenant makes its masks.
+
+    Attributes:
+        parameters: the name of a shipped parameter set.
+        in_pieces: whether blocks of mask rows are made in pieces.
+        is_compiled: whether the compiled arithmetic is used.
+    """
 
     name: str
     parameters: str = "default"
@@ -82,7 +88,7 @@ class Outcome:
         weakness: the weakness's name; None for an honest tenant.
         num_secrets, num_pieces: how many secrets, and pieces of blocks, were tested. If blocks are made whole, a piece
             is a block.
-        checks: the tests of the tenant's draws.
+        checks: the tests of the secrets and errors of the tenant's masks.
         claims: maps an adversary's name to the number of checked claims that the adversary made about the provider's
             view.
         expected: the adversary that should claim something; None if none should.
@@ -136,7 +142,7 @@ class Site:
         self._num_runs = 0
 
     def run(self, setting: Setting, weakness: Weakness | None = None) -> Outcome:
-        """Lets a tenant do its work, tests its draws and the provider's view, and returns what was noticed."""
+        """Lets a tenant do its work, tests the tenant's masks, and runs the adversaries. Returns what was noticed."""
         statistics = Statistics(PARAMETERS[setting.parameters])
         watch = Watch(PARAMETERS[setting.parameters], statistics.keep)
         provider = _Provider(self._served_model)

@@ -27,7 +27,7 @@ class Finding:
     """Holds one line of the table.
 
     Attributes:
-        module: the kind of layer, `tokens`, `rows` or the name of a fact.
+        module: what the line is about: a kind of layer, `tokens`, `rows` or the name of a fact.
         interval: the 99% interval of the baseline (what a guess would get).
         verdict: one of wins, wins where tried, above baseline, at baseline, not judged, failed, or no claim (`value` is
             then NaN); for a count, it says what was counted.

@@ -78,7 +78,7 @@ class Prompt:
     """Holds one prompt and its answer as rows: the input of each group, token after token.
 
     Attributes:
-        number: the prompt's number in the view, as in `places`.
+        number: the prompt's number among the prompts of the view, in order.
         rows: maps a group id to the group's input, float64, shape (num_tokens, in_features).
         repeats: maps a group id to the rows of the group's further requests in each pass, which have other inputs.
     """

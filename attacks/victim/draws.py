@@ -40,7 +40,12 @@ order. The first `CORNER_FEATURES` numbers of each row are hashed."""
 
 @dataclass(frozen=True)
 class Place:
-    """Identifies the owner of a mask: the scheme within the process, the group and the direction."""
+    """Identifies what a mask was made for.
+
+    Attributes:
+        session: the number of the mask scheme in this process, from 0.
+        group: the group's id.
+    """
 
     session: int
     group: int
@@ -78,7 +83,7 @@ class Watch:
 
     Attributes:
         secrets: the secrets from which masks were made, each int8, shape (k, N).
-        places: for each secret, the owner of the mask.
+        places: for each secret, what the mask was made for.
         units: all blocks and pieces.
         trits_drawn, errors_drawn: how many trits and errors were requested from noise.sampling.
         num_unknown: the number of calls that made masks in a way that the watch does not understand.
@@ -196,7 +201,12 @@ class Watch:
 
 @dataclass
 class _Transformed:
-    """Holds secrets, and the transforms that were computed from them."""
+    """Holds secrets, and the transforms that were computed from them.
+
+    Attributes:
+        numbers: the indices of the secrets in `Watch.secrets`; empty before the first mask is made from them.
+        num_rows: the number of rows of the block that were made so far, if blocks are made in pieces.
+    """
 
     transforms: torch.Tensor = field(repr=False)
     secrets: torch.Tensor = field(repr=False)

@@ -270,7 +270,7 @@ class _Seen:
         self.num_items = 0
 
     def add(self, item: bytes, place: Place, secret: int, first_row: int) -> None:
-        """Adds one item and the place where it was found."""
+        """Adds one item. The other arguments say to which mask, secret and row it belongs."""
         self.num_items += 1
         digest = hashlib.blake2b(item, key=self._key, digest_size=_HASH_BYTES).digest()
         before = self._first.setdefault(digest, (place, secret, first_row))

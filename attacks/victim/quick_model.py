@@ -1,4 +1,4 @@
-"""Makes the base model of the quick profile, which is tiny and random, and holds the private facts that a victim
+"""Makes the tiny random base model of the quick profile. This module also holds the private facts that a victim
 learns. Each character is one token.
 
 The model is big enough for every adversary to get as many equations as it needs, and small enough for an attack on all
