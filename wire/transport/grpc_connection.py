@@ -7,8 +7,8 @@ Guarantees: replies are matched by request id in any order. Every request ends b
 against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next
 request opens a new one. Requests that were pending on the broken stream fail with one error and are never sent again
 automatically, since that could reuse a mask. Only a request that was refused because it came too early is sent again,
-later and as the same bytes (wire/transport/retry.py). No request is sent on a stream
-before this module has checked that the provider still serves the weights of the first manifest.
+later and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this module has checked
+that the provider still serves the weights of the first manifest.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Guarantees: frames go unencrypted only after TLS has verified both certificates 
 end's statement with what the kernel says. The socket must be AF_UNIX: on any other socket, this raises an error before
 a byte is sent. The handshake has an application protocol of its own, so a peer on a TCP port cannot be led into it.
 Each end sends `clear` as its last message inside TLS. The tenant sends it first, and sends nothing more until it
-receives the provider's `clear`; bytes that come before that are an error and never part of a frame.
+receives the provider's `clear`; other bytes that arrive earlier are an error and never part of a frame.
 """
 
 from __future__ import annotations
