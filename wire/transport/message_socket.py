@@ -274,7 +274,7 @@ class MessageSocket(ABC):
         self._small[: self._held] = held[start:]
 
     def _take_long(self, length: int) -> None:
-        """Ends receiving after a length that no message may have."""
+        """Ends receiving, since the peer announced `length`, which no message may have."""
         self._has_ended = True
         self._fault = f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}"
         raise MalformedFrame(self._fault)
