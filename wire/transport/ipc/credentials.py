@@ -62,7 +62,7 @@ def of_peer(plain: socket.socket) -> Credentials:
 
 
 def statement(mine: Credentials, seen: Credentials) -> bytes:
-    """Returns what one end states: its own credentials and those that it sees at the other end."""
+    """Returns, as bytes, what one end states: `mine`, its own credentials, and `seen`, those at the other end."""
     return _STATEMENT.pack(_MAGIC, mine.pid, mine.uid, seen.pid, seen.uid)
 
 
