@@ -53,7 +53,8 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """Returns the ring product. wire/ring/product_cuda.py computes it even on the CPU, so that this code is run."""
+        """Returns the ring product. On the CPU, wire/ring/product_cuda.py computes it too, so that `--device cpu` runs
+        the same code."""
         from wire.ring import coding, product_cuda
 
         rows, weight = self._there

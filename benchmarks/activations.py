@@ -1,12 +1,14 @@
 """Measures the memory that a fine-tuning step's activations take at the tenant, against local transformers + PEFT.
 
-Each variant runs in a fresh process: LoRA of rank 16 on all linear layers of SmolLM2-135M in float32, one row of N
-tokens with a label on each. A short step comes first, so that gradients, AdamW's state and libraries are there. The
-result is the peak of resident memory in the next step, less what was resident before it. malloc's thresholds are fixed
-in every process, because glibc would otherwise keep freed pages, and by how much is chance. Provider and tenant share
-the machine; int8 `ring` without a mask sends the same 32-bit rows as a masked run.
+Each variant runs in a fresh process. It trains LoRA of rank 16 on all linear layers of SmolLM2-135M in float32, on one
+row of tokens, each of which has a label. A short step comes first, so that memory for gradients, AdamW's state and
+libraries is already allocated. The result is the peak of resident memory during the next step, minus the resident
+memory before this step. malloc's thresholds are fixed in every process, because glibc would otherwise keep a varying
+amount of freed pages. Provider and tenant share the machine. A run in int8 `ring` arithmetic without a mask sends rows
+of 32-bit numbers, as a masked run does.
 
-Times are measured apart, with malloc's defaults: the variants take turns, and the ratio is the median over the rounds.
+Times are measured in separate runs, with malloc's defaults: the variants take turns, and the ratio is the median over
+the rounds.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from typing import Any
 from benchmarks.common import Worker, interleaved, local_model, provider, ratios, rss_mb, serve_worker
 
 VARIANTS = ("local", "remote", "chunked", "pruned", "replies", "recompute")
-"""What is measured; from `chunked` on, each with the loss in chunks. `replies` are all on disk."""
+"""The variants: `local` is transformers + PEFT, and `remote` uses a provider. The other four also use a provider, and
+compute the loss in chunks. In addition, `pruned` keeps fewer tensors for the backward pass. `replies` and `recompute`
+compute each block of the model again in the backward pass: `replies` from the provider's replies, which it keeps on
+disk, and `recompute` by requesting the products again."""
 TIMED = ("chunked", "pruned", "replies")
 SHORT = 16
-"""The tokens of the step before the measurement."""
+"""The number of tokens of the step before the measurement."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _THRESHOLD_BYTES = 1 << 16
 
@@ -45,7 +50,7 @@ class Stepper:
     """Takes fine-tuning steps of one variant."""
 
     def __init__(self, variant: str, model: Any, folder: Path) -> None:
-        """Puts the adapter on the model, and turns on what the variant names."""
+        """Adds a LoRA adapter to the model, and turns on the variant's way to save memory."""
         import torch
         from peft import LoraConfig, get_peft_model
 
@@ -87,7 +92,7 @@ def _client(url: str, folder: str) -> Any:
 
 
 def measure_peak(stepper: Stepper, num_tokens: int) -> dict[str, float]:
-    """Returns the step's loss, and its peak of resident memory in MB above what was resident before."""
+    """Returns a step's `loss`, and `peak_mb`: by how many MB its peak of resident memory exceeds the memory before."""
     stepper.step(SHORT)
     before = rss_mb_now()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident
@@ -141,7 +146,7 @@ def time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
 def run(
     tokens: int, variants: tuple[str, ...] = VARIANTS, repeats: int = 0, peaks: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Measures variants at one length.
+    """Measures variants with rows of one length.
 
     Args:
         tokens: the number of tokens of the row.
@@ -150,8 +155,9 @@ def run(
         peaks: whether peaks of memory are measured.
 
     Returns:
-        By variant: `loss`, `peak_mb`, and for remote variants `calls`, `up` and `down` of a short and a measured step;
-        `seconds` and `ratio` to `chunked` where times were measured.
+        By variant: `loss` and `peak_mb`. If the variant uses a provider, also `calls`, and `up` and `down` in bytes,
+        for the measured step and the short step before it together. If times were measured, also `seconds`, and
+        `ratio`, the time divided by that of `chunked`.
     """
     found: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
@@ -190,7 +196,7 @@ def report(tokens: int, found: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Measures and prints what the command line asks for."""
+    """Measures the variants and lengths that the command line names, and prints a table for each length."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.activations")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))

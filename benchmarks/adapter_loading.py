@@ -2,7 +2,7 @@
 
 Each adapter has rank 16 on all linear layers of SmolLM2-135M and is packed in bf16. Its weights are random, and the
 model has only the shapes of SmolLM2-135M, so nothing is downloaded. A switch begins when a request names an adapter
-that has no slot, which is an adapter's place on the device. A switch ends when the request's ticket is ready. Files are
+that has no slot, which is an adapter's place on the device. A switch ends when the request can run. Files are
 in the page cache. The peer is PEFT's `load_adapter`. The table also shows processor time, which depends less on other
 work on the machine.
 """

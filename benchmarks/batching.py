@@ -187,7 +187,8 @@ def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: f
 
 
 def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, Found]:
-    """Measures three policies with eight clients, whose batches have 2 to 256 rows and whose pauses differ."""
+    """Measures three policies with eight clients, whose batches have 2 to 256 rows and whose pauses differ. `slower` is
+    the factor by which all pauses are longer than in table 5."""
     thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
     loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
     return compare(

@@ -67,7 +67,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def sage_python(folder: Path) -> Path:
-    """Returns the Python of an environment with Sage, and makes the environment if there is no such folder.
+    """Returns the Python of the environment with Sage in `folder`; makes the environment if the folder does not exist.
 
     Raises:
         Refused: the folder exists and has no Sage, or the wheels cannot be installed.

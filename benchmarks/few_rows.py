@@ -135,7 +135,8 @@ def report(seconds: Seconds) -> None:
 
 
 def _ratio(seconds: Seconds, num_rows: int, clock: int) -> float:
-    """Returns the median, over the turns, of the time of a pass divided by that of the pass with one row."""
+    """Returns the median, over the turns, of the time of a pass divided by that of the pass with one row. `clock` is 0
+    for elapsed time and 1 for processor time."""
     return statistics.median(a[clock] / b[clock] for a, b in zip(seconds[num_rows], seconds[1], strict=True))
 
 

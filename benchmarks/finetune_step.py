@@ -61,7 +61,8 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant that takes fine-tuning steps, as a `Worker` process."""
+    """Runs one tenant that takes fine-tuning steps, as a `Worker` process. `ready` and `verified` are flags, of which
+    an empty text means no: whether masks are made before the clock starts, and whether replies are verified."""
     import tenant_sdk
 
     tenant_sdk.tune()

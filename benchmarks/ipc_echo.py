@@ -1,9 +1,9 @@
-"""Compares the two carriers of a tenant's messages without anything above them: the tensor port's (TLS on TCP) and that
-of a socket of this host (no encryption after its handshake). A process of its own echoes every message, with the
-provider's own loop of a connection (`provider.net.carrier`), and both ends poll before they sleep, as in use.
+"""Compares the time of an echo on a Unix socket with that on the tensor port, without requests or products.
 
-The two take turns in every round, so that both meet the same machine. The messages are those of a decode step's row and
-of a tensor in chunks.
+The tensor port uses TLS on TCP; on the Unix socket, nothing is encrypted after the handshake. A separate process echoes
+every message, with the loop in which the provider serves a connection (`provider.net.carrier`). Both ends poll before
+they sleep, as in normal use. The two kinds of socket take turns in every round, so that changes of the machine's speed
+affect both alike. A small message has the size of one row of a decode step; a large one is a tensor in chunks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from wire.transport.message_socket import MessageSocket
 
 SMALL_BYTES = HEADER_BYTES + 4 * 576
-"""A row of SmolLM2's width with its header, 2.3 KB."""
+"""The size of the small message, 2.3 KB: a header and a row of SmolLM2's width."""
 NUM_CHUNKS = 4
-"""Chunks of 1 MiB in the large message."""
+"""The number of chunks, of 1 MiB each, in the large message."""
 BARS = {"2.3 KB": 0.4, "4 MB": 0.5}
-"""The most that an echo on a socket of this host may take, as a share of the tensor port's in the same round."""
+"""The targets, by size of message: an echo on the Unix socket may take at most this share of the time that an echo on
+the tensor port takes in the same round."""
 CALLS = {"2.3 KB": 400, "4 MB": 12}
 
 
@@ -66,7 +67,7 @@ def serve(state: str, folder: str) -> None:
 
 
 class _Echo:
-    """Stands for a session: what comes goes back."""
+    """Stands in for a provider's session: sends every received message back."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes | memoryview] = deque()
@@ -97,7 +98,7 @@ def _echo(connection: MessageSocket) -> None:
 
 
 def _round_trip(connection: MessageSocket, messages: list[bytes]) -> float:
-    """Returns the seconds in which messages were sent and came back."""
+    """Sends messages, and returns the seconds until all of them have come back."""
     began, left = time.perf_counter(), len(messages)
     for message in messages:
         connection.send(message)
@@ -110,8 +111,8 @@ def _round_trip(connection: MessageSocket, messages: list[bytes]) -> float:
 
 
 def run(repeats: int = 7) -> dict[str, dict[str, float]]:
-    """Returns, for each size, the median microseconds of an echo by "tensor port" and "ipc", and the median "ratio" of
-    both over the rounds."""
+    """Returns, for each size of message, the median microseconds of an echo on the tensor port ("tensor port") and on
+    the Unix socket ("ipc"), and the median over the rounds of "ipc" divided by "tensor port" ("ratio")."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         tcp, here = _connect(Path(scratch), stack)
         header = Header(FrameType.REPLY).pack()

@@ -1,8 +1,9 @@
 """Shows what autograd keeps for the backward pass of a fine-tuning step, by the part of the model that keeps it.
 
-One forward pass of SmolLM2-135M with LoRA of rank 16 on all linear layers in float32, over a provider in this process,
-once as transformers and PEFT have it and once pruned (tenant_sdk/training/pruning.py). A tensor that several parts keep
-counts once, for the first of them; parameters and what is smaller than a row do not count.
+The model is SmolLM2-135M with LoRA of rank 16 on all linear layers in float32, with a provider in this process. One
+forward pass runs with the unchanged code of transformers and PEFT. Another runs with the loss in chunks and the pruned
+model (tenant_sdk/training/pruning.py), which keeps fewer tensors. If several parts of the model keep the same tensor,
+it counts once, for the first of these parts. Parameters do not count.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ _PARTS = (
     (r"norm$", r"", "norms"),
     (r"", r"", "loss and the rest"),
 )
-"""(pattern of the innermost module's name, pattern of the whole name, label); the first that fits counts."""
+"""The parts of the model, each as (pattern of the last part of a module's name, pattern of the whole name, label). A
+module belongs to the first part for which both patterns match."""
 
 
 class Kept:
-    """Counts the bytes of distinct tensors that are packed, by the module that is running."""
+    """Counts the bytes of the distinct tensors that autograd keeps, by part of the model.
+
+    A tensor counts for the module that is running when autograd saves the tensor.
+    """
 
     def __init__(self, model: Any) -> None:
-        """Watches all modules of a model."""
+        """Adds hooks to all modules of a model, which record the module that is running."""
         self.num_bytes: dict[str, int] = defaultdict(int)
         self._running = [""]
         self._seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.device.type != "meta"}
@@ -45,7 +50,12 @@ class Kept:
         self._running.pop()
 
     def hooks(self, pack: Callable[[Any], Any] | None = None, unpack: Callable[[Any], Any] | None = None) -> Any:
-        """Returns saved-tensor hooks that count what `pack` keeps, or each tensor itself if it is None."""
+        """Returns saved-tensor hooks that count the tensors that autograd keeps.
+
+        Args:
+            pack: returns what is kept in place of a tensor that autograd saves; None keeps the tensor itself.
+            unpack: returns the tensor again from what `pack` returned; None if nothing has to be done.
+        """
         from torch.autograd.graph import saved_tensors_hooks
 
         def note(tensor: Any) -> Any:
@@ -80,8 +90,8 @@ def measure(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
 
     Args:
         model: a PEFT model.
-        ids: token ids, each a label too.
-        pruned: whether the model is pruned first.
+        ids: the token ids of one row, which are also its labels.
+        pruned: whether the model is first pruned, and its loss computed in chunks.
     """
     from tenant_sdk.training import pruning
     from tenant_sdk.training.chunked_loss import chunk_loss
@@ -104,7 +114,7 @@ def measure(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measures both passes and prints the bytes per token of each part as a table."""
     import torch
     from peft import LoraConfig, get_peft_model
 

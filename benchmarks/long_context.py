@@ -1,9 +1,10 @@
 """Measures decode attention over long contexts: its memory, its speed, how many requests fit, and host memory's speed.
 
-Keys and values have the sizes of SmolLM2-135M's. They are random numbers that are written directly, since computing a
-prompt of 32,768 tokens would take long and change nothing. Each measurement of memory runs in a fresh process, which
-decodes with the engine's own pass (`RaggedModel`) through a model of SmolLM2's shape with a small vocabulary and narrow
-MLPs. Attention alone, of all 30 layers, is such a pass less the same pass over a context of one token.
+Keys and values (KV) have the shapes of SmolLM2-135M's. They are random numbers that are written directly, since
+computing a prompt of 32,768 tokens would take long and change nothing. The model has the attention of SmolLM2-135M, a
+small vocabulary and narrow MLPs, and its passes are computed by the serving engine's own code (`RaggedModel`). Each
+measurement of memory runs in a fresh process. The time of attention alone, over all 30 layers, is the time of a pass
+minus the time of the same pass over a context of one token.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 DTYPES = ("fp32", "bf16", "fp8")
 LENGTHS = (1024, 8192, 32768)
 BAR = 1.2
-"""The most memory of 32,768 tokens in bf16 or fp8, as a multiple of the bytes that their KV takes in bf16."""
+"""The target: passes with 32,768 tokens in bf16 or fp8 may take at most this many times the memory that the keys and
+values of these tokens take in bf16."""
 STEP_TOKENS = 256
 BUDGET_BYTES = 1 << 30
 PIECE_ROWS = 256
-"""The rows of a piece of a prompt in the measurement of memory, as many as a step may have by default."""
+"""The number of a prompt's rows that are computed together when memory is measured. It is the most that a step of the
+engine has by default."""
 SHORT_PIECE_ROWS = 64
-"""The rows of a piece of a prompt in the measurement of speed, few enough to measure it in seconds."""
+"""The number of a prompt's rows that are computed together when speed is measured. It is small, so that this takes only
+seconds."""
 REPEATS = 5
 
 
@@ -72,7 +76,7 @@ def small_model() -> Any:
 
 
 def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
-    """Computes `num_rows` rows of one request from a position on."""
+    """Computes one pass over `num_rows` tokens of one request, of which the first is at `position`."""
     import torch
 
     from tenant_sdk.serving.attention.pieces import Piece
@@ -82,12 +86,13 @@ def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
 
 
 def measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:
-    """Returns the growth of this process's peak resident memory, in MB, by keys and values and passes over them.
+    """Returns by how many MB the peak of this process's resident memory grows while keys and values are written and
+    four passes are computed.
 
     Args:
-        kv_dtype: the type in which keys and values are kept.
-        num_tokens: the tokens before the passes.
-        num_rows: the rows of each of four passes: 1 as of an answer, more as of a prompt's last pieces.
+        kv_dtype: the type in which keys and values are kept: "fp32", "bf16" or "fp8".
+        num_tokens: the number of tokens after the last pass.
+        num_rows: the number of rows of each of the four passes: 1 as in decoding, more as at the end of a prompt.
     """
     import torch
 
@@ -114,21 +119,22 @@ def _own_mb(name: str) -> float:
 
 
 def in_fresh_process(kv_dtype: str, num_tokens: int, num_rows: int = 1) -> float:
-    """Returns `measure_memory` of a process of its own."""
+    """Runs `measure_memory` in a new process, and returns its result."""
     arguments = [kv_dtype, str(num_tokens), str(num_rows)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.long_context", *arguments]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def bf16_mb(num_tokens: int) -> float:
-    """Returns the bytes of the keys and values of `num_tokens` tokens in bf16, in MB."""
+    """Returns how many MB the keys and values of `num_tokens` tokens take in bf16."""
     return layout("bf16").bytes_for(num_tokens) / 1e6
 
 
 def attention_s(model: Any, kv_dtype: str, num_tokens: int, num_rows: int) -> float:
     """Returns the median seconds of the attention of `num_rows` rows in all layers.
 
-    It is the time of a pass over long keys and values, less the time of the same pass over as few as possible.
+    This is the time of a pass over a context of `num_tokens` tokens, minus the time of the same pass over as short a
+    context as possible.
     """
     few, many = (filled(kv_dtype, before, num_rows) for before in (1, num_tokens - num_rows))
     repeats = REPEATS if num_rows == 1 else 1
@@ -149,7 +155,7 @@ def median_s(work: Callable[[], None], repeats: int) -> float:
 
 
 def memory_gb_s() -> float:
-    """Returns how fast this machine reads memory, in GB/s: a sum over 1 GB of float32, with torch's threads."""
+    """Returns how fast this machine reads memory, in GB/s, by a sum over 1 GB of float32 with torch's threads."""
     import torch
 
     numbers = torch.ones(1 << 28)
@@ -157,7 +163,7 @@ def memory_gb_s() -> float:
 
 
 def report_memory() -> bool:
-    """Prints the memory at 8K and 32K tokens; returns whether 32K tokens stay below the bar."""
+    """Prints the memory with 8,192 and 32,768 tokens; returns whether the target `BAR` is met."""
     heads = (
         "tokens",
         "KV",
@@ -197,7 +203,7 @@ def report_speed() -> None:
 
 
 def report_fit() -> None:
-    """Prints how many requests of each length a budget of 1 GiB holds."""
+    """Prints how many requests of each length fit into 1 GiB of keys and values."""
     print(f"| KV | a token, kB | {' | '.join(f'requests of {length} tokens in 1 GiB' for length in LENGTHS)} |")
     print("|---" * (2 + len(LENGTHS)) + "|")
     for kv_dtype in DTYPES:
@@ -209,10 +215,10 @@ def main(part: str | None = None) -> None:
     """Prints the tables.
 
     Args:
-        part: "fit", "memory" or "speed" for one of them.
+        part: "fit", "memory" or "speed" prints one table only; None prints all.
 
     Raises:
-        SystemExit: 32,768 tokens in bf16 or fp8 take more memory than the bar.
+        SystemExit: the target `BAR` is not met.
     """
     import torch
 

@@ -157,7 +157,7 @@ def _names(num_adapters: int) -> list[str]:
 
 
 class Worker:
-    """Runs one kind of runs in a process of its own."""
+    """Runs one side of the benchmark, the tenant's or the peer's, in a process of its own."""
 
     def __init__(self, *arguments: str, provider_pid: int | None = None) -> None:
         """Starts the process.

@@ -183,7 +183,7 @@ def save_adapters(client: TenantClient, folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, url: str) -> Iterator[TenantClient]:
-    """Opens the tenant with lattice masks, which are made in the background."""
+    """Opens a tenant's session with lattice masks, which are made in the background."""
     import tenant_sdk
 
     with tenant_sdk.TenantClient(

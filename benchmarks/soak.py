@@ -174,7 +174,7 @@ class Tenants:
     """Runs `tenants` in a process of its own, and keeps the last counts that the process printed."""
 
     def __init__(self, url: str, folder: Path, names: list[str], seed: int) -> None:
-        """Starts the process with the arguments of `tenants`."""
+        """Starts a process that runs the function `tenants` with these arguments."""
         self.names = names
         self.said: dict[str, int] = {}
         self.process = subprocess.Popen(

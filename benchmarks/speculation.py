@@ -1,4 +1,4 @@
-"""Measures an answer that copies from its prompt, with and without speculation, over a network.
+"""Measures how fast an answer that copies from its prompt is generated, with and without speculation, over a network.
 
 Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way (benchmarks/link.py), and both use this
 machine's cores. One request at a time runs in an engine over SmolLM2-135M. The clock starts when the first token is

@@ -146,7 +146,14 @@ class Found:
 
 
 def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> Found:
-    """Measures the masks and the peers at one width."""
+    """Measures the masks and the peers at one width.
+
+    Args:
+        size: d, the number of inputs and of outputs.
+        repeats: the number of rounds.
+        most_columns: the most outputs of a local layer that are computed.
+        blocks: the number of blocks of masks that share transforms.
+    """
     from noise.params import choose
 
     columns, parameters = min(size, most_columns), choose("default")

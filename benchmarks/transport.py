@@ -1,5 +1,4 @@
-"""Compares the times of calls on the provider's stream with those of a raw-bytes gRPC echo over the same mutual TLS,
-and with those on a socket of one host.
+"""Compares calls on the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, and with a Unix socket.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
@@ -184,7 +183,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
     `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
     by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` is the
-    time of large calls on a socket of this host divided by that on the tensor port.
+    time of large calls on a Unix socket divided by that on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 

@@ -1,10 +1,11 @@
 """Measures the memory and traffic of one LoRA step in windows of tokens, beside local transformers + PEFT.
 
-Each side takes one step of 1 × TOKENS in a fresh process, after a step of 64 tokens. The figure is how far the
-process's resident memory rises during the step, so weights, adapters and libraries do not count. malloc gives freed
-blocks of 64 KiB and more back at once; otherwise it would be malloc's habits that are measured. The provider is a
-process of its own, over mTLS loopback, and there is no mask: masks of `lattice` are in a pool that does not grow with a
-step. `python -m benchmarks.windows --tokens 4096 --sides local 256`.
+Each side takes one step, on one row of TOKENS tokens, in a fresh process, after a step on 64 tokens. The figure for
+memory is by how much the process's resident memory rises during the step, so weights, adapters and libraries do not
+count. malloc returns freed blocks of 64 KiB and more to the system at once, since otherwise the figure would depend on
+what malloc keeps. The provider is a separate process, over mTLS loopback. There is no mask: the masks of `lattice` are
+in a pool that does not grow with a step. An example of the command is
+`python -m benchmarks.windows --tokens 4096 --sides local 256`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from benchmarks.common import local_model, provider
 
 SIDES = ("local", "remote", "512", "256")
-"""`local` and `remote` take whole rows; a number is a remote side with windows of so many tokens, and an `r` behind the
-number means that replies are kept on disk."""
+"""The sides that are measured by default. `local` is transformers + PEFT, and `remote` uses a provider; both compute
+the whole row at once. A number is a remote side that computes the row in windows of this number of tokens. With an `r`
+after the number, the provider's replies in a window's first forward pass are kept on disk for the window's second."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 16
@@ -32,14 +34,14 @@ _WARM_TOKENS = 64
 
 
 def fix_malloc() -> None:
-    """Makes malloc give blocks of 64 KiB and more back to the system as soon as they are freed."""
+    """Makes malloc return each block of 64 KiB or more to the system as soon as it is freed, and use one heap."""
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in ((_M_MMAP_THRESHOLD, _MAPPED_BYTES), (_M_TRIM_THRESHOLD, _MAPPED_BYTES), (_M_ARENA_MAX, 1)):
         mallopt(parameter, value)
 
 
 def memory_mb(name: str) -> float:
-    """Returns a line of /proc/self/status, such as VmRSS or its peak VmHWM, in MB."""
+    """Returns a number of /proc/self/status in MB: VmRSS for the resident memory, VmHWM for its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1000
@@ -53,7 +55,8 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
         model: a model with an adapter.
         num_tokens: the number of tokens of the row.
         window_tokens: the number of tokens of a window; None for the whole row.
-        replies: a `ReplyStore` for what the provider answers in a window's first pass; None for asking again.
+        replies: the `ReplyStore` that keeps the provider's replies in a window's first pass; None if the same products
+            are requested again later.
     """
     import torch
 
@@ -75,7 +78,8 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
 def measure(
     model: Any, num_tokens: int, window_tokens: int | None, client: Any = None, replies: Any = None
 ) -> dict[str, float]:
-    """Returns what one step took: MB, seconds, and MB a token up and down."""
+    """Takes one step and returns its figures: `MB` of memory, `seconds`, `loss` and, if there is a client, `up` and
+    `down`, the traffic in MB per token."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -95,7 +99,7 @@ def measure(
 
 
 def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
-    """Takes one side's step in this process, and prints what it took as JSON."""
+    """Takes one side's step in this process, and prints the figures of `measure` as JSON."""
     fix_malloc()
     if side == "local":
         print(json.dumps(measure(local_model(), num_tokens, None)))
@@ -112,7 +116,7 @@ def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
 
 
 def run(num_tokens: int, sides: list[str]) -> dict[str, dict[str, float]]:
-    """Returns for each side what its step took, each in a fresh process."""
+    """Runs each side in a fresh process, and returns the figures of `measure` by side."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, provider(Path(folder)) as (url, _):
         for side in sides:

@@ -39,8 +39,8 @@ _FREE_BYTES_KEPT = 64 << 20
 """Free bytes that stay at the heap's end, the same number that malloc's own rule allows. With 32 MiB, pages were
 returned and requested again so often that the processor time, without the products, was 1.4 times as high."""
 _MAPPED_BYTES = 1 << 20
-"""Bytes from which malloc maps a block that fits nowhere in the heap on its own, so that the block's memory returns to
-the system when the block is freed. The number is the size of a frame's chunk on the wire."""
+"""The least size, in bytes, of a block that malloc maps separately if the block fits nowhere in the heap. The memory of
+such a block returns to the system when the block is freed. The number is the size of a frame's chunk on the wire."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 

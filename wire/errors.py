@@ -21,9 +21,9 @@
     │   ├── WrongPeer           the process behind a socket of this host is not the one that it should be
     │   └── RemoteFault         the provider failed and says no more than that
     ├── MaskError               the privacy mask cannot be used
-    │   ├── MaskReused          a slot was about to be used twice
+    │   ├── MaskReused          a slot (one row of a mask) was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
-    │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/blocks/slots.py)
+    │   ├── SlotsExhausted      a block of mask rows has too few unused rows left (noise/blocks/slots.py)
     │   ├── SeedExhausted       the requested secrets would exceed a seed's budget (noise/ledger/ledger.py)
     │   ├── WeakParameters      the parameters are weaker than the accepted sets
     │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint

@@ -34,7 +34,8 @@ class Job:
         done: Callable[[Outcome], None],
         reply_cols: int,
     ) -> None:
-        """Makes the job and its ticket, with the present time as the time of arrival.
+        """Makes the job and its ticket (the scheduler's record of the request). The present time counts as the time of
+        arrival.
 
         Args:
             call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.

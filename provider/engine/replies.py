@@ -57,7 +57,10 @@ class Replies:
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
         """Returns whether a piece may be computed in its batch. If not, the request has already ended, or this call
-        fails it, because its deadline has passed or because the piece holds a value that is not finite."""
+        fails it, because its deadline has passed or because the piece holds a value that is not finite.
+
+        If the piece is `alone` in its batch, its values are not checked here, since they can harm no other request.
+        """
         job = job_of(piece.ticket)
         rows = job.rows
         if rows is None:

@@ -182,7 +182,7 @@ class _Trace(TorchDispatchMode):
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Records which of the model's tensors an operation reads or changes, and runs it. Torch calls this for every
+        """Runs an operation, and records which of the model's tensors it reads or changes. Torch calls this for every
         operation on tensors; reading a shape or a dtype is not an operation."""
         for tensor in tree_leaves((args, kwargs)):
             place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None

@@ -43,7 +43,8 @@ class AccessCheck:
     """Identifies callers by their certificates, and admits or refuses them."""
 
     def __init__(self, revocations: RevocationList | None) -> None:
-        """Keeps the registry. None is for a loopback port without TLS: every caller is then the tenant `local`."""
+        """Keeps `revocations`, the registry. None is for a loopback port without TLS: every caller is then the tenant
+        `local`."""
         self._revocations = revocations
 
     def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:

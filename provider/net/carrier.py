@@ -113,8 +113,11 @@ class _Carrier:
         return ready.get(self._connection.fileno(), 0)
 
     def _most_ms(self, must_send: bool) -> float | None:
-        """Returns for how many milliseconds to wait at most; None if there is no limit. TCP has such a limit of its
-        own; a socket of this host has none."""
+        """Returns for how many milliseconds to wait at most; None if there is no limit.
+
+        There is a limit only if bytes wait to be sent (`must_send`): it is how long a tenant may still read nothing.
+        TCP has such a limit of its own; a Unix socket has none.
+        """
         if not must_send:
             return None
         left_ms = UNREAD_TIMEOUT_MS - 1000 * self._connection.blocked_s()

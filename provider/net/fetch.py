@@ -1,7 +1,7 @@
 """Answers a tenant of this host that asks for the manifest or for a file of the bundle (wire/SPEC.md, section 3).
 
-Guarantees: a tenant that does not read its answer is given up after the answer's deadline. Only one chunk of an answer
-waits in this process's memory.
+Guarantees: if a tenant does not read what it asked for, its connection is ended after a deadline. Only one chunk of the
+file at a time waits in this process's memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from wire.transport.message_socket import MessageSocket
 
 
 def wanted_file(connection: MessageSocket) -> str | None:
-    """Waits for a connection's first frame, and returns the name of the file that it asks for; "" stands for the
-    manifest, and None says that the connection is a stream. The frame of a stream can still be received.
+    """Waits for a connection's first frame, and returns the name of the file that the frame asks for; "" stands for
+    the manifest. Returns None if the connection is a stream; then the frame can still be received.
 
     Raises:
         MalformedFrame: the frame asks for a file that no bundle has, or is too long.
@@ -31,7 +31,7 @@ def send_file(connection: MessageSocket, chunks: Iterable[bytes], total_bytes: i
 
     Args:
         connection: the tenant's connection.
-        chunks: the file's bytes, cut anywhere.
+        chunks: the file's bytes, in chunks of any size.
         total_bytes: how many bytes these are together.
         linger_s: the seconds that the tenant may take to close the connection.
 

@@ -1,12 +1,13 @@
 """Listens at a socket in a folder, for tenants on the provider's own host (wire/SPEC.md, section 1).
 
-Guarantees: a peer without a certificate of the provider's CA fails the handshake, as at the tensor port, and so does
-one that is another process than it states. Only this process's user and root can have made what lies in the folder. One
-provider at a time has a folder. A socket that is left from a provider that was killed is replaced. Connections are
-bounded as `provider.net.stream_port` says.
+Guarantees: a peer without a certificate of the provider's CA fails the handshake, as at the tensor port. So does a peer
+whose statement of its process id and user id differs from what the kernel says. Only this process's user and root can
+have made the files in the folder. A folder is used by one provider at a time. The socket of a provider that was killed
+is replaced. Connections are bounded as `provider.net.stream_port` says.
 
-The folder has mode 0711 if it is made here, and the socket 0666: every user of the host can connect, as at a TCP port,
-and only enrolled tenants are let in. An operator who wants fewer makes the folder beforehand, with mode 0700 say.
+If this module makes the folder, its mode is 0711; the socket's mode is 0666. So every user of the host can connect, as
+at a TCP port, but only enrolled tenants are admitted. To keep other users from connecting, an operator can make the
+folder beforehand, for example with mode 0700.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class IpcPort(StreamPort):
 
         Raises:
             ConfigurationError: the system cannot say who connects, others can write to the folder or a parent, another
-                provider has the folder, or the socket cannot be made.
+                provider uses the folder, or the socket cannot be made.
         """
         check_system()
         self.folder = Path(os.path.abspath(folder))
@@ -68,8 +69,8 @@ class IpcPort(StreamPort):
             self.folder.chmod(_FOLDER_MODE)  # `mkdir` alone would apply the umask.
 
     def _take_lock(self) -> int:
-        """Returns the descriptor of a locked file. The kernel unlocks the file when this process ends, in whatever
-        way."""
+        """Locks a file in the folder and returns the file's descriptor. The kernel unlocks the file when this process
+        ends, even if the process is killed."""
         fd = os.open(self.folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +107,7 @@ class IpcPort(StreamPort):
             super()._refuse(connection, error)
 
     def stop(self) -> None:
-        """Stops accepting, closes every connection, removes the socket and gives the folder up; see
+        """Stops accepting, closes every connection, removes the socket and unlocks the folder; see
         `StreamPort.stop`."""
         super().stop()
         path = self.folder / SOCKET_NAME

@@ -148,7 +148,8 @@ class Server:
 
         Args:
             model: the model that is served.
-            shards: the shards that compute; None computes in this process, with the default policy and no measurements.
+            shards: the shards that compute; None makes one shard in this process, which measures no products beforehand
+                and has the default scheduling policy.
             admission: the tenants' quotas; None means that the operator sets no limits.
             usage: counts and saves the tenants' usage; None saves no usage.
             busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.

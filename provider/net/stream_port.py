@@ -1,5 +1,5 @@
-"""Accepts connections that carry tenants' streams, whatever kind of socket they come by: the tensor port and the port
-in a folder of this host are such ports.
+"""Accepts connections that carry tenants' streams, at any kind of socket: the tensor port and the Unix socket in a
+folder are both built on this.
 
 Each connection has one thread, which reads, computes small requests, and sends. Replies that other threads computed
 wake this thread.

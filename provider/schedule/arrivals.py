@@ -31,7 +31,7 @@ class Arrivals:
     """Keeps each tenant's mean gap from a reply to the next request, and the tenants that are expected to send."""
 
     def __init__(self) -> None:
-        """Makes a record of arrivals that knows no tenant yet."""
+        """Makes a record without any tenant."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
         """By tenant and call: the mean gap and the mean deviation of the gaps, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()

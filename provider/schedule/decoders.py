@@ -23,7 +23,7 @@ class Decoders:
     """Keeps track of the decoding tenants of one scheduler."""
 
     def __init__(self, has_classes: bool) -> None:
-        """Makes a record of decoding tenants that knows no tenant yet.
+        """Makes a record without any tenant.
 
         Args:
             has_classes: whether decode requests go before other work. If not, this object neither predicts arrivals nor

@@ -32,7 +32,7 @@ class Pauses:
     """Keeps the mean pause and the mean product time of each tenant."""
 
     def __init__(self) -> None:
-        """Makes a record of pauses that knows no tenant yet."""
+        """Makes a record without any tenant."""
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     def arrived(self, tenant: str, now_s: float, product_s: float) -> None:

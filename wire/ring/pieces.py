@@ -30,8 +30,8 @@ Piece = tuple[int, int, int, int]
 
 
 def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
-    """Cuts the encoding or decoding of rows into pieces, which threads take one after another. Returns each piece as
-    (first row, number of rows)."""
+    """Cuts the encoding or decoding of `num_rows` rows of `columns` numbers into pieces, which threads take one after
+    another. Returns each piece as (first row, number of rows)."""
     num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
     step = max(1, -(-num_rows // num_pieces))
     return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
@@ -39,7 +39,13 @@ def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
 
 def product_pieces(num_rows: int, d: int, m: int, with_vnni: bool = False) -> list[Piece]:
     """Cuts a product into pieces, which threads take one after another. There are about two pieces for each thread, so
-    that a core that is busy with other work does not delay the product."""
+    that a core that is busy with other work does not delay the product.
+
+    Args:
+        num_rows: the number of rows that are multiplied.
+        d, m: the shape of the weight.
+        with_vnni: whether the product uses VNNI.
+    """
     num_pieces = 2 * torch.get_num_threads()
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK * (_VNNI_SPEED if with_vnni else 1):
         return [(0, num_rows, 0, m)]

@@ -29,7 +29,7 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, up: int = 0, down: int = 0, calls: int = 0) -> None:
-        """Adds to the counts; this is safe under threads."""
+        """Adds bytes sent (`up`), bytes received (`down`) and calls to the counts; this is safe under threads."""
         with self._lock:
             self.bytes_up += up
             self.bytes_down += down

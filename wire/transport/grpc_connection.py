@@ -7,8 +7,8 @@ Guarantees: replies are matched by request id in any order. Every request ends b
 against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next
 request opens a new one. Requests that were pending on the broken stream fail with one error and are never sent again
 automatically, since that could reuse a mask. Only a request that was refused because it came too early is sent again,
-later and as the same bytes (wire/transport/retry.py). Nothing is sent on a stream before its provider has been seen to
-serve the weights of the first manifest.
+later and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this module has checked
+that the provider still serves the weights of the first manifest.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 _DROPPED = "Handshake read failed"
-"""The part of gRPC's own text which says that the other side closed the connection before TLS had begun. The text is
-another if a certificate is refused or the port has no TLS. If a later gRPC words this differently, there is no second
-try."""
+"""The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
+another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
+connection is not tried a second time."""
 _MOST_DIGITS = 9
 DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
@@ -245,7 +245,8 @@ class GrpcConnection(StreamConnection):
             call.cancel()
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
-        """Opens a stream on the tensor port, or on gRPC if there is no such port or it cannot be reached."""
+        """Opens a stream on the tensor port, or on gRPC if there is no such port or it cannot be reached. `begun_with`
+        is the first manifest; a later stream uses the port in the provider's present manifest."""
         channel = self._open_channel()
         self._port = None
         if self._identity is not None:

@@ -66,7 +66,7 @@ class MessageSocket(ABC):
         traceback would hold this object in a reference cycle."""
         self._small = memoryview(bytearray(_SMALL_BUFFER_BYTES))
         self._held = 0
-        """How many bytes in `_small` belong to no complete message yet."""
+        """How many bytes in the small buffer `_small` belong to no complete message yet."""
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
@@ -75,7 +75,7 @@ class MessageSocket(ABC):
         self._has_sent = False
         """Tells whether this end has sent anything since the last wait. If it has not, polling does not pay."""
         self.took_little = True
-        """Tells whether the last message that `next_message` returned is small."""
+        """Tells whether the last message that `next_message` returned was small."""
 
     @abstractmethod
     def peer_certificate(self) -> bytes:
@@ -83,7 +83,7 @@ class MessageSocket(ABC):
 
     @abstractmethod
     def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
-        """Returns the bytes that stand for the next bytes of the messages on the socket."""
+        """Returns the bytes to send for `plain`, the next bytes of the messages: encrypted, or as they are."""
 
     @abstractmethod
     def _receive_some(self, flags: int) -> int:
@@ -274,7 +274,7 @@ class MessageSocket(ABC):
         self._small[: self._held] = held[start:]
 
     def _take_long(self, length: int) -> None:
-        """Ends receiving after a length that no message may have."""
+        """Ends receiving, since the peer announced `length`, which no message may have."""
         self._has_ended = True
         self._fault = f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}"
         raise MalformedFrame(self._fault)

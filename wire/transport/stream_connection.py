@@ -1,10 +1,11 @@
-"""This module holds what every connection does that carries its requests on one long-lived stream of frames: it opens a
-stream at first use, compares the provider's weights, sends requests, and opens another stream after a broken one.
+"""This module holds the code that is common to all connections whose requests go on one long-lived stream of frames. It
+opens a stream at first use, checks that the provider's weights have not changed, sends requests, and opens another
+stream after one is broken.
 
 Guarantees: a forked child is refused. Requests that were pending on a broken stream fail with one error and are never
 sent again automatically, since that could reuse a mask. Only a request that was refused because it came too early is
-sent again, later and as the same bytes (wire/transport/retry.py). Nothing is sent on a stream before its provider has
-been seen to serve the weights of the first manifest.
+sent again, later and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this module has
+checked that the provider still serves the weights of the first manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class StreamConnection(ABC):
-    """Implements `Connection` but for how the manifest, the bundle and a stream reach the provider."""
+    """Implements `Connection`, except for fetching the manifest and the bundle and for opening a stream, which
+    subclasses do."""
 
     def __init__(self, url: str) -> None:
         """Keeps the address of the provider, and does not connect yet, so that a program may fork before that."""
@@ -65,7 +67,7 @@ class StreamConnection(ABC):
 
     @abstractmethod
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
-        """Opens a stream on which nothing has been sent. Args: begun_with: the first manifest."""
+        """Opens a stream on which nothing has been sent. `begun_with` is the first manifest."""
 
     @abstractmethod
     def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
@@ -141,7 +143,8 @@ class StreamConnection(ABC):
             )
 
     def _check_place(self, now: Manifest) -> None:
-        """Checks that the newest stream leads to the provider of this manifest, where a manifest can tell."""
+        """Checks that the newest stream leads to the provider that sent `now`, the present manifest. A subclass can do
+        this if the manifest says at which port its provider listens; by default nothing is checked."""
         return
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ import tempfile
 
 ALPN = "veilbase/1"
 IPC_ALPN = "veilbase-ipc/1"
-"""The application protocol on a socket of this host. It is another one, so that neither end can be led from a port that
-stays encrypted to a socket that does not, or back."""
+"""The application protocol on a Unix socket. It differs from the TCP ports' protocol, so that neither end can be led
+from a port that stays encrypted to a socket that does not, or the other way round."""
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes, alpn: str = ALPN) -> ssl.SSLContext:

@@ -1,7 +1,7 @@
 """This module does the TLS handshake on a connected socket, whatever the socket's family is.
 
-Guarantees: the handshake, and all that is said with `say` and `hear`, has one deadline, which a peer that sends a byte
-now and then does not extend. The peer speaks the application protocol that this end expects.
+Guarantees: the handshake, and all messages of `say` and `hear`, have one deadline together. A peer that sends a byte
+now and then does not extend this deadline. The peer speaks the application protocol that this end expects.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class TlsPipe:
     Attributes:
         plain: the connected socket.
         tls: the state of TLS, which reads and writes the two memory buffers.
-        incoming, outgoing: encrypted bytes that were received and not decrypted, and that were not sent yet.
-        give_up_at_s: the deadline of what is said before messages are sent, on `time.monotonic`'s clock.
+        incoming: encrypted bytes that were received and are not decrypted yet.
+        outgoing: encrypted bytes that are not sent yet.
+        give_up_at_s: the deadline of the handshake and of `say` and `hear`, on `time.monotonic`'s clock.
     """
 
     plain: socket.socket
@@ -37,7 +38,7 @@ class TlsPipe:
         self.send_out()
 
     def hear(self, num_bytes: int) -> bytes:
-        """Waits for so many bytes and returns them decrypted.
+        """Waits for `num_bytes` bytes and returns them decrypted.
 
         Raises:
             OSError: TLS failed, the connection broke, the peer ended it, or the deadline has passed.
@@ -56,11 +57,11 @@ class TlsPipe:
 
     @property
     def has_more(self) -> bool:
-        """Tells whether bytes were received that nobody has heard yet."""
+        """Tells whether bytes were received that `hear` has not returned yet."""
         return bool(self.incoming.pending or self.tls.pending())
 
     def exchange(self) -> None:
-        """Sends what waits to be sent, and receives once."""
+        """Sends the bytes in `outgoing`, and receives once from the socket into `incoming`."""
         self.send_out()
         self.plain.settimeout(self._left())
         data = self.plain.recv(RECEIVE_BYTES)
@@ -69,7 +70,7 @@ class TlsPipe:
         self.incoming.write(data)
 
     def send_out(self) -> None:
-        """Sends what waits to be sent."""
+        """Sends the bytes in `outgoing`."""
         data = self.outgoing.read()
         if data:
             self.plain.settimeout(self._left())
@@ -92,7 +93,7 @@ def shake_hands(
         context: the TLS context of this end.
         server_name: the host that the tenant expects; None at the provider's end.
         alpn: the application protocol that the peer must have agreed to.
-        timeout_s: the seconds for the handshake and all that is said with the result's `say` and `hear`.
+        timeout_s: the seconds for the handshake and for all calls of the result's `say` and `hear` together.
 
     Raises:
         OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.

@@ -120,7 +120,7 @@ class TlsSocket(MessageSocket):
         return self._tls.getpeercert(binary_form=True) or b""
 
     def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
-        """Returns the bytes encrypted. The peer decrypts one piece while this end encrypts the next."""
+        """Returns the bytes `plain`, encrypted. The peer decrypts one piece while this end encrypts the next."""
         with self._tls_lock:
             self._tls.write(plain)
             return memoryview(self._outgoing.read())

@@ -1,2 +1,2 @@
-"""This package connects a tenant and a provider of one host by a socket in a folder. TLS proves who is there, and then
-frames go unencrypted (wire/SPEC.md, section 1)."""
+"""This package connects a tenant to a provider on the same host, through a Unix socket in a folder. TLS first proves
+who is at each end; after that, frames are sent unencrypted (wire/SPEC.md, section 1)."""

@@ -1,5 +1,5 @@
-"""This module sends messages unencrypted over a socket of this host, once both ends have proved who they are
-(`handshake`). A large message is received straight into its own memory.
+"""This module sends messages unencrypted over a Unix socket, once both ends have proved who they are
+(wire/transport/ipc/handshake.py). A large message is received straight into its own memory.
 
 Guarantees: those of `message_socket`. The kernel delivers the bytes between the two processes and to nobody else. This
 module does not check who the peer is.
@@ -13,12 +13,13 @@ import socket
 from wire.transport.message_socket import LENGTH, MessageSocket
 
 END_OF_MESSAGES = 0xFFFF_FFFF
-"""The length that says that no more messages come. Without it an end could not be told from a peer that was killed."""
+"""The length that says that no more messages come. Without it, a peer that was killed would look like a peer that has
+ended the connection properly."""
 
 
 _SEND_BYTES = 1 << 20
-"""How many bytes the kernel is asked to keep for the peer; it grants up to net.core.wmem_max. The more it keeps, the
-less often the two ends wake each other in a large message."""
+"""The size of the send buffer, in bytes, that is requested from the kernel, which grants up to net.core.wmem_max. The
+larger the buffer, the less often the two ends wake each other during a large message."""
 
 
 class ClearSocket(MessageSocket):
@@ -28,7 +29,7 @@ class ClearSocket(MessageSocket):
     PIECE_BYTES = 1 << 30  # The kernel takes all of a message at once, or as much as it has room for.
 
     def __init__(self, plain: socket.socket, certificate: bytes, busy_poll_s: float = 0.0) -> None:
-        """Takes a socket on which both ends have said `clear`.
+        """Takes a socket on which both ends have sent `clear`, the last message of the handshake.
 
         Args:
             plain: the socket; no other code may use it from now on.
@@ -47,8 +48,8 @@ class ClearSocket(MessageSocket):
     def send(self, message: bytes | memoryview) -> None:
         """Queues a message and sends at once as many bytes as the connection takes; see `MessageSocket.send`.
 
-        A small message that nothing waits before goes to the kernel without being queued, since most of a small
-        message's time is spent in this process.
+        If no other message waits to be sent, a small message goes to the kernel without being queued. This saves time,
+        since most of a small message's time is spent in this process.
         """
         if len(message) > self.FIRST_BYTES or not self._send_lock.acquire(blocking=False):
             return super().send(message)

@@ -1,9 +1,9 @@
-"""This module is the tenant's end of a provider on the same host, which serves a socket in a folder (`provider serve
+"""This module connects a tenant to a provider on the same host that listens at a socket in a folder (`provider serve
 --ipc DIR`). No TCP is used: the manifest and each file of the bundle come on short connections of their own, and
 requests go on one long-lived stream.
 
-Guarantees: those of `stream_connection`. The folder is checked, and the user at the socket's other end, before anything
-is sent; TLS and the two ends' statements follow before any frame (`handshake`).
+Guarantees: those of `stream_connection`. The folder, and the user at the socket's other end, are checked before
+anything is sent. TLS, and a check of the process at the other end, follow before any frame (`handshake`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class IpcConnection(StreamConnection):
         """Returns a connection after its handshake. While the provider takes no more connections, this tries again.
 
         Raises:
-            VeilbaseError: there is none; nothing was sent unless TLS had begun.
+            VeilbaseError: no connection could be made; nothing was sent unless TLS had begun.
         """
         context = self._context()
         give_up_at_s = time.monotonic() + CROWDED_S

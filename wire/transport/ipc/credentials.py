@@ -1,14 +1,15 @@
-"""This module says which process is at the other end of a socket, by the kernel's word, and compares that with the
-process's own word.
+"""This module asks the kernel which process is at the other end of a socket, and compares this with what that process
+states about itself.
 
-Each end states its own process and user id and those that it sees at the other end, inside TLS. If something stands
-between the two ends and passes bytes on, each end sees that process's ids and hears the other end's own: these differ.
+Inside TLS, each end states its own process id and user id, and the ids that it sees at the other end. If another
+process stands between the two ends and passes bytes on, each end sees that process's ids, which differ from those that
+the true other end states.
 Ids are those of the reader's namespaces. Ends in different process namespaces (two containers) see no id at all (0), or
 one that differs, and are refused.
 
 Not guaranteed: process ids are used again, so a process of the provider's own user could have had the same one at
-another time. The user id is what others cannot have; root and the provider's own user can read the provider's memory
-anyway.
+another time. No other user's process can have the same user id; root and the provider's own user can read the
+provider's memory anyway.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def of_peer(plain: socket.socket) -> Credentials:
 
 
 def statement(mine: Credentials, seen: Credentials) -> bytes:
-    """Returns what one end states: its own credentials and those that it sees at the other end."""
+    """Returns, as bytes, what one end states: `mine`, its own credentials, and `seen`, those at the other end."""
     return _STATEMENT.pack(_MAGIC, mine.pid, mine.uid, seen.pid, seen.uid)
 
 

@@ -1,5 +1,5 @@
-"""This module asks for the manifest or for a file of the bundle by frames, on a connection of its own, and reads such a
-question at the provider's end (wire/SPEC.md, section 3).
+"""This module requests the manifest or a file of the bundle by frames, on a connection of its own. For the provider's
+end, it reads such a request and makes the frames of the file (wire/SPEC.md, section 3).
 
 Guarantees: at most the announced bytes are accepted, in order, within one deadline. Nothing is parsed here.
 """
@@ -78,7 +78,7 @@ def data_frames(chunks: Iterable[bytes], total_bytes: int) -> Iterator[bytes]:
     """Yields the frames of a file.
 
     Args:
-        chunks: the file's bytes, cut anywhere.
+        chunks: the file's bytes, in chunks of any size.
         total_bytes: how many bytes these are together.
     """
     offset = 0

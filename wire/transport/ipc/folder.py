@@ -4,9 +4,10 @@ Guarantees: only root, this process's user and the user who is expected to be th
 it is found, or can put another in its place. So nobody else can stand between the two ends, or take the path over while
 the provider is stopped. Access control lists are covered, since their widest right shows in the group's bits.
 
-A folder that everybody can write to and that has the sticky bit, such as /tmp, may be among the parents: others cannot
-rename or remove what is not theirs there. They can make a folder of the expected name while there is none, however, so
-what lies in such a parent has to belong to root, to this process's user or to the user that the tenant names.
+A folder that everybody can write to and that has the sticky bit, such as /tmp, may be among the parents: in it, users
+cannot rename or remove what belongs to others. However, any user can make a folder of the expected name there while
+none exists. So the next folder on the path has to belong to root, to this process's user or to the user that the tenant
+names.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def _check_length(folder: Path) -> None:
 
 
 def _check_parent(folder: Path, parent: Path, owners: tuple[int, int], peer_uid: int | None) -> int:
-    """Checks one parent and returns its owner. Args: owners: the owner of the folder, and of what lies in the parent on
-    the way to it."""
+    """Checks one parent of the folder and returns the parent's owner. `owners` holds two user ids: the owner of the
+    folder, and the owner of the next folder on the path from the parent to the folder."""
     status, (owner, inner) = _look_at(parent), owners
     if status.st_uid not in (_ROOT, os.geteuid(), owner):
         raise ConfigurationError(f"{parent} belongs to user {status.st_uid}, who could replace {folder}")

@@ -1,11 +1,11 @@
-"""This module does the handshake on a socket of this host: mutual TLS, the two ends' statements inside it, and then no
-encryption any more (wire/SPEC.md, section 1).
+"""This module does the handshake on a Unix socket: mutual TLS, and inside it a statement from each end, which says
+which processes are at the two ends. After that, nothing is encrypted (wire/SPEC.md, section 1).
 
 Guarantees: frames go unencrypted only after TLS has verified both certificates and each end has compared the other
-end's statement with what the kernel says, and only on an AF_UNIX socket: on any other this raises before a byte is
-sent. The application protocol is not that of the TCP ports, so no peer on TCP can be talked into this. Each end says
-`clear` when it has nothing more to say in TLS. The tenant says it first and sends nothing until it hears the
-provider's; bytes that came before that are an error and never part of a frame.
+end's statement with what the kernel says. The socket must be AF_UNIX: on any other socket, this raises an error before
+a byte is sent. The handshake has an application protocol of its own, so a peer on a TCP port cannot be led into it.
+Each end sends `clear` as its last message inside TLS. The tenant sends it first, and sends nothing more until it
+receives the provider's `clear`; other bytes that arrive earlier are an error and never part of a frame.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
         busy_poll_s: see `MessageSocket`.
 
     Raises:
-        ConfigurationError: the socket is not of this host alone, or the system does not say who is at its other end.
-        WrongPeer: the process at the other end is not the one that the certificate's holder says that it is.
+        ConfigurationError: the socket is not a Unix socket, or the system does not say who is at its other end.
+        WrongPeer: the provider's statement differs from what the kernel says about the two ends.
         MalformedFrame: the peer does not follow the handshake.
         OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
     """
@@ -59,7 +59,7 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
 def provider_handshake(plain: socket.socket, context: ssl.SSLContext) -> ClearSocket:
     """Does the provider's part on an accepted socket; see `tenant_handshake`.
 
-    The provider states its part before it compares, so that the tenant also learns of a difference.
+    The provider sends its statement before it checks the tenant's, so that the tenant also learns of a difference.
     """
     try:
         _check_family(plain)
