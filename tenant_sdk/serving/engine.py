@@ -34,12 +34,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tenant_sdk.generate import prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
+from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.context import ContextLimit
 from tenant_sdk.serving.explain import explain
@@ -80,7 +82,7 @@ class Engine:
     def __init__(
         self,
         client: TextSession,
-        make_slots: MakeSlots | None = None,
+        make_slots: MakeSlots | str | Path | None = None,
         *,
         kv_dtype: str = "fp32",
         kv_bytes: int = 1 << 30,
@@ -98,7 +100,8 @@ class Engine:
 
         Args:
             client: a connected `TenantClient`, which must stay open while the engine works.
-            make_slots: makes the store of adapters; None serves only the base model.
+            make_slots: the folder of the adapters, one subfolder each, or a function that makes a store over the model
+                and calls its second argument whenever an adapter is ready; None serves only the base model.
             kv_dtype: the type in which keys and values are kept: fp32, bf16 or fp8.
             kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait.
             max_running: the most requests that are answered at a time.
@@ -139,7 +142,7 @@ class Engine:
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._text_lock = threading.Lock()
         woken = threading.Event()
-        self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, woken.set)
+        self._slots = _open_slots(make_slots, self._model, woken.set)
         runner = StepRunner(ragged, self._layout, self._slots, place, drafter)
         self._loop = ServingLoop(
             self._model, self._scheduler, self._layout, runner, self._slots,
@@ -283,6 +286,32 @@ class Engine:
     ) -> None:
         """Closes the engine; see `close`."""
         self.close()
+
+
+def _open_slots(given: MakeSlots | str | Path | None, model: Any, wake: Callable[[], None]) -> AdapterSlots:
+    """Returns the store of adapters for an engine's model.
+
+    Args:
+        given: the engine's `make_slots`.
+        model: the engine's model.
+        wake: wakes the engine; the store calls it whenever an adapter is ready or has failed.
+
+    Raises:
+        ConfigurationError: `given` is none of what an engine takes, or the folder cannot be used.
+    """
+    if given is None:
+        return NoAdapters()
+    if isinstance(given, str | Path):
+        return AdapterStore(model, given, on_ready=wake)
+    if not callable(given):
+        raise ConfigurationError(
+            f"the adapters of an engine are a folder, or a function of a model and of what wakes the engine, got "
+            f"{type(given).__name__}"
+        )
+    made = given(model, wake)
+    if isinstance(made, AdapterStore) and made.on_ready is None:
+        made.on_ready = wake  # Otherwise a request would wait for ever for an adapter that is ready.
+    return made
 
 
 def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -118,6 +118,8 @@ class Sampler:
                 raise ConfigurationError(
                     f"a logits_processor returns logits of the shape {(1, len(logits))}, got {tuple(scores.shape)}"
                 )
+            if bool(torch.isnan(scores).any()):
+                raise ConfigurationError("a logits_processor returned NaN")
         if self._generator is None:
             return int(scores.argmax(dim=-1))
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))

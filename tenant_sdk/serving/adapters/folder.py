@@ -95,7 +95,7 @@ class AdapterFolder:
             root = _opened(stack, self._root, os.O_DIRECTORY, None)
             folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
             if folder is None:
-                raise ConfigurationError(f"there is no adapter {name} here")
+                raise ConfigurationError(f"there is no adapter {name!a} in the folder of adapters")
             # Without O_NONBLOCK, opening a named pipe would wait for a writer.
             flags = os.O_NOFOLLOW | os.O_NONBLOCK
             config, weights = (_opened(stack, file, flags, folder) for file in (CONFIG, WEIGHTS))

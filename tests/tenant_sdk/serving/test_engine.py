@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
+from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tests.support.saved_adapters import save_adapter
@@ -271,6 +272,18 @@ def test_a_request_larger_than_the_kv_budget_is_refused_and_others_are_answered(
 
 
 # ---- engines that cannot be ------------------------------------------------------------------------------------------
+
+
+def test_an_engine_takes_a_folder_of_adapters_and_a_store_that_was_not_told_whom_to_wake(
+    client: TenantClient, tmp_path: Path
+) -> None:
+    save_adapter(client.load_model(), tmp_path / "one", seed=1)
+    want = client.generate("who?", adapter=tmp_path / "one", max_new_tokens=4)
+    for given in (tmp_path, str(tmp_path), lambda model, _: AdapterStore(model, tmp_path)):
+        with Engine(client, given) as engine:
+            assert len(engine.submit("who?", adapter="one", max_new_tokens=4).result(TIMEOUT_S)) == len(want)
+    with pytest.raises(ConfigurationError, match="a folder, or a function"):
+        Engine(client, 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

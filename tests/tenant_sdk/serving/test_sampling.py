@@ -93,6 +93,15 @@ def test_a_hook_sees_the_tokens_and_decides_which_are_allowed(client: TenantClie
     assert seen == list(range(prompt, prompt + 5))
 
 
+def test_a_hook_that_returns_nan_ends_its_own_request(client: TenantClient) -> None:
+    with Engine(client) as engine:
+        broken = engine.submit("who?", max_new_tokens=5, logits_processor=[lambda _, scores: scores * torch.nan])
+        free = engine.submit("who?", max_new_tokens=5)
+        with pytest.raises(ConfigurationError, match=r"^a logits_processor returned NaN$"):
+            broken.result(60)
+        assert free.result(60) == client.generate("who?", max_new_tokens=5)
+
+
 def test_transformers_own_processors_are_hooks(client: TenantClient) -> None:
     plain = client.generate("who?", max_new_tokens=6)
     banned = client.tokenizer.convert_tokens_to_ids(plain[0])

@@ -103,14 +103,14 @@ def test_a_name_that_could_be_a_path_is_none(name: Any, folder: AdapterFolder) -
 
 
 def test_an_unknown_name(folder: AdapterFolder) -> None:
-    refuse(folder, "nobody", "there is no adapter nobody here")
+    refuse(folder, "nobody", "there is no adapter 'nobody' in the folder of adapters")
 
 
 def test_links_are_not_followed(folder: AdapterFolder, root: Path, made: Path, tmp_path: Path) -> None:
     (root / "linked").symlink_to(made, target_is_directory=True)
     (root / "inside").symlink_to(root / "good", target_is_directory=True)
     for name in ("linked", "inside"):
-        refuse(folder, name, f"there is no adapter {name} here")
+        refuse(folder, name, f"there is no adapter {name!a} in the folder of adapters")
         assert name not in folder.names()
     for file in (CONFIG, WEIGHTS):
         shutil.copytree(made, root / f"with-{file}")

@@ -390,7 +390,7 @@ def test_preloading_fills_the_tiers_before_the_first_request(
 
 
 def test_preloading_what_is_not_there(model: Any, root: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no adapter nobody here"):
+    with pytest.raises(ConfigurationError, match="there is no adapter 'nobody' in the folder"):
         AdapterStore(model, root, preload=["a1", "nobody"])
 
 
