@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of a run, and writes adapters completely or not at all.
+"""This module keeps the checkpoints of a training run, and writes adapters completely or not at all.
 
 Guarantees: a checkpoint is used only if its marker file exists, which is written last: an incomplete checkpoint, after
 a full disk or a crash, is never resumed from. A checkpoint is used only for the run that wrote it. A fingerprint of
