@@ -31,8 +31,8 @@ class Option:
     """Describes the values that one option may have.
 
     Attributes:
-        expected: the allowed values in words, as they follow "is" in a message.
-        fits: tells whether a value is allowed; it accepts any value and raises nothing.
+        expected: a description of the allowed values, which follows the word "is" in an error message.
+        fits: a function that returns whether a value is allowed. Its argument may be anything, and it raises no error.
     """
 
     expected: str
