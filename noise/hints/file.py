@@ -225,7 +225,7 @@ class MappedHint(Hint):
 
     @classmethod
     def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
-        """Maps a file, or returns None if it does not exist.
+        """Maps a hint file into memory; returns None if the file does not exist.
 
         Raises:
             MaskError: the file's size or header is not that of this key and layout.

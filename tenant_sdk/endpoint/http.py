@@ -152,7 +152,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
 
 
 async def _until_gone(receive: Receive, work: Any) -> None:
-    """Runs the work of a request until it is done, and cancels it when the client goes away.
+    """Runs the work of a request until the work is done, and cancels the work if the client goes away.
 
     Raises:
         ClientGone: the client went away.

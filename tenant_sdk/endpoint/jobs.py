@@ -91,7 +91,7 @@ class Jobs:
         return self.described(job_id)
 
     def described(self, job_id: str) -> dict[str, Any]:
-        """Returns a job as OpenAI's interface writes it.
+        """Returns the description of a job, as an object of OpenAI's interface.
 
         Raises:
             HttpError: there is no such job.

@@ -133,7 +133,7 @@ class ModelNames:
                 self._alias[name] = subfolder
 
     def _warm(self, subfolder: str) -> None:
-        """Loads an adapter to the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
+        """Loads an adapter onto the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
 
         Raises:
             VeilbaseError: the adapter cannot be loaded.

@@ -27,7 +27,7 @@ class EndpointLimits:
         file_bytes: the largest upload of a training file.
         body_s: the seconds within which a whole request has to arrive.
         connections: the most connections at a time.
-        stall_s: the seconds for which a client may leave its answer unread.
+        stall_s: the seconds for which a client may leave a response unread.
         idle_s: the seconds for which a connection may stay without a request.
         schema_bytes: the largest JSON schema or list of tools.
     """

@@ -71,7 +71,8 @@ class Checkpoints:
 
         Args:
             run: the run's fingerprint.
-            resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all.
+            resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all
+                checkpoints.
 
         Returns:
             The folder of the checkpoint to resume from, or None for a run that starts at the beginning.

@@ -56,8 +56,8 @@ def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
             forward takes `logits_to_keep`.
 
     Returns:
-        Whether the model's loss is now computed in chunks; False if the model keeps its own loss, because its logits
-        are not a cap or scale of its head's output.
+        Whether the model's loss is now computed in chunks; False if the model keeps its own loss, because this
+        module cannot compute that loss or the logits in chunks.
 
     Raises:
         ConfigurationError: the model has no forward method or no head.

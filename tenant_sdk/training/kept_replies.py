@@ -26,7 +26,7 @@ class KeptReplies:
     """Makes the two contexts in which torch's activation checkpointing runs a block (torch's `context_fn`)."""
 
     def __init__(self, store: ReplyStore) -> None:
-        """Keeps the replies of all blocks in one store."""
+        """Uses `store` for the replies of all blocks."""
         self._store = store
 
     def contexts(self) -> tuple[Any, Any]:

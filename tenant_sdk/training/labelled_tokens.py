@@ -1,4 +1,4 @@
-"""This module turns checked rows into token ids and labels, and makes batches. Only completions get labels.
+"""This module turns checked rows into token ids and labels, and makes batches. Only text to be learnt gets labels.
 
 Guarantees: a label is the token at the same position, or -100 for no loss. Every row has at least one label that a
 causal model is trained on, unless an unverified provider's tokenizer made the row unusable. An error never shows a

@@ -31,7 +31,7 @@ class CurrentStep(threading.local):
     Attributes:
         value: the step; None outside a step.
         head: the rows of the step whose logits are computed; None if these are all rows.
-        inputs: by layer, the input that the layer would have got without adapters, where an adapter changed it.
+        inputs: for each layer whose input an adapter has changed, the input before this change.
     """
 
     value: Step | None = None
