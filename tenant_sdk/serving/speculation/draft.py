@@ -62,8 +62,7 @@ class _Line:
         return 0 if is_done else len(self.token_ids) - self.read.num_tokens
 
     def put(self, logits: torch.Tensor) -> None:
-        """Drafts the next token from logits of shape (vocab_size,). If the largest logit is not finite, nothing more is
-        drafted for the request."""
+        """Drafts the next token from logits of shape (vocab_size,); gives up if the largest is not finite."""
         if not torch.isfinite(logits.amax()):
             self.num_wanted = len(self.drafted)
             return
