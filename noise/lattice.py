@@ -72,7 +72,7 @@ class _Epoch:
 
 @dataclass(eq=False)
 class _Cut:
-    """Holds a block that is made in pieces. The block's secret is kept until every row is in a piece."""
+    """Holds a block of mask rows that is made in pieces. The block's secret is kept until every row is in a piece."""
 
     epoch: _Epoch = field(repr=False)
     secrets_hat: torch.Tensor = field(repr=False)

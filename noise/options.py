@@ -31,8 +31,8 @@ class Option:
     """Describes the values that one option may have.
 
     Attributes:
-        expected: the allowed values in words, as they follow "is" in a message.
-        fits: tells whether a value is allowed; it accepts any value and raises nothing.
+        expected: a description of the allowed values, which follows the word "is" in an error message.
+        fits: a function that returns whether a value is allowed. Its argument may be anything, and it raises no error.
     """
 
     expected: str
@@ -48,8 +48,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_parameters(value: Any) -> bool:
-    """Tells whether a value is a word or a parameter set whose fields are numbers. `noise.params.choose` later looks up
-    the word, or compares the set with the table."""
+    """Tells whether a value is a text or a parameter set whose fields are numbers. Later `noise.params.choose` looks up
+    the text as a set's name, or compares the set with the table of accepted sets."""
     if not isinstance(value, LatticeParameters):
         return isinstance(value, str)
     counts = (value.ring_degree, value.rank, value.bits)

@@ -26,8 +26,8 @@ section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6
-"""MAX_RING_DEGREE and MAX_RANK are the largest N and k for which noise/polynomial/negacyclic.py is tested to be
-exact."""
+"""MAX_RING_DEGREE and MAX_RANK are the largest ring degree N and rank k for which noise/polynomial/negacyclic.py is
+tested to be exact."""
 
 MAX_SIGMA = 1024.0
 """The largest σ that is accepted. Beyond it the loss of quality is plain (2.7166 at σ = 1024 against 2.7054, in the

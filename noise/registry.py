@@ -35,7 +35,7 @@ class Setting:
 
     Attributes:
         weights: the provider's weights, `int8` or `native`.
-        offered: the arithmetics in the manifest.
+        offered: the arithmetics (`ring`, `float`) that the provider's manifest lists.
         open_ledger: opens this identity's ledger; only masks that count secrets call it.
         hints_folder: the folder in which lattice hints are kept.
         num_providers: how many URLs the client has.

@@ -1,5 +1,5 @@
-"""Checks that an adapter folder exists. Importing this module is quick, so that the command line can check a path
-before it loads anything else."""
+"""This module checks that an adapter folder exists. Importing this module is quick, so that the command line can check
+a path before it loads anything else."""
 
 from __future__ import annotations
 

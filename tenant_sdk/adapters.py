@@ -1,4 +1,4 @@
-"""Loads PEFT adapters onto a model whose base layers are at the provider, and refuses adapters that cannot work.
+"""This module loads PEFT adapters onto a model whose base layers are at the provider.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
 with a one-line error. No adapter is applied only in part.
@@ -43,8 +43,8 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:
-    """Returns (module name, PEFT setting) of a module that PEFT trains or loads as a whole although base layers in the
-    module are at the provider; returns None if there is no such module."""
+    """Returns (module name, PEFT setting) of a module that the setting makes PEFT train or load as a whole, although it
+    has base layers at the provider; returns None if there is no such module."""
     for name, module in model.named_modules():
         if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
             continue

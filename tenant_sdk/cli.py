@@ -1,4 +1,4 @@
-"""Runs the tenant's SDK from a shell, as the command `tenant`."""
+"""This module implements the command `tenant`, which runs the tenant's SDK from a shell."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def chat(
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yields lines of standard input, with a prompt where a person types them."""
+    """Yields the lines of standard input, and shows a prompt before each if standard input is a terminal."""
     while True:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False)

@@ -93,7 +93,7 @@ class TenantClient:
                 False for no padding.
             accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model"
                 (the model's name), "tokenizer", "template" and "config".
-            peer_uid: for ipc: the user id that the provider has to have; None takes that of the folder's owner.
+            peer_uid: for an ipc: URL, the user id under which the provider must run; None stands for the owner of DIR.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -267,15 +267,15 @@ class TenantClient:
                 tokens. A longer row is an error.
             save_steps: optimizer steps between checkpoints.
             seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
-            checkpointing: how activations are saved (docs/memory.md): None keeps them all; `replies` keeps what the
-                provider answered, in memory and then in an encrypted file, and computes the rest again, with the same
-                calls; `recompute` also asks the provider again, with about twice as many forward calls; `auto` is the
-                cheapest of these that fits.
+            checkpointing: how a run saves memory for activations (docs/memory.md). None keeps all activations.
+                `replies` keeps the provider's replies, in memory and beyond that in an encrypted file, and computes the
+                rest again; the calls to the provider stay the same. `recompute` also asks the provider again, with
+                about twice as many forward calls. `auto` chooses the first of these that fits.
             memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
                 half of what is free.
-            gradient_checkpointing: whether `checkpointing` is `recompute`, under the name that transformers has for it.
-            resume: None resumes from a checkpoint of the same run if there is one; True requires one; False starts
-                over.
+            gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
+            resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
+                starts over.
             progress: whether a progress bar is shown on stderr.
 
         Returns:
@@ -287,7 +287,7 @@ class TenantClient:
             NotFinite: a value was NaN or infinite, and there is no adapter. With `verify` the error is raised at once,
                 without `verify` at the planned end of the run.
             TransportError, ProtocolError, AccessError: a request failed; the same call again resumes the run.
-            StorageError: the disk has no room for replies, or gave back other bytes.
+            StorageError: the disk has no room for replies, or returned other bytes than were written.
             VeilbaseError: the adapter or a checkpoint could not be written.
         """
         from tenant_sdk.training.finetune import finetune
@@ -336,8 +336,8 @@ class TenantClient:
         Raises:
             ConfigurationError: the adapter does not exist or does not fit the model, or a length or an option is
                 impossible.
-            NotFinite: a value was NaN or infinite. The error is raised at once, or, with `fixed_length` and without
-                `verify`, at the planned end.
+            NotFinite: a value was NaN or infinite. The error is raised at once. With `fixed_length` and without
+                `verify` it is raised at the end of the answer.
         """
         from tenant_sdk.generate import generate
 

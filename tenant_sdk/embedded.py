@@ -1,4 +1,4 @@
-"""Runs the provider in the tenant's own process, for `inproc:` URLs.
+"""This module runs the provider in the tenant's own process, for `inproc:` URLs.
 
 There is nothing to set up, and no privacy boundary. Only this module of tenant_sdk imports the provider's code, and
 only for such a URL. The rules of import-linter list this exception.

@@ -1,4 +1,4 @@
-"""Describes the privacy in force: this module writes the text that `client.explain()` and `tenant explain` print.
+"""This module describes the privacy in force: it writes the text that `client.explain()` and `tenant explain` print.
 
 The text states the assumption, the parameters and what is not protected, and claims nothing more (docs/masks.md, "What
 `explain` prints").

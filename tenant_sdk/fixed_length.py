@@ -1,4 +1,4 @@
-"""Makes the calls of an answer independent of its text, and refuses options of `generate` that would undo this.
+"""This module makes the calls of an answer independent of its text, and refuses options that would undo this.
 
 Guarantees: an answer of fixed length takes one pass through the model for the prompt and one pass for each further
 token, whatever the tokens are. Generation does not end at a stop token. If a logit is NaN or infinite, the next token
@@ -75,7 +75,7 @@ def no_guessing() -> dict[str, Any]:
 
 
 def fixed_settings() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` that make the length limit the only end of an answer."""
+    """Returns arguments of transformers' `generate` with which an answer ends only at its length limit."""
     return {**_ENDS_EARLY, "eos_token_id": None, "num_beams": 1}
 
 
@@ -102,8 +102,8 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         """Makes a check for one answer.
 
         Args:
-            course: the answer's run state, which records whether a value was NaN or infinite.
-            bounds: whether large logits are cut, so that sampling never overflows.
+            course: the state of the answer, which records whether a value was NaN or infinite.
+            bounds: whether large logits are reduced, so that sampling never overflows.
         """
         self._course, self._bounds = course, bounds
 

@@ -1,4 +1,4 @@
-"""Generates text from the base model or an adapter, with the KV cache on the tenant's side.
+"""This module generates text from the base model or an adapter. The KV cache stays with the tenant.
 
 Guarantees: an impossible length, option or prompt is refused with a one-line error. An error inside the model, the
 provider or the user's own functions is passed on unchanged.

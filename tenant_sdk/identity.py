@@ -1,4 +1,5 @@
-"""Reads the provider's URL, the provider's authority and the tenant's name from a tenant's identity folder."""
+"""This module reads the provider's URL, the provider's authority and the tenant's name from a tenant's identity
+folder."""
 
 from __future__ import annotations
 

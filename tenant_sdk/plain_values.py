@@ -1,4 +1,4 @@
-"""Checks settings that are a plain number or a plain yes or no."""
+"""This module checks settings that are a whole number or a boolean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a client's settings and keeps them, unchanged, as a `Plan`.
+"""This module checks a client's settings, and keeps them in a `Plan`, which does not change afterwards.
 
 Guarantees: every impossible setting that can be recognised without the network is refused before the network is used.
 """
@@ -25,11 +25,12 @@ class Plan:
     """Holds a client's settings, checked as far as is possible without a network.
 
     Attributes:
-        urls, identities: one of each for every provider; an identity is None for inproc: and for loopback without TLS.
+        urls, identities: one URL and one identity folder for every provider; an identity is None for inproc: and for
+            loopback without TLS.
         mask, arithmetic, mask_options: see `TenantClient`.
         verify: the trusted checkpoint, or None.
         kappa: a forged reply passes with probability at most 2^-kappa.
-        weights: `int8` or `native` for an inproc: provider; None otherwise.
+        weights: for an inproc: provider, `int8` or `native`, the form of its weights; None otherwise.
         cache: folder of bundles and hints, and of the ledger if the client has no identity.
         tokenizer: the tokenizer that the tenant names, or None.
         bucket: number of tokens to which prompts and training rows are padded; None if they are not padded.

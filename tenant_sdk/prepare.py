@@ -1,6 +1,6 @@
-"""Prepares the use of a model, by fetching hints from the provider and making masks on this machine ahead of use.
+"""This module fetches hints from the provider and makes masks on this machine, before a model is used.
 
-A hint is the product of a group's weight and the public matrix of the lattice mask.
+A hint is the product of the lattice mask's public matrix and the weight of a layer group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shows progress bars on stderr for training (step and loss) and for long preparations."""
+"""This module shows progress bars on stderr for training (step and loss) and for long preparations."""
 
 from __future__ import annotations
 

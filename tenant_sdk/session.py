@@ -1,4 +1,5 @@
-"""Opens a session: connects to providers and sets up trusted checkpoint, ledger, mask and executor.
+"""This module opens a session. It connects to the providers, and sets up the trusted checkpoint, the ledger (record of
+used masks), the mask and the executor, which sends calls.
 
 Guarantees: settings that can be refused without a network are refused before the network is used. With `verify`, no
 masked row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
@@ -46,7 +47,10 @@ class NotVerifiedWarning(UserWarning):
 
 
 class AcceptedChangeWarning(UserWarning):
-    """Warns that a change of an unverified provider's bundle was accepted by name, and is pinned from now on."""
+    """Warns that an unverified provider's bundle has changed, and that the tenant's setting `accept_changes` allows it.
+
+    The changed bundle is the one that later sessions expect.
+    """
 
 
 UNVERIFIED = (
@@ -182,7 +186,8 @@ def _place(url: str) -> str:
 
 
 def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
-    """Returns the tokenizer of this session: the tenant's own, else the verified one, else the provider's.
+    """Returns the tokenizer of this session: the tenant's own if there is one, else a verified one, else the
+    provider's.
 
     Raises:
         ConfigurationError: the tokenizer cannot be used, or does not fit the model.
@@ -213,7 +218,7 @@ def _spelled(url: str) -> str:
 
 
 def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
-    """Returns the mask's setting as far as it is known before the network is used.
+    """Returns the facts that making a mask needs (`Setting`), as far as they are known before the network is used.
 
     Until the manifest of a networked provider is known, its weights count as int8 and both arithmetics as offered.
     """

@@ -1,4 +1,4 @@
-"""Describes, as protocols, what training, generation and adapters need of a tenant's session.
+"""This module describes, as protocols, what training, generation and adapters need of a tenant's session.
 
 `TenantClient` fulfils all these protocols. Training, generation and adapters take a protocol as their argument, so that
 they need not import the client, which calls them.

@@ -1,4 +1,4 @@
-"""This module is `tenant chat`: a conversation in a terminal, with the base model or an adapter.
+"""This module implements `tenant chat`, a conversation in a terminal with the base model or an adapter.
 
 Guarantees: the conversation stays in this process; nothing of it is written to a file or a log.
 """
@@ -24,14 +24,14 @@ HELP = (
 
 
 class Talking(TrainingSession, Protocol):
-    """Describes a session that also explains itself; `TenantClient` fulfils it."""
+    """Describes a session that can also print the privacy in force; `TenantClient` fulfils it."""
 
     def explain(self) -> str:
         """Prints and returns the privacy in force."""
 
 
 class Terminal:
-    """Holds one conversation and the adapter that answers."""
+    """Holds one conversation, and the name of the adapter that is in use."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Terminal:
         """Begins an empty conversation with the base model.
 
         Args:
-            engine: answers.
-            store: the adapters that may be chosen; None for none.
+            engine: the engine that generates answers.
+            store: the adapters that may be chosen; None if there are no adapters.
             traffic: returns the bytes that the session has sent and received so far.
-            write: shows a text, without a line's end.
-            max_new_tokens: the length limit of an answer; None as for `Engine.submit`.
-            explain: prints the privacy in force.
+            write: a function that prints a text without adding a newline.
+            max_new_tokens: the length limit of an answer; for None see `Engine.submit`.
+            explain: a function that prints the privacy in force.
             clock: returns the present time in seconds.
         """
         self._engine, self._store, self._traffic, self._write = engine, store, traffic, write
@@ -135,9 +135,9 @@ def talk(
 
     Args:
         client: a connected client.
-        adapters: the folder of adapters; None for none.
-        lines: what is typed.
-        write: shows a text, without a line's end.
+        adapters: the folder of adapters; None if there are no adapters.
+        lines: the lines that the user types.
+        write: a function that prints a text without adding a newline.
         max_new_tokens: the length limit of an answer.
 
     Raises:

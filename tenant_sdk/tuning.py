@@ -1,4 +1,4 @@
-"""Tunes how a tenant's process waits for its own threads and for the network.
+"""This module tunes how a tenant's process waits for its own threads and for the network.
 
 `tune` sets two environment variables, each of which a library reads once, when the library is loaded. So `tune` must
 run before torch and grpc are imported; the import of `tenant_sdk` does not call it. The figures are in

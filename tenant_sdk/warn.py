@@ -1,5 +1,4 @@
-"""Issues warnings that cannot end a run: a run that ended at a warning would show the provider that there was a
-warning."""
+"""This module issues warnings that cannot end a run. If a warning could, the provider would see that there was one."""
 
 from __future__ import annotations
 

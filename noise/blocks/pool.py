@@ -64,7 +64,7 @@ rows."""
 
 
 class _Shelf:
-    """Holds the rows that are ready for one group and direction."""
+    """Holds the mask rows that are ready for one layer group and direction."""
 
     def __init__(self, group: GroupSpec) -> None:
         self.group = group
@@ -88,7 +88,8 @@ class _Shelf:
 
 
 class MaskPool:
-    """Hands out mask rows. A worker thread refills used rows, in the order in which they were used."""
+    """Hands out mask rows. A worker thread makes new rows in place of used ones, for the layer first that was used
+    first."""
 
     def __init__(
         self,
@@ -103,9 +104,10 @@ class MaskPool:
         """Makes an empty pool. The first masks are made when the first rows are requested.
 
         Args:
-            make: makes blocks. It is called from any thread, but for one group and direction only by one thread at a
-                time.
-            block_rows: how many rows a block has; a shelf with fewer than half of them is refilled.
+            make: makes blocks. It is called from any thread, but for one layer group and direction only by one thread
+                at a time.
+            block_rows: how many rows a block has. A shelf (the ready rows of one layer group and direction) with fewer
+                than half of them is refilled.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
             background: whether a worker thread makes blocks; if not, each is made when it is used.

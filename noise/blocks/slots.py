@@ -52,7 +52,7 @@ class Origin:
 class Slots:
     """Hands out the rows of one block, each at most once. It is safe under threads and refuses a forked child.
 
-    Rows are handed out in order, so the first unburnt row is the whole state.
+    Rows are handed out in order, so the number of the first unused row is the whole state.
     """
 
     __slots__ = ("_lock", "_next", "_num_rows", "_origin")

@@ -27,8 +27,8 @@ from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
 TILE_FEATURES = 64
-"""How many columns a tile of a hint file has. This is close to the size of the chunks in which effects are computed.
-Wider tiles would not decode faster; narrower tiles would decode slower."""
+"""How many columns a tile (a range of columns that is stored together) of a hint file has. This is close to the size of
+the chunks in which effects are computed. Wider tiles would not decode faster; narrower tiles would decode slower."""
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
@@ -40,7 +40,7 @@ _GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """Says where the numbers of one hint lie in its file.
+    """Describes the positions of one hint's numbers in its file.
 
     Attributes:
         rows: the number of rows of the hint, rank·N.
@@ -225,7 +225,7 @@ class MappedHint(Hint):
 
     @classmethod
     def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
-        """Maps a file, or returns None if it does not exist.
+        """Maps a hint file into memory; returns None if the file does not exist.
 
         Raises:
             MaskError: the file's size or header is not that of this key and layout.

@@ -57,7 +57,7 @@ class HintKey:
         weights: the group's weight digest, 64 hex digits. In a session that verifies, the tenant has computed this
             digest from its own checkpoint, since a stored `verified` mark means nothing for another weight.
         seed: the public seed of A.
-        group, direction: see `Call`.
+        group, direction: the layer group's number in the manifest, and the direction (forward or backward).
     """
 
     weights: str
@@ -95,11 +95,11 @@ class Reply(Protocol):
 
 
 Fetch = Callable[[int, int], Reply]
-"""Maps (first row, number of rows) of H to the pending rows. It is called for several ranges before the first is
-awaited."""
+"""A function that requests rows of a hint: it takes (first row, number of rows) and returns the pending rows. It is
+called for several ranges before the first is awaited."""
 Verify = Callable[[int, torch.Tensor], None]
-"""Takes (first row, int32 rows at 32 bits) and raises VerificationFailed unless these are A·W̃ of the trusted
-checkpoint."""
+"""A function that checks rows of a hint: it takes (first row, int32 rows at 32 bits) and raises VerificationFailed
+unless these are A·W̃ of the trusted checkpoint."""
 
 
 @dataclass(frozen=True)

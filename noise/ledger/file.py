@@ -47,7 +47,7 @@ class Seed:
         budget: the most secrets that the seed may serve; None for one-time seeds.
         used: the secrets that all processes have reserved so far, whether or not anything was sent under them.
         num_reservations: the number of records that `used` adds up.
-        drawn_at: Unix time, seconds.
+        drawn_at: the Unix time, in seconds, at which the seed was drawn.
     """
 
     seed: bytes = field(repr=False)
@@ -60,7 +60,7 @@ class Seed:
 
 
 class Book:
-    """Adds up the records read so far. A book reads no file itself: callers pass lines to `read`, and `seeds` has the
+    """Adds up the records of a ledger. A book reads no file itself: callers pass lines to `read`, and `seeds` holds the
     totals."""
 
     def __init__(self, name: str, identity: str) -> None:

@@ -1,7 +1,7 @@
-"""This module decides whether a request may be answered at all: its host, its origin, its key and its type.
+"""This module checks the headers of every request, before any route handles it: host, origin, key and content type.
 
-It stands before every route. Guarantees: a page of another origin gets nothing and starts nothing, also if its name was
-bound to this machine's address (DNS rebinding). Keys are compared in constant time. Nothing of a refused request is
+Guarantees: a web page of another origin gets nothing and starts nothing, even if its host name was bound to this
+machine's address (DNS rebinding). Keys are compared in constant time. Nothing of a refused request is
 read or logged besides its method and a fixed word.
 """
 
@@ -20,7 +20,8 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
 """The paths that need no key: they hold no contents, and a browser opens the page without a header."""
 UPLOAD_PATH = "/v1/files"
-"""The path that takes a form with a file. Forms of other sites are refused by their origin, and have no key."""
+"""The path that accepts a form with a file. A form of another site is refused, since its origin differs and it has no
+key."""
 _TYPE = "application/json"
 
 
@@ -28,7 +29,7 @@ class Access:
     """Checks the headers of requests."""
 
     def __init__(self, settings: EndpointSettings) -> None:
-        """Keeps the digest of the key, and which hosts may be named."""
+        """Keeps a digest of the key, and which values of the Host header are accepted."""
         self._only_loopback = settings.is_loopback
         self._key_digest = _digest(settings.key)
 
@@ -65,13 +66,17 @@ class Access:
 
 
 def _digest(key: str) -> bytes:
-    """Returns a digest, so that texts of different lengths are compared in the same time."""
+    """Returns the SHA-256 of a key. Comparing digests takes the same time for keys of any length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _single_headers(scope: Scope) -> dict[str, str]:
-    """Returns the headers that decide; refuses a request that has one of them twice, which two readers could read
-    differently."""
+    """Returns the headers that `Access.check` needs. Refuses a request that has one of them twice, since two programs
+    could then read the request differently.
+
+    Raises:
+        HttpError: a header came twice.
+    """
     found: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name = raw_name.decode("latin-1").lower()
@@ -83,7 +88,7 @@ def _single_headers(scope: Scope) -> dict[str, str]:
 
 
 def _is_own_host(host: str) -> bool:
-    """Returns whether a Host header names this machine by itself: localhost or a loopback address, with any port."""
+    """Returns whether a Host header is localhost or a loopback address, with any port."""
     name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "0")
     if not name:
         name, port = host, "0"
@@ -98,7 +103,10 @@ def _is_own_host(host: str) -> bool:
 
 
 def _check_type(content_type: str, is_upload: bool) -> None:
-    """Refuses the types that a form of another site may post without being asked, but for uploads."""
+    """Refuses a content type other than JSON, or for an upload other than multipart/form-data.
+
+    A browser sends JSON to another site only if that site allows it.
+    """
     wanted = "multipart/form-data" if is_upload else _TYPE
     if content_type.partition(";")[0].strip().lower() != wanted:
         raise HttpError(415, f"expected the type {wanted}", "invalid_content_type")

@@ -1,8 +1,8 @@
 """This module joins the answers of one HTTP request, which has several where n is above 1, into one stream of events
 for asyncio.
 
-Guarantees: every answer that was submitted is cancelled when the request ends before it, whether its client left, it
-failed, or another answer failed.
+Guarantees: if a request ends before an answer is complete, that answer is cancelled. A request ends early if its client
+left, or if one of its answers failed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from types import TracebackType
 from tenant_sdk.serving.answer import Answer
 
 Submit = Callable[[Callable[[str], None]], Answer]
-"""Submits one answer to the engine; takes the function that is called with each piece of text."""
+"""A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Holds a piece of the text of one choice."""
+    """Holds a piece of the text of one choice (one of the `n` answers to a request)."""
 
     index: int
     text: str
@@ -37,10 +37,10 @@ class End:
 
 
 class Answering:
-    """Holds the answers of one request; an asynchronous context manager that cancels what is not done at its end."""
+    """Holds the answers of one request. As an asynchronous context manager it cancels incomplete answers at its end."""
 
     def __init__(self) -> None:
-        """Makes a request without answers; has to be called in the event loop's thread."""
+        """Makes an object without answers. Callers must call it in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | End] = asyncio.Queue()
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Answering:
         self.answers: list[Answer] = []
 
     async def submit(self, submits: Sequence[Submit]) -> None:
-        """Submits all answers, in another thread, since prompts are tokenized and adapters' headers are read.
+        """Asks the engine for all answers. This runs in another thread, since it tokenizes prompts and reads files.
 
         Raises:
             VeilbaseError: one of them was refused.
@@ -112,13 +112,13 @@ class Answering:
         return sum(len(answer.token_ids) for answer in self.answers)
 
     async def __aenter__(self) -> Answering:
-        """Returns the object."""
+        """Returns this object."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancels the answers that are not done, which frees their places."""
+        """Cancels the answers that are not complete, so that other requests can run."""
         with self._lock:
             self._is_over = True
             answers = list(self.answers)

@@ -1,6 +1,7 @@
-"""This module puts the routes together: an ASGI application over one engine.
+"""This module combines all routes into one ASGI application, which serves one engine.
 
-Guarantees: every request passes `access.py` first, and an unknown path or method is answered in OpenAI's form.
+Guarantees: every request first passes the checks of `access.py`. For an unknown path or method, the response is an
+error in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MODELS = PurePosixPath("/v1/models")
 
 
 class App:
-    """Answers all requests; an ASGI application."""
+    """Handles all requests, as an ASGI application."""
 
     def __init__(self, service: Service, jobs: JobRoutes | None = None) -> None:
         """Makes the routes. Args: jobs: the routes of files and jobs; None if there is no folder of adapters."""
@@ -60,7 +61,7 @@ class App:
         return JsonRoute(name, work, self._service.settings.limits, self._service.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or the beginning or end of the server."""
+        """Handles one HTTP request, or ASGI's messages about the start and end of the server."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return

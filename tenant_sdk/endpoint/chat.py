@@ -1,4 +1,4 @@
-"""This module answers /v1/chat/completions."""
+"""This module handles requests to /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tenant_sdk.serving.answer import Answer
 
 @dataclass
 class _Prepared:
-    """Holds a request that was checked, and what its choices share."""
+    """Holds a request that was checked, and what its choices (its `n` answers) share."""
 
     request: ChatRequest
     adapter: str | None
@@ -40,7 +40,7 @@ class _Prepared:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Returns an object of a streamed answer."""
+        """Returns one JSON object (a chunk) of a streamed response."""
         shared = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
         made = {**shared, "model": self.request.model, "choices": choices}
         return {**made, "usage": usage} if self.request.includes_usage else made
@@ -50,11 +50,11 @@ class Chat:
     """Answers chat requests with an engine."""
 
     def __init__(self, service: Service) -> None:
-        """Keeps the parts of the endpoint."""
+        """Keeps the parts of the endpoint that the routes share."""
         self._service = service
 
     async def __call__(self, body: bytes) -> Reply:
-        """Returns the answer of one request: an object, or its chunks.
+        """Handles one request. Returns the response: one object, or a stream of chunks.
 
         Raises:
             HttpError: the request is refused.
@@ -145,7 +145,7 @@ class Chat:
         return chat_logprobs(prepared.records[index], answer.token_ids, service.token_texts, service.released)
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
-        """Yields the chunks of a streamed answer."""
+        """Yields the chunks of a streamed response."""
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
             held = [HeldText(prepared.tool_names) for _ in answering.answers]
@@ -165,8 +165,7 @@ class Chat:
             yield prepared.chunk([], usage)
 
     def _last(self, prepared: _Prepared, index: int, answer: Answer, held: HeldText) -> list[dict[str, Any]]:
-        """Returns the last deltas of one choice: text that was held back, calls, logprobs, and the reason of the
-        end."""
+        """Returns the last chunks of one choice: text that was held back, tool calls, logprobs, and why it ended."""
         text, calls = held.end()
         deltas = [_delta(index, {"content": text})] if text else []
         if calls:

@@ -1,4 +1,4 @@
-"""This module is what `tenant serve` does after its options were read."""
+"""This module implements the command `tenant serve`, except for the parsing of its options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from tenant_sdk.endpoint.server import ServedSession
 
 FORGED_EXIT = 3
-"""The exit code after a reply that failed its check: a supervisor must not start the server again by itself."""
+"""The exit code after a reply of the provider failed its check. A supervisor must then not restart the server."""
 
 
 def serving_settings(
     *, host: str, port: int, api_key_file: Path | None, tls_cert: Path | None, tls_key: Path | None, unverified: bool,
     release_values: float | None, is_verified: bool,
 ) -> EndpointSettings:  # fmt: skip
-    """Returns the settings of the command line, checked before anything is loaded.
+    """Checks the options of the command line and returns them as settings, before anything is loaded.
 
     Raises:
         ConfigurationError: a file cannot be used, or an endpoint with these settings may not listen.
@@ -46,7 +46,7 @@ def serve_command(
     echo: Callable[[str], None],
     **options: Any,
 ) -> None:
-    """Serves until Ctrl-C, and prints what a user has to know: the privacy in force, a key that was made, and the URL.
+    """Serves until Ctrl-C. Prints the privacy in force, the URL, and the key if a new one was made.
 
     Raises:
         SystemExit: a reply failed its check; the code is `FORGED_EXIT`.
@@ -72,7 +72,7 @@ def serve_command(
 
 
 def log_requests() -> None:
-    """Writes one line for each request to stderr: time, route, status, a fixed word, and milliseconds."""
+    """Turns on a log on stderr, with one line for each request: time, route, status, a fixed word, and milliseconds."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger = logging.getLogger("veilbase.endpoint")

@@ -1,4 +1,4 @@
-"""This module answers /v1/completions: texts that are continued as they are, without a chat template."""
+"""This module handles requests to /v1/completions, which continue a text without a chat template."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class _Prepared:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns an answer, or a chunk of it, without the usage."""
+        """Returns a response, or a chunk of a streamed response, without the token counts (`usage`)."""
         shared = {"id": self.id, "object": "text_completion", "created": self.created}
         return {**shared, "model": self.request.model, "choices": choices}
 
 
 class Completions:
-    """Answers plain completions with an engine."""
+    """Handles requests for plain completions with an engine."""
 
     def __init__(self, service: Service) -> None:
-        """Keeps the parts of the endpoint."""
+        """Keeps the parts of the endpoint that the routes share."""
         self._service = service
 
     async def __call__(self, body: bytes) -> Reply:
-        """Returns the answer of one request: an object, or its chunks.
+        """Handles one request. Returns the response: one object, or a stream of chunks.
 
         Raises:
             HttpError: the request is refused.
@@ -103,7 +103,7 @@ class Completions:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
-        """Yields the chunks of a streamed answer."""
+        """Yields the chunks of a streamed response."""
         usage: dict[str, Any] = {"usage": None} if prepared.request.includes_usage else {}
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
@@ -119,7 +119,7 @@ class Completions:
 
 
 def _prompts(request: CompletionRequest) -> list[ReadyText | ReadyTokens]:
-    """Returns the prompts of a request, which has a text, token ids, or a list of these."""
+    """Returns the prompts of a request. Its `prompt` is a text, token ids, or a list of either."""
     given = request.prompt
     if isinstance(given, str):
         return [ReadyText(given)]

@@ -1,9 +1,9 @@
-"""This module limits connections: how many there are, how long one may stay idle, and how long an answer may stay
-unread.
+"""This module limits how many connections there are, how long one may stay idle, and how long a client may leave a
+response unread.
 
-Guarantees: a connection over the limit gets one fixed answer and is closed. A connection that has no request for
-`idle_s` seconds, or whose client leaves an answer unread for `stall_s` seconds, is cut, which frees the places of its
-requests.
+Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
+request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
+cancelled, so that others can run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FULL_RETRY_S = 1.0
 
 
 def protocol_class(limits: EndpointLimits) -> type[asyncio.Protocol]:
-    """Returns uvicorn's HTTP/1.1 protocol with limits."""
+    """Returns a subclass of uvicorn's HTTP/1.1 protocol that applies the limits to its connections."""
 
     class LimitedProtocol(H11Protocol):
         """Serves one connection."""

@@ -21,7 +21,7 @@ from wire.errors import (
 )
 
 LOST_RETRY_S = 5.0
-"""The seconds after which a client tries again when the connection to the provider is lost."""
+"""The seconds after which a client is told to try again if the connection to the provider is lost."""
 _KIND_OF_STATUS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
@@ -30,7 +30,7 @@ _KIND_OF_STATUS = {
 
 
 class HttpError(Exception):
-    """A request is answered with a status and OpenAI's form of an error."""
+    """Says that a request is refused or has failed. The response gets a status, and an error in OpenAI's form."""
 
     def __init__(
         self, status: int, text: str, code: str, param: str | None = None, retry_s: float | None = None
@@ -41,19 +41,19 @@ class HttpError(Exception):
             status: the HTTP status.
             text: one line for the client, without contents of other requests.
             code: a fixed word for programs and for the log.
-            param: the field of the request that is wrong, if it is one.
-            retry_s: seconds after which the same request may pass.
+            param: the field of the request that is wrong; None if the error is not about a field.
+            retry_s: the seconds after which the same request may succeed.
         """
         super().__init__(code)  # A log that shows this exception shows its code only.
         self.status, self.text, self.code, self.param, self.retry_s = status, text, code, param, retry_s
 
     def body(self) -> dict[str, Any]:
-        """Returns the error as OpenAI's interface writes it."""
+        """Returns the error as an object of OpenAI's interface."""
         kind = _KIND_OF_STATUS.get(self.status, "server_error")
         return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the headers that belong to the error besides type and length."""
+        """Returns the response's headers for this error, besides content type and length."""
         found = []
         if self.retry_s is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_s))).encode()))
@@ -63,7 +63,7 @@ class HttpError(Exception):
 
 
 def bad_request(text: str, param: str | None = None, code: str = "invalid_value") -> HttpError:
-    """Returns the error for a request that is wrong in itself."""
+    """Returns the error for a request that can never succeed, with status 400."""
     return HttpError(400, text, code, param)
 
 
@@ -71,8 +71,8 @@ def of_failure(exc: VeilbaseError, busy_s: float) -> HttpError:
     """Returns the HTTP error for an error of this project.
 
     Args:
-        exc: what `Engine.submit` raised, or the error of an answer.
-        busy_s: the seconds after which a place is expected to be free, if the engine is full.
+        exc: the error that `Engine.submit` raised, or that ended an answer.
+        busy_s: if the engine is full, the seconds after which it is expected to take another request.
     """
     if isinstance(exc, QuotaExceeded):
         return HttpError(429, str(exc), "too_many_requests", retry_s=exc.retry_s or busy_s)
@@ -88,7 +88,7 @@ def of_failure(exc: VeilbaseError, busy_s: float) -> HttpError:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Returns a value as JSON in UTF-8. Half of a surrogate pair, which JSON cannot carry, is escaped."""
+    """Returns a value as JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot encode, is escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
         return text.encode()

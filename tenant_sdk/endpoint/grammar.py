@@ -1,8 +1,10 @@
-"""This module holds an answer to a grammar, with llguidance: JSON of a schema, any JSON object, or a call of a tool.
+"""This module restricts an answer to a grammar: JSON that fits a schema, any JSON object, or a call of a tool.
+
+It uses the library llguidance. A hook is a function that changes the logits before a token is chosen.
 
 Guarantees: every token that the hook allows continues a text of the grammar, and the stop tokens are allowed only where
-the text is complete. A schema that cannot be is refused before the engine is asked. Not guaranteed: an answer that
-reaches its length limit may end in the middle.
+the text is complete. A schema that no grammar can express is refused before the engine gets the request. Not
+guaranteed: an answer that reaches its length limit may end in the middle.
 """
 
 from __future__ import annotations
@@ -25,31 +27,31 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000, step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000,
     max_grammar_size=100_000, verbose_errors=False,
 )  # fmt: skip
-"""Half of llguidance's own limits or less: a schema that needs more would slow down every answer beside it. By its
-documentation these are about 10 ms for the start and 7 ms for a token."""
+"""Half of llguidance's own limits or less: a schema that needs more would slow down all answers that run at the same
+time. By llguidance's documentation, these limits are about 10 ms for the start and 7 ms for a token."""
 
 
 class Grammars:
     """Makes the grammars of requests. The vocabulary is prepared once, at the first use, which takes about a second."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], most_bytes: int) -> None:
-        """Keeps what is needed.
+        """Keeps what the grammars of all requests need.
 
         Args:
-            tokenizer: a transformers tokenizer that nobody else uses.
+            tokenizer: a transformers tokenizer that no other code uses at the same time.
             stop_ids: the tokens at which an answer ends.
-            most_bytes: the largest schema.
+            most_bytes: the size of the largest schema that is accepted, in bytes.
         """
         self._tokenizer, self._stop_ids, self._most_bytes = tokenizer, list(stop_ids), most_bytes
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
 
     def of_schema(self, schema: Mapping[str, Any] | None, param: str) -> GrammarHook:
-        """Returns the hook for JSON of a schema; None means any JSON object. Takes milliseconds: not for the event
-        loop's thread.
+        """Returns the hook for JSON that fits a schema; None stands for any JSON object. Callers must not call this in
+        the event loop's thread, since it takes milliseconds.
 
         Raises:
-            HttpError: the schema is too large, or cannot be.
+            HttpError: the schema is too large, or no grammar can express it.
         """
         text = json.dumps(_ANY_OBJECT if schema is None else schema)
         if len(text) > self._most_bytes:
@@ -76,19 +78,19 @@ class Grammars:
 
 
 class GrammarHook:
-    """Allows the tokens that continue a text of the grammar; a logits processor of one answer.
+    """Allows only tokens that continue a text of the grammar, as a logits processor of one answer.
 
-    After the end of the text, which only an answer of fixed length goes beyond, every token is allowed.
+    After the end of the text every token is allowed. Only an answer of fixed length goes on after the end.
     """
 
     def __init__(self, matcher: LLMatcher, stop_ids: Sequence[int], raises: bool = True) -> None:
-        """Keeps the matcher, which is at the beginning of the text.
+        """Keeps the matcher, llguidance's state of one text, which must be at the beginning of the text.
 
         Args:
             matcher: the matcher of this answer only.
             stop_ids: the tokens at which an answer ends.
-            raises: whether a grammar that comes to its limits ends the answer at once. An answer of fixed length goes
-                on, and `check` tells of it after the end.
+            raises: whether a grammar that reaches llguidance's limits ends the answer immediately. If not, as for an
+                answer of fixed length, the answer goes on, and `check` raises the error after its end.
         """
         self._matcher, self._stop_ids, self._raises = matcher, stop_ids, raises
         self._num_seen: int | None = None
@@ -99,7 +101,7 @@ class GrammarHook:
         return GrammarHook(self._matcher.deep_copy(), self._stop_ids, raises)
 
     def check(self) -> None:
-        """Raises ConfigurationError if the grammar came to its limits in the middle of the answer."""
+        """Raises ConfigurationError if the grammar reached llguidance's limits in the middle of the answer."""
         if self._has_failed:
             raise ConfigurationError("the grammar of this request became too complex in the middle of the answer")
 
@@ -107,7 +109,7 @@ class GrammarHook:
         """Returns the logits, with minus infinity for the tokens that the grammar forbids.
 
         Raises:
-            ConfigurationError: the grammar came to its limits in the middle of the answer.
+            ConfigurationError: the grammar reached llguidance's limits in the middle of the answer.
         """
         fresh = [] if self._num_seen is None else token_ids[0, self._num_seen :].tolist()
         self._num_seen = token_ids.shape[1]
@@ -121,7 +123,12 @@ class GrammarHook:
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
     def _allowed(self, fresh: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Returns which tokens may come next; None at the end of the text, or after a failure."""
+        """Returns for each token whether it may come next; None at the end of the text, or after a failure.
+
+        Args:
+            fresh: the tokens that were chosen since the last call.
+            vocab_size: the number of tokens.
+        """
         self._has_failed = not all(self._matcher.consume_token(token) for token in fresh) or self._matcher.is_error()
         self._is_over = self._has_failed or (bool(fresh) and fresh[-1] in self._stop_ids)
         if self._is_over:
@@ -133,7 +140,7 @@ class GrammarHook:
 
 
 class _PlainTokens:
-    """Gives llguidance the text of each token, for tokenizers that it does not read by itself."""
+    """Gives llguidance the text of each token, for tokenizers whose files llguidance cannot read."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer

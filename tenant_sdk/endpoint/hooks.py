@@ -25,7 +25,7 @@ class Biases:
 
 
 class Penalties:
-    """Lowers the logits of tokens that the answer has already (`frequency_penalty`, `presence_penalty`)."""
+    """Lowers the logits of tokens that the answer already contains (`frequency_penalty`, `presence_penalty`)."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         """Keeps both penalties. Source: the formula in OpenAI's documentation of these settings."""
@@ -33,7 +33,8 @@ class Penalties:
         self._num_prompt: int | None = None
 
     def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits less the penalties. The first call tells how long the prompt is."""
+        """Returns the logits minus the penalties. In the first call `token_ids` is the prompt, which gets no
+        penalty."""
         if self._num_prompt is None:
             self._num_prompt = token_ids.shape[1]
         counts = torch.bincount(token_ids[0, self._num_prompt :], minlength=logits.shape[1])[: logits.shape[1]]
@@ -41,9 +42,9 @@ class Penalties:
 
 
 class LogprobRecord:
-    """Keeps the logprobs of the tokens of one answer. They are those of the model, before temperature, top_k and top_p.
+    """Records the logprobs of the tokens of one answer, as the model gives them, before temperature, top_k and top_p.
 
-    The token of a step is known only with the next call, so the newest step is resolved by `steps`.
+    The token that was chosen in a step is known only at the next call. `steps` adds the token of the last step.
     """
 
     def __init__(self, num_top: int) -> None:
@@ -53,7 +54,7 @@ class LogprobRecord:
         self._resolved: list[tuple[float, list[tuple[int, float]]]] = []
 
     def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Notes one step, and returns the logits unchanged."""
+        """Records one step, and returns the logits unchanged."""
         if self._newest is not None:
             self._resolve(self._newest, int(token_ids[0, -1]))
         self._newest = torch.log_softmax(logits[0].float(), dim=-1)
@@ -65,7 +66,8 @@ class LogprobRecord:
         self._resolved.append((float(logprobs[token_id]), top))
 
     def steps(self, token_ids: Sequence[int]) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Returns (token, its logprob, the likeliest tokens with theirs) for each token of a complete answer."""
+        """Returns for each token of a complete answer: the token, its logprob, and the likeliest tokens with their
+        logprobs."""
         if self._newest is not None and len(self._resolved) < len(token_ids):
             self._resolve(self._newest, token_ids[-1])
             self._newest = None

@@ -1,5 +1,5 @@
-"""This module carries requests and responses: it reads bodies within limits, sends JSON or server-sent events, and ends
-the work of a request whose client goes away.
+"""This module receives requests and sends responses. It reads bodies within limits, sends JSON or server-sent events,
+and cancels the work for a request whose client goes away.
 
 Guarantees: whatever happens, a request ends with one response of OpenAI's form, one count in the metrics and one line
 in the log, which shows the route, the status and a fixed word, and no contents.
@@ -24,7 +24,7 @@ from wire.errors import VeilbaseError
 Events = AsyncIterator[dict[str, Any]]
 Reply = dict[str, Any] | Events
 Work = Callable[[bytes], Awaitable[Reply]]
-"""A function that answers a body: with one object, or with a stream of objects."""
+"""A function that maps the body of a request to the response: one object, or a stream of objects."""
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream, in OpenAI's interface."""
 
@@ -32,18 +32,25 @@ _log = logging.getLogger("veilbase.endpoint")
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
+    """Says that the client closed the connection before its response was complete."""
 
 
 class JsonRoute:
-    """Answers the requests of one route; an ASGI application."""
+    """Handles the requests of one route, as an ASGI application."""
 
     def __init__(self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics) -> None:
-        """Keeps the route's work. Args: name: a fixed name for metrics and log; work: answers a body."""
+        """Keeps the arguments.
+
+        Args:
+            name: a fixed name of the route, for metrics and log.
+            work: the function that handles a body.
+            limits: what clients may take.
+            metrics: the counters to which each request is added.
+        """
         self._name, self._work, self._limits, self._metrics = name, work, limits, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handles one request."""
         began, response = time.monotonic(), Response(send)
         code = "ok"
         try:
@@ -73,7 +80,7 @@ class JsonRoute:
 
 
 class Response:
-    """Sends one response, and knows how far it is."""
+    """Sends one response, and remembers how much of it has been sent."""
 
     def __init__(self, send: Send) -> None:
         """Makes a response of which nothing has been sent."""
@@ -92,7 +99,8 @@ class Response:
         await self._send({"type": "http.response.body", "body": body})
 
     async def stream(self, events: Events) -> None:
-        """Sends events as they come. The status is sent with the first one, so that an error before it has its own."""
+        """Sends events as they come. The status is sent with the first event. An error before that event can thus still
+        have a status of its own."""
         async for event in events:
             if not self.status:
                 await self._start(200, [(b"x-accel-buffering", b"no")], b"text/event-stream; charset=utf-8")
@@ -100,8 +108,8 @@ class Response:
         await self._event(DONE, is_last=True)
 
     async def fail(self, error: HttpError) -> str:
-        """Sends an error: as the response, or, after a stream has begun, as its last event. Returns the error's
-        code."""
+        """Sends an error and returns its code. The error is the whole response, or the last event of a stream that has
+        begun."""
         with contextlib.suppress(OSError, RuntimeError):  # the client may have gone too
             if not self.status:
                 await self.json(error.status, error.body(), error.headers())
@@ -122,8 +130,8 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     """Returns the body of a request.
 
     Raises:
-        HttpError: it is larger than the limit, which is known from its header or found while it is read.
-        ClientGone: the client closed the connection before the end.
+        HttpError: the body is larger than the limit, by its header or by the bytes that were received.
+        ClientGone: the client closed the connection before the end of the body.
     """
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     too_large = HttpError(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
@@ -144,7 +152,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
 
 
 async def _until_gone(receive: Receive, work: Any) -> None:
-    """Runs the work of a request until it is done, and cancels it when the client goes away.
+    """Runs the work of a request until the work is done, and cancels the work if the client goes away.
 
     Raises:
         ClientGone: the client went away.

@@ -1,4 +1,4 @@
-"""This module answers the routes of files and jobs."""
+"""This module handles the routes of training files and fine-tuning jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenant_sdk.endpoint.schema import parsed
 from tenant_sdk.endpoint.uploads import Uploads
 
 _BASE_RATE = 1e-3
-"""The learning rate for which the multiplier is 1: that of `TenantClient.finetune`."""
+"""The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
 _Auto = Literal["auto"]
 
 
@@ -38,7 +38,7 @@ class _Method(_Strict):
 
 
 class JobRequest(_Strict):
-    """Holds a request for a job."""
+    """Holds a request for a new fine-tuning job."""
 
     model: str = Field(min_length=1, max_length=512)
     training_file: str = Field(min_length=1, max_length=64)
@@ -52,14 +52,14 @@ class JobRequest(_Strict):
 
 
 class JobRoutes:
-    """Finds what a path of files and jobs asks for."""
+    """Handles requests whose path is that of a training file or a fine-tuning job."""
 
     def __init__(self, base: str, uploads: Uploads, jobs: Jobs) -> None:
-        """Keeps the parts. Args: base: the base model's name."""
+        """Keeps the arguments; `base` is the base model's name."""
         self._base, self._uploads, self._jobs = base, uploads, jobs
 
     def answer(self, method: str, path: str, content_type: str, body: bytes) -> dict[str, Any] | None:
-        """Returns the answer of a request; None if there is no such route.
+        """Handles one request. Returns the response, or None if there is no such route.
 
         Raises:
             HttpError: the request is refused.

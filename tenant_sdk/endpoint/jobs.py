@@ -1,7 +1,7 @@
 """This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
 
-Guarantees: what is known of a job is on disk before it is told, so that a job goes on after a crash: one that was
-running is queued again and resumes from its last checkpoint. A job's record holds settings, states and losses, and
+Guarantees: the state of a job is on disk before any client is told of it. A job therefore survives a crash: if it was
+running, it is queued again and resumes from its last checkpoint. A job's record holds settings, states and losses, and
 nothing of its data.
 """
 
@@ -30,16 +30,16 @@ _ENDED = ("succeeded", "failed", "cancelled")
 
 
 class Jobs:
-    """Holds the jobs of one endpoint, and the thread that runs them."""
+    """Holds the fine-tuning jobs of one endpoint, and the thread that runs them."""
 
     def __init__(
         self, session: Any, folder: Path, adapters: Path, on_error: Callable[[VeilbaseError], None]
     ) -> None:  # fmt: skip
-        """Reads the jobs of an earlier process, and queues those that had not ended.
+        """Reads the jobs that an earlier process has stored, and queues those that had not ended.
 
         Args:
-            session: the tenant's session, which trains.
-            folder: a private folder on the file system of `adapters`.
+            session: the tenant's session, with which jobs train.
+            folder: a private folder for the jobs, on the same file system as `adapters`.
             adapters: the folder to which complete adapters are moved.
             on_error: called with the error of a job that failed.
         """
@@ -62,8 +62,8 @@ class Jobs:
 
         Args:
             model: the base model's name, for the record.
-            file_id, data: the training file and where it is; the job gets a copy.
-            name: the adapter's name, or None for one that is made.
+            file_id, data: the id of the training file, and its path; the job gets a copy of the file.
+            name: the adapter's name; None for a generated name.
             settings: see `training.train`.
 
         Raises:
@@ -91,7 +91,7 @@ class Jobs:
         return self.described(job_id)
 
     def described(self, job_id: str) -> dict[str, Any]:
-        """Returns a job as OpenAI's interface writes it.
+        """Returns the description of a job, as an object of OpenAI's interface.
 
         Raises:
             HttpError: there is no such job.
@@ -116,7 +116,7 @@ class Jobs:
         return {"object": "list", "data": [self.described(each) for each in ids], "has_more": False}
 
     def events(self, job_id: str) -> dict[str, Any]:
-        """Returns what happened, the newest first: messages, and the loss of each step that a checkpoint holds.
+        """Returns the events of a job, the newest first: messages, and the loss of each step that a checkpoint holds.
 
         Raises: see `described`.
         """
@@ -147,7 +147,7 @@ class Jobs:
         return {"object": "list", "data": found, "has_more": False}
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        """Cancels a job before its next pass. Its checkpoints stay, for `resume`.
+        """Cancels a job; it stops before its next forward pass. Its checkpoints stay, for `resume`.
 
         Raises:
             HttpError: there is no such job, or it has ended.
@@ -175,7 +175,7 @@ class Jobs:
         return self.described(job_id)
 
     def close(self) -> None:
-        """Stops the job that runs before its next pass; it goes on with the next process."""
+        """Stops the running job before its next forward pass. The next process of the endpoint resumes it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Jobs:
         return found[-1][1] if found else []
 
     def _note(self, job: dict[str, Any], status: str, text: str) -> None:
-        """Sets a job's state, and writes the job down."""
+        """Sets a job's state, adds `text` to its events, and stores the job on disk."""
         job["status"] = status
         if status in _ENDED:
             job["finished_at"] = int(time.time())
@@ -205,7 +205,7 @@ class Jobs:
         os.replace(path.with_suffix(".new"), path)
 
     def _run(self) -> None:
-        """Runs queued jobs, the oldest first, until the endpoint ends. The thread of jobs runs this."""
+        """Runs queued jobs, the oldest first, until the endpoint ends. The worker thread for jobs runs this method."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._next() is not None)

@@ -1,4 +1,5 @@
-"""This module writes the logprobs of an answer in OpenAI's two forms, rounded as the operator chose."""
+"""This module writes the logprobs of an answer in OpenAI's two forms, for chats and for plain completions. They are
+exact or rounded, as the privacy rules of `privacy.py` allow."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
 
 _LEAST = -9999.0
-"""The logprob that stands for minus infinity, which JSON cannot write; OpenAI's interface has the same."""
+"""The logprob that stands for minus infinity, which JSON cannot express; OpenAI uses the same number."""
 
 
 class TokenTexts:
     """Gives the text of single tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Keeps a transformers tokenizer that nobody else uses."""
+        """Keeps a transformers tokenizer, which no other code may use at the same time."""
         self._tokenizer, self._lock = tokenizer, threading.Lock()
 
     def __getitem__(self, token_id: int) -> str:
@@ -29,7 +30,7 @@ class TokenTexts:
 def chat_logprobs(
     record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the `logprobs` of a chat choice."""
+    """Returns the field `logprobs` of one choice of a chat response."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = texts[token_id]
@@ -45,7 +46,7 @@ def chat_logprobs(
 def completion_logprobs(
     record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the `logprobs` of a plain completion's choice."""
+    """Returns the field `logprobs` of one choice of a plain completion."""
     steps = record.steps(token_ids)
     tokens = [texts[token_id] for token_id, _, _ in steps]
     offsets = [sum(map(len, tokens[:number])) for number in range(len(tokens))]

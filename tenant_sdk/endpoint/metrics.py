@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _WEIGHT = 0.2
-"""The weight of the newest answer in the mean time of answers."""
+"""The weight of the newest request in the moving average of how long requests take."""
 _MOST_BUSY_S = 60.0
 
 
@@ -23,10 +23,10 @@ class Metrics:
     """Holds the counters of one endpoint."""
 
     def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
-        """Makes counters that are 0.
+        """Makes counters that start at 0.
 
         Args:
-            gauges: returns the present values of gauges, by name.
+            gauges: a function that returns the present value of each gauge, by name.
         """
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -49,14 +49,15 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
 
     def count_answer(self, num_prompt: int, num_new: int, seconds: float) -> None:
-        """Counts the tokens of one request and its answers, and remembers how long it took."""
+        """Counts the tokens of one request and its answers, and records how long the request took."""
         self._tokens.labels("prompt").inc(num_prompt)
         self._tokens.labels("answer").inc(num_new)
         with self._lock:
             self._mean_s += _WEIGHT * (seconds - self._mean_s)
 
     def busy_s(self) -> float:
-        """Returns the seconds after which a place is expected to be free: about the time that an answer takes."""
+        """Returns the seconds after which a full engine is expected to take another request: the mean time of a
+        request."""
         with self._lock:
             return min(_MOST_BUSY_S, max(1.0, self._mean_s))
 
@@ -66,7 +67,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Reads gauges when they are asked for."""
+    """Reads the values of the gauges each time Prometheus collects them."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._read = read
@@ -77,5 +78,5 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(f"veilbase_endpoint_{name}", f"Present {name.replace('_', ' ')}.", value)
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Returns nothing, so that registering reads no gauge."""
+        """Returns an empty list, so that no gauge is read when this collector is registered."""
         return ()

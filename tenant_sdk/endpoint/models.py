@@ -1,7 +1,7 @@
-"""This module says which models the endpoint names: the base model, and the adapters of one folder.
+"""This module maps the model names in requests to the base model and to the adapters of one folder.
 
-Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. It is
-never a path or an address that is opened. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
+Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. A name
+is never used as a path or an address. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
 is opened without following links (serving/adapters/folder.py).
 """
 
@@ -25,31 +25,31 @@ _POLL_S = 0.01
 
 
 class Store(Protocol):
-    """Describes what the endpoint needs of an `AdapterStore`."""
+    """Describes the methods of an `AdapterStore` that the endpoint uses."""
 
     def names(self) -> list[str]:
         """Returns the names of the adapters that requests may use."""
 
     def reserve(self, name: str) -> Ticket:
-        """Holds an adapter, and begins to load it."""
+        """Starts to load an adapter onto the device, if it is not there. It stays until the ticket is released."""
 
     def status(self) -> StoreStatus:
-        """Returns the number of adapters on each tier."""
+        """Returns the number of adapters on each tier: device, host memory and disk."""
 
 
 class ModelNames:
-    """Translates the `model` of a request to the name of an adapter."""
+    """Maps the field `model` of a request to the name of an adapter."""
 
     def __init__(
         self, base: str, store: Store | None, root: Path | None, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
-        """Keeps the names.
+        """Keeps the arguments.
 
         Args:
             base: the name of the base model.
             store: the store of adapters; None serves only the base model.
             root: the folder of adapters.
-            clock: returns the present time in seconds, for the limit on loading.
+            clock: a function that returns the present time in seconds; it serves to limit how long `load` waits.
         """
         self.base = base
         self._store, self._root, self._clock = store, root, clock
@@ -59,7 +59,7 @@ class ModelNames:
         self._unloaded: set[str] = set()
 
     def adapter_of(self, model: str) -> str | None:
-        """Returns the adapter of a model's name; None for the base model.
+        """Returns the name of the adapter that a model's name stands for; None for the base model.
 
         Raises:
             HttpError: there is no such model.
@@ -83,12 +83,12 @@ class ModelNames:
         return status.device_adapters, status.host_adapters, status.disk_adapters
 
     def listed(self) -> dict[str, Any]:
-        """Returns the answer of /v1/models."""
+        """Returns the response to a request for /v1/models."""
         adapters = [self._entry(name, self.base) for name in self._names()]
         return {"object": "list", "data": [self._entry(self.base, None), *adapters]}
 
     def entry(self, model: str) -> dict[str, Any]:
-        """Returns the answer of /v1/models/NAME.
+        """Returns the response to a request for /v1/models/NAME.
 
         Raises:
             HttpError: there is no such model.
@@ -103,14 +103,14 @@ class ModelNames:
         }  # fmt: skip
 
     def load(self, name: str, path: str | None) -> None:
-        """Makes an adapter of the folder known by a name and brings it into memory, so that its first request is fast.
+        """Gives an adapter of the folder a name for requests, and loads it, so that its first request is fast.
 
         Args:
             name: the name for requests.
             path: the adapter's subfolder, as its name or as the absolute path; None means the subfolder `name`.
 
         Raises:
-            HttpError: the name is taken or no name, or the path is not a direct subfolder of the adapters' folder.
+            HttpError: the name is taken or not allowed, or the path is not a direct subfolder of the adapters' folder.
             ConfigurationError: there is no such adapter, or it cannot be used.
         """
         if self._store is None:
@@ -133,7 +133,11 @@ class ModelNames:
                 self._alias[name] = subfolder
 
     def _warm(self, subfolder: str) -> None:
-        """Waits until the adapter was on the device once, or has failed."""
+        """Loads an adapter onto the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
+
+        Raises:
+            VeilbaseError: the adapter cannot be loaded.
+        """
         assert self._store is not None  # noqa: S101 - checked by `load`, of which this is a part
         ticket = self._store.reserve(subfolder)
         try:
@@ -148,8 +152,8 @@ class ModelNames:
             ticket.release()
 
     def _subfolder(self, path: str) -> str:
-        """Returns the name of the subfolder that a path names. Nothing is normalised: a path with `..` or a second
-        slash is refused as it stands."""
+        """Returns the name of the subfolder to which a path leads. A path with `..` or a double slash is refused and
+        not normalised."""
         rest = path
         if self._root is not None and path.startswith("/"):
             rest = path.removeprefix(f"{str(self._root.absolute()).rstrip('/')}/")

@@ -1,4 +1,4 @@
-"""This module translates OpenAI's settings to the engine's."""
+"""This module translates the settings of a request in OpenAI's form to arguments of the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def engine_options(
 ) -> dict[str, Any]:
     """Returns the keyword arguments of `Engine.submit` for one choice.
 
-    A temperature of 0 takes the likeliest token; without a temperature, tokens are drawn as the checkpoint's settings
-    say. With a seed, each choice has a seed of its own, so that choices differ and a request can be repeated.
+    With a temperature of 0, each token is the likeliest one. Without a temperature, the generation settings of the
+    checkpoint decide how tokens are drawn. With a seed, each choice has a seed of its own, so that choices differ and a
+    request can be repeated.
 
     Args:
         request: the request.
@@ -26,7 +27,7 @@ def engine_options(
         vocab_size: the number of the tokenizer's tokens.
 
     Raises:
-        HttpError: a setting names a token that there is not.
+        HttpError: a setting names a token id that does not exist.
     """
     do_sample = request.temperature != 0
     seed = None if request.seed is None else (request.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)

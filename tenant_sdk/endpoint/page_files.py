@@ -1,7 +1,7 @@
 """This module serves the page at `/`: three files of this package, without any outside resource.
 
-Guarantees: the content security policy allows scripts, styles and requests of this server only. The files hold no
-contents and no key, so that they need no key.
+Guarantees: the content security policy allows scripts, styles and requests of this server only. The files
+contain no key and nothing of users' requests, so no key is needed to read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADERS = [
 
 
 class PageFiles:
-    """Answers GET requests for the page's files; an ASGI application."""
+    """Handles GET requests for the page's files, as an ASGI application."""
 
     def __init__(self) -> None:
         """Reads the files."""
@@ -40,6 +40,6 @@ class PageFiles:
         return path in self._files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handles one request."""
         body, kind = self._files[scope["path"]]
         await Response(send).whole(200, body, kind + b"; charset=utf-8", _HEADERS)

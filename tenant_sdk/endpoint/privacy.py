@@ -1,10 +1,11 @@
-"""This module decides which numbers an endpoint may release, and says so.
+"""This module decides which numbers, such as logprobs, an endpoint may release to its clients, and explains it.
 
-Under a mask that leaves an error in results, a logit is x·W + e·W. Whoever gets logits and knows W solves for x + e.
-The provider, who holds the masked row x + e + A·s, then has A·s, and with it the secret s and everything that it ever
-masked.
-Guarantees: under such a mask no number that was computed with the model leaves, unless the operator asked for it, and
-then only rounded to the operator's step. The masks `pad` and `shares` leave no error, and `off` hides nothing anyhow.
+Some masks leave an error e in results: a logit is then x·W + e·W, for a row x and the weight W. A client that gets
+logits and knows W can solve for x + e. The provider holds the masked row x + e + A·s, with the public matrix A. If it
+learns x + e, it has A·s, and with it the secret s and every row that s has masked.
+
+Guarantees: under such a mask no number that the model computed leaves the endpoint, unless the operator asked for it,
+and then only rounded to the operator's step. The masks `pad` and `shares` leave no error. `off` hides nothing anyway.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from wire.errors import ConfigurationError
 
 _LEAVE_NO_ERROR = frozenset({"pad", "shares", "off"})
 _LEAST_STEP, _MOST_STEP = 0.25, 16.0
-"""The steps that may be chosen. With the default parameters, the error moves logprobs of SmolLM2-135M by 0.0014
-(standard deviation), which a step of 0.25 covers 180 times: a value tells log2(1 + 12·(0.0014/0.25)²)/2 bits about its
-row's error, so twenty for each of a block's 512 rows tell 3 bits. Parameters with a larger error take a larger step."""
+"""The smallest and the largest step of rounding that an operator may choose. With the default parameters, the error
+moves logprobs of SmolLM2-135M by 0.0014 (standard deviation), which a step of 0.25 covers 180 times: a value tells
+log2(1 + 12·(0.0014/0.25)²)/2 bits about its row's error, so twenty for each of a block's 512 rows tell 3 bits.
+Parameters with a larger error take a larger step."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """Holds what may be released.
+    """Holds the rules for the release of numbers.
 
     Attributes:
         mask: the name of the mask in force.
@@ -52,7 +54,7 @@ class Released:
         """Refuses a request for numbers that may not be released.
 
         Raises:
-            HttpError: they may not.
+            HttpError: the numbers may not be released.
         """
         if not self.is_exact and self.step is None:
             raise HttpError(
@@ -64,13 +66,13 @@ class Released:
             )
 
     def rounded(self, value: float) -> float:
-        """Returns a number as it may leave: unchanged, or rounded to the step."""
+        """Returns a number in the form in which it may be released: unchanged, or rounded to the step."""
         if self.is_exact or self.step is None:
             return value
         return round(value / self.step) * self.step if math.isfinite(value) else value
 
     def explain(self) -> str:
-        """Returns the line that says what is released."""
+        """Returns a line that tells the user which numbers are released."""
         if self.is_exact:
             return "logprobs, as they are: this mask leaves no error in them"
         if self.step is None:

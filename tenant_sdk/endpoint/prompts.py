@@ -1,8 +1,8 @@
 """This module turns the messages and tools of a chat request into a prompt.
 
-A trusted tokenizer's template is given tools and calls as it expects them, if it mentions tools. In all other cases,
-and always with an unverified provider's template, which sees no text (text/template.py), tools are described in a
-system message and calls are written as text.
+If a trusted tokenizer's chat template mentions tools, it gets tools and tool calls as objects. In all other cases tools
+are described in a system message, and calls are written as text. This is always so with an unverified provider's
+template, which sees no text (text/template.py).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Prompts:
     """Makes prompts for one model."""
 
     def __init__(self, tokenizer: Any, is_trusted: bool) -> None:
-        """Keeps the template.
+        """Keeps the tokenizer's chat template.
 
         Args:
-            tokenizer: a transformers tokenizer that nobody else uses.
-            is_trusted: whether its template may see text.
+            tokenizer: a transformers tokenizer that no other code uses at the same time.
+            is_trusted: whether the tokenizer's template may see the text of messages.
         """
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
@@ -43,10 +43,11 @@ class Prompts:
         self._takes_tools = is_trusted and isinstance(template, str) and "tools" in template
 
     def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:
-        """Returns the prompt for the engine. Not for the event loop's thread: templates may be slow.
+        """Returns the prompt for the engine. Callers must not call this in the event loop's thread, as templates may be
+        slow.
 
         Raises:
-            HttpError: the model has no chat template, or a message cannot be shown to it.
+            HttpError: the model has no chat template, or a message cannot be passed to the template.
             TemplateRefuses: the template refuses these messages.
         """
         if not self._has_template:
@@ -84,7 +85,7 @@ def _check(messages: Iterable[Message]) -> None:
 
 
 def _full(message: Message) -> dict[str, Any]:
-    """Returns a message for a template that knows of tools: with calls, whose arguments are objects."""
+    """Returns a message for a template that supports tools; the arguments of its tool calls become objects."""
     turn: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
         turn["name"] = message.name
@@ -100,7 +101,7 @@ def _full(message: Message) -> dict[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """Returns arguments as an object if they are JSON; otherwise as the text that the model wrote."""
+    """Returns a call's arguments as an object if they are JSON; otherwise returns the text that the model wrote."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -108,7 +109,8 @@ def _object(text: str) -> Any:
 
 
 def _plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, str]]:
-    """Returns messages of role and content only: calls are part of the content, and tools are in a system message."""
+    """Returns messages that have only a role and a content. Tool calls are written into the content, and tools are
+    described in a system message."""
     turns = [{"role": message.role, "content": _with_calls(message)} for message in messages]
     if not tools:
         return turns

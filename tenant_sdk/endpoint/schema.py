@@ -1,4 +1,4 @@
-"""This module describes the requests that the endpoint takes, with a limit for each of their parts.
+"""This module describes the requests that the endpoint accepts, with a limit for each of their parts.
 
 Guarantees: a request that passes has the types, roles and sizes below, and no field that the endpoint would ignore
 although it changes the answer. The error text names the field and never quotes its value.
@@ -26,14 +26,14 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """Holds one part of a message's content. Only text is possible."""
+    """Holds one part of a message's content. Only text is accepted."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(_Strict):
-    """Holds a function's name and its arguments as JSON."""
+    """Holds the name of a function that the model called, and the arguments as JSON."""
 
     name: _ToolName
     arguments: str = "{}"
@@ -86,14 +86,14 @@ class _NamedFunction(_Strict):
 
 
 class NamedTool(_Strict):
-    """Holds the one tool that has to be called."""
+    """Holds the choice of one tool that the model must call."""
 
     type: Literal["function"]
     function: _NamedFunction
 
 
 class SchemaFormat(_Strict):
-    """Holds the JSON schema of an answer."""
+    """Holds the JSON schema that an answer must fit."""
 
     name: _ToolName
     description: str | None = None
@@ -102,23 +102,23 @@ class SchemaFormat(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Says whether an answer is free text, any JSON object or JSON of a schema."""
+    """Says whether an answer is free text, any JSON object or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
 class StreamOptions(_Strict):
-    """Holds the options of a streamed answer."""
+    """Holds the options of a streamed response."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class _Request(_Strict):
-    """Holds what chat and plain completions have in common.
+    """Holds the fields that requests for chat and for plain completions share.
 
-    The last fields say nothing about the answer, and are accepted because clients send them.
+    The last fields have no effect on the answer. They are accepted because clients send them.
     """
 
     model: str = Field(min_length=1, max_length=512)
@@ -151,7 +151,7 @@ class _Request(_Strict):
 
     @property
     def includes_usage(self) -> bool:
-        """Returns whether a streamed answer ends with a chunk that holds the usage."""
+        """Returns whether a streamed response ends with a chunk that holds the token counts (`usage`)."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -170,7 +170,7 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    """Holds a request of /v1/completions. A prompt is a text or token ids, or a list of these."""
+    """Holds a request of /v1/completions. The prompt is a text, token ids, or a list of either."""
 
     prompt: (
         str
@@ -216,7 +216,7 @@ def parsed(kind: type[R], body: bytes) -> R:
 
 
 def _is_name(part: int | str) -> bool:
-    """Returns whether a part of a place is a field or a number, and not one of the types of a field."""
+    """Returns whether a part of pydantic's error location is a field's name or an index, and not the name of a type."""
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
 
 

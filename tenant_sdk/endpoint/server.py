@@ -1,7 +1,7 @@
 """This module runs an endpoint: it opens the engine and the socket, serves, and ends.
 
-Guarantees: nothing listens before `check_may_listen` has passed. After a reply that failed its check the server answers
-what is under way with an error, ends, and does not begin again by itself.
+Guarantees: nothing listens before `check_may_listen` has passed. If a reply of the provider fails its check, the server
+ends all requests under way with an error, stops, and does not start again by itself.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 _SEND_BUFFER_BYTES = 64 << 10
 _JOBS_FOLDER = ".jobs"
-"""The folder of jobs and uploads in the folder of adapters. An adapter's name does not begin with a dot."""
+"""The subfolder for jobs and uploads in the folder of adapters. No adapter has this name, since it begins with a
+dot."""
 _GRACE_S = 5
-"""The seconds that answers have to end when the server does."""
+"""The seconds that running requests get to finish when the server stops."""
 
 
 class ServedSession(TrainingSession, Protocol):
@@ -56,7 +57,7 @@ class ServedSession(TrainingSession, Protocol):
 
 
 class Endpoint:
-    """Serves a client's model over HTTP until it is stopped; a context manager that serves in a thread.
+    """Serves a client's model over HTTP until it is stopped. As a context manager it serves in a thread.
 
     Example:
         with TenantClient("grpcs://host:8443", identity="acme", verify="smollm2-135m") as client:
@@ -74,14 +75,14 @@ class Endpoint:
         on_ready: Callable[[str], None] | None = None,
         **engine_options: Any,
     ) -> None:
-        """Opens the engine and the socket; `run`, or the `with` statement, begins to serve.
+        """Opens the engine and the socket. Serving begins with `run` or with the `with` statement.
 
         Args:
             client: a connected client, which must stay open while the endpoint serves.
             adapters: the folder of adapters; None serves only the base model.
             settings: where to listen and what to release; by default loopback, with a new key.
-            max_waiting: the most requests that wait for a place; further ones get the status 429.
-            on_ready: called with the base URL when the endpoint answers.
+            max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
+            on_ready: called with the base URL when the endpoint accepts requests.
             engine_options: further options of `Engine`, such as max_running or kv_bytes.
 
         Raises:
@@ -116,13 +117,13 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Returns the base URL for clients, with the port that was taken."""
+        """Returns the base URL for clients, with the port on which the endpoint listens."""
         host, port = self._socket.getsockname()[:2]
         return f"{self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     @property
     def key(self) -> str:
-        """Returns the key that requests carry."""
+        """Returns the API key that requests must carry."""
         return self.settings.key
 
     @property
@@ -136,13 +137,13 @@ class Endpoint:
         return self._ended_by
 
     def explain(self) -> str:
-        """Prints and returns the privacy in force, what the engine shows to the provider, and what this endpoint
-        releases to its clients."""
+        """Prints and returns a text about the privacy in force, what the engine reveals to the provider, and which
+        numbers this endpoint releases to its clients."""
         print(self.service.privacy)
         return self.service.privacy
 
     def run(self) -> None:
-        """Serves in this thread until Ctrl-C, `stop`, or an error that nothing mends.
+        """Serves in this thread until Ctrl-C, `stop`, or an error that cannot be recovered from.
 
         Raises:
             VeilbaseError: such an error, for example a reply that failed its check.
@@ -155,7 +156,7 @@ class Endpoint:
             raise self._ended_by
 
     def stop(self) -> None:
-        """Ends serving: no further requests are taken, and answers have a few seconds to end."""
+        """Stops serving. No further requests are accepted, and running requests get a few seconds to finish."""
         self._server.should_exit = True
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ class Endpoint:
             self.run()
 
     def __enter__(self) -> Endpoint:
-        """Serves in a thread; returns when requests are answered."""
+        """Starts to serve in a thread, and returns when the endpoint accepts requests."""
         self._thread.start()
         while not self._answers.wait(0.1):
             if not self._thread.is_alive():
@@ -202,20 +203,20 @@ class Endpoint:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stops serving and waits for the end."""
+        """Stops serving, and waits until the thread has ended."""
         self.stop()
         self._thread.join()
 
 
 def _explained(client: ServedSession, engine: Engine, released: Released) -> str:
-    """Returns all that is said of the privacy in force, a line for each subject. Nothing is printed yet."""
+    """Returns the text of `Endpoint.explain`, a line for each subject, without printing it."""
     with contextlib.redirect_stdout(io.StringIO()):
         parts = [client.explain(), engine.explain()]
     return "\n".join([*parts, f"{'released':<17}  {released.explain()}"])
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers."""
+    """Runs uvicorn's server, and calls a function when the server accepts requests."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -228,7 +229,7 @@ class _Server(uvicorn.Server):
 
 
 def _listening(settings: EndpointSettings) -> socket.socket:
-    """Returns a bound socket.
+    """Returns a socket that is bound to the address of the settings.
 
     Raises:
         ConfigurationError: the address cannot be used.

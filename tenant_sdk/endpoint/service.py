@@ -1,5 +1,5 @@
-"""This module holds what the routes share: the engine, the names of models, prompts, grammars and what may be
-released."""
+"""This module holds the objects that the routes share: the engine, the names of models, prompts, grammars and the rules
+for the release of numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Service:
             released: which numbers may be released.
             privacy: the privacy in force, a line for each subject.
             settings: where the endpoint listens, and its limits.
-            on_end: called once, in any thread, with the error after which this endpoint can answer nothing any more.
+            on_end: called once, in any thread, with the error after which this endpoint cannot handle requests any
+                more.
         """
         text = client.text
         self.engine, self.names, self.released, self.settings = engine, names, released, settings
@@ -50,10 +51,10 @@ class Service:
         self._on_end = on_end
 
     def submit(self, prompt: Any, adapter: str | None, options: Mapping[str, Any], on_text: Any) -> Answer:
-        """Submits one answer to the engine.
+        """Asks the engine for one answer.
 
         Raises:
-            VeilbaseError: it was refused.
+            VeilbaseError: the engine refused the request, or the endpoint has ended.
         """
         if self.ended_by is not None:
             raise copy.copy(self.ended_by)
@@ -66,17 +67,19 @@ class Service:
         return answer
 
     def note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
-        """Ends the endpoint for good after a reply that failed its check, or after the engine's own end."""
+        """Ends the endpoint for good if the error is a reply that failed its check, or (`is_engine`) the end of the
+        engine."""
         if self.ended_by is None and error is not None and (is_engine or isinstance(error, VerificationFailed)):
             self.ended_by = copy.copy(error)
             self._on_end(self.ended_by)
 
     def health(self) -> str:
-        """Returns `ok`, or `ended` after an error that nothing mends."""
+        """Returns `ok`, or `ended` after an error that cannot be recovered from."""
         return "ok" if self.ended_by is None else "ended"
 
     def status(self) -> dict[str, Any]:
-        """Returns what the page shows: the requests, the adapters on each tier, and the privacy in force."""
+        """Returns what the web page shows: the number of requests, the adapters on each tier, and the privacy in
+        force."""
         engine, tiers = self.engine.status(), self.names.tiers()
         return {
             "running": engine.num_running,

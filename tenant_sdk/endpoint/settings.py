@@ -1,7 +1,7 @@
 """This module holds the endpoint's settings, and decides who may listen to it.
 
-Guarantees: beyond loopback an endpoint starts only with TLS, a key of the operator's and a verified provider. On
-loopback it starts without verification only if that was asked for.
+Guarantees: beyond loopback an endpoint starts only with TLS, a key that the operator chose, and a verified provider. On
+loopback it starts without verification only if the settings say so (`unverified`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 
 @dataclass(frozen=True)
 class EndpointLimits:
-    """Holds the limits of what clients may take.
+    """Holds the limits on requests and connections.
 
     Attributes:
         body_bytes: the largest body of a request.
         file_bytes: the largest upload of a training file.
         body_s: the seconds within which a whole request has to arrive.
         connections: the most connections at a time.
-        stall_s: the seconds for which a client may leave its answer unread.
+        stall_s: the seconds for which a client may leave a response unread.
         idle_s: the seconds for which a connection may stay without a request.
         schema_bytes: the largest JSON schema or list of tools.
     """
@@ -48,12 +48,12 @@ class EndpointSettings:
     Attributes:
         host, port: the address; port 0 takes a free port.
         key: the key that requests carry; see `read_key` and `new_key`.
-        is_own_key: whether the operator chose the key, so that it need not be shown.
+        is_own_key: whether the operator chose the key; otherwise it is new and must be shown.
         tls_cert, tls_key: the PEM files of a certificate chain and its private key, or None for plain HTTP.
         unverified: whether the endpoint may run on loopback although replies are not verified.
-        release_step: the step to which released values are rounded under a mask that leaves an error; None refuses
-            them.
-        limits: what clients may take.
+        release_step: the step to which released numbers are rounded under a mask that leaves an error (privacy.py);
+            None refuses to release them.
+        limits: the limits for clients.
     """
 
     host: str = "127.0.0.1"
@@ -73,12 +73,13 @@ class EndpointSettings:
 
     @property
     def scheme(self) -> str:
-        """Returns http or https."""
+        """Returns the scheme of the endpoint's URL, http or https."""
         return "http" if self.tls_cert is None else "https"
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address is this machine's own; a name other than localhost is not, whatever it leads to."""
+    """Returns whether a host is `localhost` or a loopback address. Any other name counts as False and is not
+    resolved."""
     if host == "localhost":
         return True
     try:
@@ -91,7 +92,7 @@ def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:
     """Checks that an endpoint with these settings may start.
 
     Raises:
-        ConfigurationError: it may not; the text says what is missing.
+        ConfigurationError: the endpoint may not start; the text says what is missing.
     """
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise ConfigurationError("TLS takes both --tls-cert and --tls-key")

@@ -1,9 +1,10 @@
-"""This module reads the tool calls in a model's answer, and holds back from a streamed text what may become one.
+"""This module reads the tool calls in a model's answer. While an answer is streamed, it holds back text that may be the
+beginning of a call.
 
 Three forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen), `[TOOL_CALLS] [{…}]`
 (Mistral), and a bare JSON object or list of such objects (Llama 3, which writes `parameters` for `arguments`).
-Guarantees: only tools that the request names are called. Whatever cannot be read as calls of these is the answer's
-text.
+Guarantees: only tools that the request names are called. Whatever cannot be read as a call of such a tool is
+the answer's text.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ class Call:
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Returns the call as OpenAI's interface writes it, with a fresh id; `index` is part of a streamed call."""
+        """Returns the call as an object of OpenAI's interface, with a new random id. `index`, the number of the call,
+        is added for streamed responses."""
         place = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
         return {**place, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def active_tools(request: ChatRequest) -> list[Tool]:
-    """Returns the tools that the answer may call; none with tool_choice "none"."""
+    """Returns the tools that the model may call; an empty list if `tool_choice` is "none"."""
     if request.tool_choice == "none" or not request.tools:
         return []
     return list(request.tools)
 
 
 def forced_schema(request: ChatRequest, tools: Sequence[Tool]) -> dict[str, Any] | None:
-    """Returns the JSON schema of an answer that has to be a call; None if the answer may be text."""
+    """Returns the JSON schema of an answer that must be a tool call; None if the answer may be text."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
@@ -66,7 +68,7 @@ def forced_schema(request: ChatRequest, tools: Sequence[Tool]) -> dict[str, Any]
 
 
 def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    """Returns (the text beside the calls, the calls) of a complete answer.
+    """Splits a complete answer, and returns its text outside the tool calls, and the calls.
 
     Args:
         text: the answer.
@@ -95,7 +97,7 @@ def _calls_in(text: str, names: Collection[str]) -> list[Call]:
 
 
 def _refuse(constant: str) -> None:
-    """Refuses NaN and infinities, which Python reads and JSON does not have."""
+    """Refuses NaN and infinities, which Python's parser accepts although JSON does not have them."""
     raise ValueError
 
 
@@ -109,17 +111,18 @@ def _call_of(item: Any, names: Collection[str]) -> Call | None:
 
 
 class HeldText:
-    """Hands out the text of a streamed answer up to where a tool call may begin, and keeps the rest to its end."""
+    """Returns the text of a streamed answer up to the point at which a tool call may begin, and keeps the rest until
+    the answer is complete."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """Keeps the tools' names; without any, all text is handed out."""
+        """Keeps the names of the tools. If there are none, all text is returned at once."""
         self._names = names
         self._text = ""
         self._num_given = 0
         self._is_holding = False
 
     def put(self, piece: str) -> str:
-        """Adds a piece and returns the text that is no part of a call."""
+        """Adds a piece of the answer, and returns the further text that cannot be part of a call."""
         self._text += piece
         if not self._names:
             return self._give(len(self._text))
@@ -130,7 +133,7 @@ class HeldText:
         return self._give(self._before_partial() if stop is None else stop)
 
     def end(self) -> tuple[str, list[Call]]:
-        """Returns (the rest of the text, the calls) at the end of the answer."""
+        """Returns the rest of the text, and the tool calls. Callers must call this at the end of the answer."""
         rest = self._text[self._num_given :]
         return read_calls(rest, self._names) if self._names else (rest, [])
 
@@ -146,7 +149,8 @@ class HeldText:
         return min(places) if places else None
 
     def _before_partial(self) -> int:
-        """Returns where the longest beginning of an opener at the end of the text begins."""
+        """Returns the length of the text without an incomplete opener at its end, such as "<tool_c" of
+        "<tool_call>"."""
         if not self._text.strip():
             return 0
         num_held = max(

@@ -1,7 +1,8 @@
-"""This module trains one job's adapter through `finetune`, so that the job can be stopped between two passes.
+"""This module trains the adapter of one fine-tuning job by `finetune`. The job can be stopped between two forward
+passes.
 
 The adapter is written beside the jobs and moved into the folder of adapters when it is complete, so that no request
-meets half of one. A job that was stopped, or whose process died, goes on from its last checkpoint.
+sees an incomplete adapter. A job that was stopped, or whose process died, resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from tenant_sdk.training.settings import FinetuneSettings
 from wire.errors import ConfigurationError
 
 SAVE_STEPS = 5
-"""Optimizer steps between checkpoints, with which a job's losses become known."""
+"""The number of optimizer steps from one checkpoint to the next. A job's losses become visible with each checkpoint."""
 
 
 class JobStopped(Exception):
-    """A job was asked to stop. No user meets this exception: the thread of jobs ends it."""
+    """Says that a job was asked to stop. The worker thread for jobs catches this exception; no user sees it."""
 
 
 class _StoppableSession:
-    """Passes a session on, with models that ask before every pass whether the job goes on."""
+    """Wraps a session. Its models call `check` before every forward pass, which raises `JobStopped` to stop the job."""
 
     def __init__(self, session: Any, check: Callable[[], None]) -> None:
         self._session, self._check = session, check
@@ -38,7 +39,7 @@ class _StoppableSession:
         return getattr(self._session, name)
 
     def load_model(self) -> Any:
-        """Returns a model whose embeddings, which every pass begins with, ask first."""
+        """Returns a model that calls `check` before its embeddings, with which every forward pass begins."""
         model = self._session.load_model()
         model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._check())
         return model
@@ -47,14 +48,14 @@ class _StoppableSession:
 def train(
     session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None]
 ) -> FinetuneResult:  # fmt: skip
-    """Trains an adapter, from the job's last checkpoint if there is one.
+    """Trains an adapter, and resumes from the job's last checkpoint if there is one.
 
     Args:
         session: the tenant's session.
         data: the job's JSONL file.
         output: the adapter's folder; checkpoints are beside it.
         settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
-        check: called before every pass; raises `JobStopped` if the job should stop.
+        check: called before every forward pass; raises `JobStopped` if the job should stop.
 
     Raises:
         JobStopped: the job was stopped.
@@ -86,7 +87,7 @@ def publish(output: Path, adapter: Path) -> None:
 
 
 def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
-    """Returns (step, the losses of all steps up to it) of each complete checkpoint of a run, in order."""
+    """Returns for each complete checkpoint of a run, in order: its step, and the losses of all steps up to it."""
     found = []
     for mark in output.with_name(f"{output.name}.checkpoints").glob("checkpoint-*/complete"):
         try:

@@ -1,7 +1,7 @@
 """This module keeps uploaded training files (`/v1/files`) in a private folder of the endpoint.
 
-Guarantees: a file is kept only if every line of it is a training row, and under a random name; what the client calls it
-is remembered and never becomes a path. Folders have mode 0700 and files 0600.
+Guarantees: a file is kept only if every line of it is a valid training row. It is stored under a random name; the name
+that the client gave is remembered, but never used as a path. Folders have mode 0700 and files 0600.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Uploads:
     """Holds the training files of one endpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Uses a folder, which is made when the first file comes."""
+        """Uses `folder`, which is made when the first file is uploaded."""
         self._folder = folder
         self._lock = threading.Lock()
 
     def add(self, content_type: str, body: bytes) -> dict[str, Any]:
-        """Keeps the file of a multipart/form-data body, and returns its description.
+        """Stores the file of a multipart/form-data body, and returns the file's description.
 
         Raises:
-            HttpError: there is no file, its purpose is not fine-tune, or a line of it is no training row.
+            HttpError: there is no file, its purpose is not `fine-tune`, or a line of it is not a valid training row.
         """
         name, purpose, data = _parts(content_type, body)
         if purpose != "fine-tune":
@@ -65,7 +65,7 @@ class Uploads:
         return described
 
     def path(self, file_id: str) -> Path:
-        """Returns where a file is.
+        """Returns the path at which a file is stored.
 
         Raises:
             HttpError: there is no such file.

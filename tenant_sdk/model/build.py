@@ -1,8 +1,8 @@
-"""Builds a transformers model whose base layers are at the provider.
+"""This module builds a transformers model whose base layers are at the provider.
 
-transformers makes the model from the bundle's config and loads the bundle's tensors. A quantizer, registered with
-transformers, replaces the base layers by remote layers before the tensors are loaded. No model code is changed, and
-transformers fills buffers such as those of RoPE.
+The library transformers makes the model from the bundle's config and loads the bundle's tensors. A quantizer,
+registered with transformers, replaces the base layers by remote layers before the tensors are loaded. No model code is
+changed, and transformers fills buffers such as those of RoPE.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _METHOD = "veilbase-remote"
 
 @register_quantization_config(_METHOD)
 class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Carries the base layers of the provider's manifest into `from_pretrained`; this config is never saved."""
+    """Passes the base layers of the provider's manifest to `from_pretrained`, as a quantization config; never saved."""
 
     def __init__(self, layers: dict[str, LayerInfo] | None = None, **_: Any) -> None:
         """Keeps the base layers, by module name."""

@@ -1,5 +1,5 @@
-"""Runs the tenant's layers of a decode step on one core, since the operations of one token are too small for several
-cores.
+"""This module runs the tenant's layers of a decode step (one new token for each sequence) on one core, since the
+operations of one token are too small for several cores.
 
 Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
 asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on

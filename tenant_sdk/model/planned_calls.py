@@ -1,4 +1,4 @@
-"""Decides what a model does after a value that is not finite: it stops, or continues with zeros to the planned end.
+"""This module decides what a model does after a value that is not finite: stop, or continue with zeros to the end.
 
 Without `verify`, a lying provider may send replies that make a number overflow. Whether and when it overflows depends
 on the tenant's data, so a run that stopped at the overflow would tell the provider about the data
@@ -6,8 +6,8 @@ on the tenant's data, so a run that stopped at the overflow would tell the provi
 calls: each call sends zeros under a fresh mask, and its result is replaced by zeros.
 
 Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value
-that is not finite, the model sends no row of the tenant's, masked or not, and one warning says so. With `verify` a
-provider that lies fails the check first, so a value that is not finite raises an error at once. Not guaranteed:
+that is not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. With `verify`
+a provider that lies fails the check first, so a value that is not finite raises an error at once. Not guaranteed:
 anything about time, or about the user's own code that reads the values, such as a callback that ends a run early.
 
 A `Course` is the state of one loaded model, and so of one run of `finetune`; each answer of `generate` has a course of

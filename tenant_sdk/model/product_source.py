@@ -1,7 +1,8 @@
-"""Decides, for a thread, where the forward products of remote layers come from.
+"""This module decides, for each thread, where the forward products of remote layers come from.
 
-Usually the provider computes every product. Inside `products_from` another source answers: a store that keeps what the
-provider answers, a store that hands the kept products out again, or `zeros`, with which a model runs without a call.
+Usually the provider computes every product. Inside the context `products_from`, the products come from another source.
+A source can ask the provider and also store the product, return a stored product, or return zeros. With the source
+`zeros` a model runs without any call.
 
 Guarantees: the source belongs to one thread and ends with its context. Backward products always come from the provider.
 """
@@ -22,7 +23,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def products_from(source: ProductSource | None) -> Iterator[None]:
-    """Inside the context, lets `source` answer this thread's forward products; None lets the provider answer."""
+    """Makes this thread take forward products from `source` inside the context, or from the provider if it is None."""
     before = getattr(_local, "source", None)
     _local.source = source
     try:
@@ -43,5 +44,6 @@ def product(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Te
 
 
 def zeros(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    """Returns zeros in place of a product, and asks nobody: a source for running a model's own code alone."""
+    """Returns zeros in place of a product, without asking the provider. With this source only a model's own code
+    runs."""
     return torch.zeros(shape)

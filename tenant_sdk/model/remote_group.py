@@ -1,4 +1,5 @@
-"""Sends the rows of a layer group to a provider under a mask, and receives the products, forward and backward.
+"""This module sends the rows of a layer group to a provider under a mask, and receives the products, for the forward
+and the backward pass.
 
 A group is a set of layers that read the same input, such as q, k and v of one block; these layers are its members.
 
@@ -32,7 +33,7 @@ from wire.ring.seeded_rows import SeededRows
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
-"""The masked rows and the pending replies of a call whose messages have been sent."""
+"""The type of a call whose messages have been sent: its masked rows, and its pending replies."""
 
 
 class RemoteExecutor:
@@ -254,7 +255,7 @@ class _Product(torch.autograd.Function):
 
 
 _Context = tuple[bool, torch.dtype]
-"""Whether the outputs need a gradient, and the dtype of the outputs."""
+"""The type of the conditions under which outputs can be shared: whether they need a gradient, and their dtype."""
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from wire.errors import ConfigurationError
 
 
 class RemoteWeightError(ConfigurationError, RuntimeError):
-    """Is raised if some code tries to read the data of a weight that stays with the provider."""
+    """Says that some code tried to read the data of a weight that stays with the provider."""
 
 
 class RemoteWeight(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Checks that a provider's tokenizer.json consists of allowed components only.
+"""This module checks that a provider's tokenizer.json consists of allowed components only.
 
 Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most c·n tokens plus a constant; Unicode's
 tables fix the factor c. Such a tokenizer has no random part and no rule that replaces text by a text of the provider's

@@ -1,4 +1,4 @@
-"""Turns a tokenizer's failure on a text into one typed error.
+"""This module turns a tokenizer's failure on a text into one typed error.
 
 An unverified provider may choose a vocabulary or a pattern that fails on texts of the provider's choice. The tokenizers
 library then raises a bare `Exception`, or, after a panic in Rust, an exception that is no subclass of `Exception`.

@@ -1,4 +1,4 @@
-"""Marks a prompt that is already rendered: a text that is continued as it is, or token ids."""
+"""This module defines prompts to which no chat template is applied: a text that is continued as it is, or token ids."""
 
 from __future__ import annotations
 

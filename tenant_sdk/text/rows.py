@@ -1,4 +1,4 @@
-"""Pads prompts and training rows to one number of tokens, the bucket, so that row counts do not depend on a text.
+"""This module pads prompts and training rows to one number of tokens, the bucket. Row counts then depend on no text.
 
 Guarantees: with a bucket, every prompt and every training row takes exactly as many rows as the bucket says, whatever
 the text and the tokenizer are. A longer prompt loses its first tokens, with a warning to the tenant; so does a longer

@@ -1,4 +1,4 @@
-"""Loads a session's tokenizer, which is that of the verified bundle, one that the tenant names, or the provider's own.
+"""This module loads a session's tokenizer: that of the verified bundle, one that the tenant names, or the provider's.
 
 Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
 the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer

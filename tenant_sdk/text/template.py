@@ -1,4 +1,4 @@
-"""Renders a provider's chat template without showing it the text.
+"""This module renders a provider's chat template without showing the text to the template.
 
 A chat template is a program, and the provider sees the length of its output as a number of rows. A template that reads
 the messages could encode their contents in this length. So the template is rendered over placeholders, once for each

@@ -1,4 +1,6 @@
-"""Keeps a yes or no for each element of a tensor in one bit, for gradients of dropout and ReLU."""
+"""This module stores one bit for each element of a tensor: whether dropout or ReLU let the element through.
+
+Their gradients need no more than these bits."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def apply_bits(x: torch.Tensor, bits: torch.Tensor, scale: float | None) -> torc
     Args:
         x: any float dtype, shape and device.
         bits: the result of `bits_of` for a tensor of x's shape.
-        scale: the number by which the mask is divided, in x's dtype, as torch's dropout does; None for 1.
+        scale: the number by which the elements that remain are divided. The mask is divided by it in x's dtype, as in
+            torch's dropout. None stands for 1.
     """
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=x.device)
     flags = (bits[:, None] & weights).ne(0).view(-1)[: x.numel()].view(x.shape)
@@ -39,7 +42,7 @@ def apply_bits(x: torch.Tensor, bits: torch.Tensor, scale: float | None) -> torc
 
 
 def keep_bits(x: torch.Tensor, p: float) -> torch.Tensor:
-    """Draws which elements dropout keeps, from torch's own generator and as torch draws them on a CPU.
+    """Draws at random which elements dropout keeps; the result is the one that torch's dropout would draw on a CPU.
 
     Args:
         x: the tensor that is dropped out.

@@ -1,8 +1,9 @@
-"""Chooses and turns on the way in which a run saves memory for activations: activation checkpointing.
+"""This module chooses how a training run saves memory for activations (activation checkpointing), and turns it on.
 
-With None the backward pass finds everything that the forward pass made. With `replies` it computes each block again
-from the provider's kept replies (tenant_sdk/training/kept_replies.py). With `recompute` it does so and
-asks the provider again, which sends about half as much more. `auto` is the first of these three that fits.
+There are three modes. With None nothing is computed twice: the forward pass keeps everything that the backward pass
+needs. With `replies` the backward pass computes each transformer block again, from stored replies of the provider
+(tenant_sdk/training/kept_replies.py). With `recompute` it computes each block again and asks the provider again, which
+adds about half to the traffic. `auto` chooses the first of these three that fits.
 
 Guarantees: the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that
 a row says. It is made once, before a run sends rows.
@@ -25,13 +26,13 @@ from tenant_sdk.training.reply_store import ReplyStore
 from wire.errors import ConfigurationError, StorageError
 
 MODES = ("auto", "replies", "recompute")
-"""The values of `checkpointing` besides None."""
+"""The values of the option `checkpointing` besides None."""
 
 _KEPT = 1.2
 """The estimate of what a step without checkpointing keeps for each token, as a multiple of all base layers' inputs and
 outputs: autograd's saved tensors of SmolLM2 with LoRA on all layers are 1.0 times those."""
 _KEPT_WITH_DROPOUT = 1.8
-"""The same where an adapter has dropout, which keeps a copy of its input."""
+"""The same estimate if an adapter has dropout, which keeps a copy of its input."""
 _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
 
@@ -67,9 +68,10 @@ class Estimate:
     """Holds estimates of a step's memory for its longest batch, in bytes.
 
     Attributes:
-        plain: what a step without checkpointing keeps.
-        working: what a step with checkpointing keeps beside replies: the blocks' inputs and the graph of one block.
-        replies: the replies of all blocks.
+        plain: what a step without checkpointing keeps until its backward pass.
+        working: what a step with checkpointing keeps, apart from replies: the inputs of all transformer blocks, and
+            the autograd graph of one block.
+        replies: the provider's replies for all blocks.
     """
 
     plain: int
@@ -78,7 +80,7 @@ class Estimate:
 
 
 def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
-    """Returns the estimate for a batch.
+    """Returns an estimate of the memory that a training step takes for a batch.
 
     Args:
         base: the model without adapters.
@@ -97,7 +99,7 @@ def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
 
 
 def _remote(model: Any) -> Iterable[tuple[int, int]]:
-    """Yields (in_features, out_features) of each remote layer; layers that share an input count it each."""
+    """Yields (in_features, out_features) of each remote layer, also of layers that share one input."""
     for module in model.modules():
         if isinstance(module, RemoteLinear):
             yield module.in_features, module.out_features
@@ -111,15 +113,15 @@ def has_dropout(model: Any) -> bool:
 
 
 class Checkpointing:
-    """Holds the mode of one run, and the store of replies if the mode has one."""
+    """Holds the mode of one run, and the store of the provider's replies if the mode is `replies`."""
 
     def __init__(self, mode: str | None, store: ReplyStore | None, bytes_per_row: int) -> None:
-        """Takes what `choose` found; `bytes_per_row` are the bytes of the replies for one token."""
+        """Keeps what `choose` found; `bytes_per_row` is the size of all replies for one token, in bytes."""
         self.mode, self.store = mode, store
         self._bytes_per_row = bytes_per_row
 
     def before_step(self, num_rows: int) -> None:
-        """Makes sure that the replies of the next forward pass have room.
+        """Reserves room in the store for the replies of the next forward pass.
 
         Args:
             num_rows: the batch's rows times their length, in tokens.
@@ -131,10 +133,11 @@ class Checkpointing:
             self.store.reserve(num_rows * self._bytes_per_row)
 
     def turn_on(self, base: Any) -> None:
-        """Turns checkpointing on in a model without adapters, or in the base model of one with adapters.
+        """Turns checkpointing on in a model without adapters, or in the base model of a model with adapters.
 
-        The switch is Trainer's own, but without a gradient of the embeddings: with such a gradient, the layers below
-        the lowest adapter would make backward calls too. Checkpointing that is not re-entrant works without one.
+        This does what Trainer's `gradient_checkpointing` does, except that the embeddings' output gets no gradient.
+        With such a gradient, the layers below the lowest adapter would send backward calls to the provider too.
+        Checkpointing that is not re-entrant, which is used here, does not need such a gradient.
 
         Raises:
             ConfigurationError: the architecture has no activation checkpointing.
@@ -169,7 +172,7 @@ def choose(
         num_rows: the longest batch's rows times their length, in tokens.
         has_dropout: whether an adapter has dropout.
         memory_budget_mb: the memory that a step's activations may take, in MB; None for half of the free memory.
-        folder: the folder on whose disk replies are kept that do not fit into memory.
+        folder: a folder on the disk that takes the replies that do not fit into memory.
     """
     need = estimate(base, num_rows, has_dropout)
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of a run, and writes adapters completely or not at all.
+"""This module keeps the checkpoints of a training run, and writes adapters completely or not at all.
 
 Guarantees: a checkpoint is used only if its marker file exists, which is written last: an incomplete checkpoint, after
 a full disk or a crash, is never resumed from. A checkpoint is used only for the run that wrote it. A fingerprint of
@@ -71,7 +71,8 @@ class Checkpoints:
 
         Args:
             run: the run's fingerprint.
-            resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all.
+            resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all
+                checkpoints.
 
         Returns:
             The folder of the checkpoint to resume from, or None for a run that starts at the beginning.

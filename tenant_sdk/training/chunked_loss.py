@@ -1,8 +1,8 @@
-"""Computes a causal model's loss in chunks of rows, so that the logits of a whole batch never exist at once.
+"""This module computes a causal model's loss in chunks of rows. The logits of a whole batch never exist at once.
 
 A vocabulary is far wider than any other layer, so the logits and what cross entropy keeps of them are the largest
-tensors of a training step. Here the head sees a few rows at a time, and the gradient of each chunk is taken at once, so
-that a chunk's logits are freed before the next chunk's are made.
+tensors of a training step. Here the head (the layer that computes logits) gets a few rows at a time. The gradient of
+each chunk is computed immediately, so that the chunk's logits are freed before those of the next chunk are computed.
 
 Guarantees: loss and gradients equal those of the model's own loss (ForCausalLMLoss), except for the order of sums. A
 head that the provider holds gets the rows that it would get without chunks, in the same order; more rows than a chunk
@@ -28,24 +28,26 @@ from tenant_sdk.training.labelled_tokens import IGNORE_INDEX
 from wire.errors import ConfigurationError
 
 LOCAL_CHUNK_BYTES = 8 << 20
-"""The bytes of a chunk's logits in float32, of which cross entropy makes two further copies; much less would read the
-head's weight too often, once for every chunk."""
+"""The bytes of a chunk's logits in float32, if the tenant holds the head. Cross entropy makes two further copies of
+them. With much smaller chunks the head's weight would be read too often, since it is read once for every chunk."""
 REMOTE_CHUNK_BYTES = 64 << 20
-"""The same for a head at the provider, where every chunk is a call."""
+"""The bytes of a chunk's logits in float32, if the provider holds the head. Every chunk is then a call."""
 _PROBED = 40.0
-"""The largest logit that the probe of a model's cap or scale contains; models cap at 30 and more."""
+"""The largest logit in the test that finds how a model caps or scales its logits (`_probe`). Models cap at 30 or
+more."""
 
 _Finish = Callable[[torch.Tensor], torch.Tensor]
-"""What a model does to its head's output: logits in, logits out, element by element."""
+"""A function from a head's output to the model's logits. It changes each element by itself: by a cap, a scale or not
+at all."""
 
 
 def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
     """Lets a model compute its training loss in chunks from now on.
 
-    In training, a forward pass with `labels` then returns the loss and no logits (a tensor with no position). Passes
-    without `labels`, without gradients, with `shift_labels` or with `return_dict=False` are not changed, so evaluation
-    and `generate` get their logits. Trainer of transformers works with such a model; a trainer that reads the logits of
-    a training step does not.
+    In training, a forward pass with `labels` then returns the loss, and a tensor of logits that has no positions.
+    Passes without `labels`, without gradients, with `shift_labels` or with `return_dict=False` are not changed, so
+    evaluation and `generate` get their logits. Trainer of transformers works with such a model; a trainer that reads
+    the logits of a training step does not.
 
     Args:
         model: a model of `TenantClient.load_model`, with or without PEFT adapters.
@@ -54,8 +56,8 @@ def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
             forward takes `logits_to_keep`.
 
     Returns:
-        Whether the model's loss is now computed in chunks; False if the model keeps its own loss, because its logits
-        are not a cap or scale of its head's output.
+        Whether the model's loss is now computed in chunks; False if the model keeps its own loss, because this
+        module cannot compute that loss or the logits in chunks.
 
     Raises:
         ConfigurationError: the model has no forward method or no head.
@@ -126,8 +128,8 @@ class _ChunkedForward:
 
 
 class _HeadInput:
-    """Takes the head's input in a forward pass, and gives the head no rows: `hidden` is the input, or None if the model
-    did not call its head."""
+    """Catches the head's input in a forward pass and calls the head with no rows. `hidden` is the input that was
+    caught, or None if the model did not call its head."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
@@ -190,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, logits_of: Any, targets: torch.Tensor, count: int, num_rows: int, *weights: Any
     ) -> torch.Tensor:
-        """Returns the loss, and keeps one gradient of the size of `rows` and one for each weight."""
+        """Returns the loss, and keeps the gradients of `rows` and of each weight for `backward`."""
         needs_rows = ctx.needs_input_grad[0]
         wanted = needs_rows or bool(weights)
         row_grad = torch.empty_like(rows) if needs_rows else None
@@ -216,14 +218,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """Returns the kept gradients, scaled by the gradient of the loss."""
+        """Returns the gradients that `forward` kept, multiplied by the gradient of the loss."""
         kept = [each * grad.to(each.dtype) for each in ctx.saved_tensors]
         row_grad = kept.pop(0) if ctx.needs_input_grad[0] else None
         return (row_grad, None, None, None, None, *kept)
 
 
 def _leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the trainable parameters from which a tensor was computed; it may not depend on any other leaf."""
+    """Yields the trainable parameters from which a tensor was computed; the tensor may not depend on any other leaf."""
     seen: set[Any] = set()
     waiting = [output.grad_fn]
     while waiting:
@@ -237,8 +239,12 @@ def _leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _probe(base: Any) -> _Finish | None:
-    """Returns what a model does to its head's output, found by one pass over two tokens in which every remote product
-    is zeros and the head's output is replaced by known numbers; None if it is neither nothing nor a cap nor a scale."""
+    """Returns the function by which a model turns its head's output into logits: unchanged, capped or scaled. Returns
+    None if the model does anything else.
+
+    The function is found by one forward pass over two tokens. In this pass every remote product is zeros, and the
+    head's output is replaced by known numbers.
+    """
     head, known = base.get_output_embeddings(), torch.linspace(-_PROBED, _PROBED, 1001).view(1, 1, -1)
     was_called, modes = False, [(module, module.training) for module in base.modules()]
 

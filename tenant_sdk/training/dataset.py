@@ -1,4 +1,4 @@
-"""Reads and checks the rows of a user's data set.
+"""This module reads and checks the rows of a user's data set.
 
 Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, or `text`. An error is one
 line, which names the file and the line of the row. It never shows a row's contents, only keys, types and numbers. The
@@ -32,7 +32,7 @@ _MAX_SHOWN_KEYS = 8
 
 
 class UnusableRowWarning(UserWarning):
-    """A row could not be used and is left out of training; the calls to the provider do not show this."""
+    """Warns that a row could not be used and is left out of training; the calls to the provider do not show this."""
 
 
 @dataclass(frozen=True, slots=True)

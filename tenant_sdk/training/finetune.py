@@ -1,4 +1,4 @@
-"""Fine-tunes an adapter with transformers' Trainer; the adapter, the data and the optimizer stay with the tenant.
+"""This module fine-tunes an adapter by transformers' Trainer. Adapter, data and optimizer stay with the tenant.
 
 Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/labelled_tokens.py). If a run fails, the
 same call again resumes it from its last complete checkpoint. The adapter folder is written completely or not at all,
@@ -147,7 +147,11 @@ def _train(trainer: Trainer, start: Path | None) -> None:
 
 
 def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
-    """Marks the checkpoints as spoilt and raises NotFinite, if a value of the run or of the adapter is not finite."""
+    """Checks that all values of the run and the adapter are finite; else marks all checkpoints as spoilt (unusable).
+
+    Raises:
+        NotFinite: a value is not finite.
+    """
     try:
         course.check(trainable(model))
         course.finish()
@@ -186,10 +190,14 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
 
 
 def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
-    """Turns checkpointing on, and returns the windows in which batches go through a model with an adapter.
+    """Prepares a model with an adapter for activation checkpointing and for windows (parts of a batch's tokens).
 
-    Windows with a store of replies keep what the provider answered in a window's first pass for its second, and do not
-    checkpoint blocks: the calls are then those of whole batches.
+    All windows but the last go through the model twice. With a store of replies, the second pass uses the provider's
+    replies of the first pass. Blocks are then not checkpointed, and each row is sent to the provider as often as
+    without windows.
+
+    Returns:
+        The object that trains in windows; None if batches go through the model as a whole.
     """
     if window_tokens is None or kept.store is None:
         kept.turn_on(model.get_base_model())
@@ -236,8 +244,8 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
     before_forward: Callable[[torch.Tensor], None] = staticmethod(lambda token_ids: None)
     """A function that is called with a batch's token ids before its forward pass."""
     same_rows_for_any_text = False
-    """Whether logits are computed at every position, so that calls to a remote head do not show the number of
-    labels."""
+    """Whether logits are computed at every position, so that the number of rows of a call to a remote head does not
+    depend on the number of labels."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -277,10 +285,10 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         )
 
     windows: Windows | None = None
-    """The windows in which batches go through the model; None if they go as a whole."""
+    """The object that trains in windows of tokens; None if batches go through the model as a whole."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Returns the loss of a batch, whose gradients are added to those of the parameters."""
+        """Computes the loss of a batch, adds its gradients to those of the parameters, and returns the loss."""
         if self.windows is None:
             return torch.as_tensor(super().training_step(model, inputs, num_items_in_batch))
         self.num_tokens += int(inputs["attention_mask"].sum())

@@ -1,8 +1,8 @@
-"""Recomputes a block in the backward pass from what the provider answered in the forward pass.
+"""This module recomputes a transformer block in the backward pass, from the provider's replies of the forward pass.
 
-Activation checkpointing runs each block of a model twice. Here the first run keeps every forward product that the block
-got from the provider, and the second takes the products from the store: attention, norms and adapters are computed
-again, and the provider is not asked again.
+Activation checkpointing runs each block of a model twice. Here the first run stores every forward product that the
+block got from the provider, and the second run takes the products from the store. Attention, norms and adapters are
+computed again, but the provider is not asked again.
 
 Guarantees: a run sends exactly the calls of a run without checkpointing. The second run gets bit-equal products, also
 under a mask whose results differ slightly from call to call. A backward pass can run once for each forward pass.
@@ -23,14 +23,15 @@ from wire.errors import StorageError
 
 
 class KeptReplies:
-    """Makes the two contexts in which torch's activation checkpointing runs a block (`context_fn`)."""
+    """Makes the two contexts in which torch's activation checkpointing runs a block (torch's `context_fn`)."""
 
     def __init__(self, store: ReplyStore) -> None:
-        """Keeps the replies of all blocks in one store."""
+        """Uses `store` for the replies of all blocks."""
         self._store = store
 
     def contexts(self) -> tuple[Any, Any]:
-        """Returns (a context for the first run, which keeps replies; one for the second, which hands them out)."""
+        """Returns two contexts: one for the first run, which stores replies, and one for the second, which uses
+        them."""
         kept: deque[KeptReply] = deque()
 
         def keep(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:

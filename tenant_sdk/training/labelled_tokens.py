@@ -1,4 +1,4 @@
-"""Turns checked rows into token ids with labels on the wanted completion only, and makes batches.
+"""This module turns checked rows into token ids and labels, and makes batches. Only text to be learnt gets labels.
 
 Guarantees: a label is the token at the same position, or -100 for no loss. Every row has at least one label that a
 causal model is trained on, unless an unverified provider's tokenizer made the row unusable. An error never shows a
@@ -43,7 +43,7 @@ def tokenize(
     *,
     never_refuse: bool = False,
 ) -> list[dict[str, list[int]]]:
-    """Turns rows into token ids with labels on the wanted completion only.
+    """Turns rows into token ids and labels. Only the text that the model must learn to write gets labels.
 
     A conversation is rendered as a whole by the tokenizer's chat template. The labels of an assistant's message start
     after the tokens of the messages before it, rendered with `add_generation_prompt=True`. They end with the tokens of

@@ -1,7 +1,7 @@
-"""Gives each fine-tuning run its own copy of state that runs in threads of one process would otherwise share.
+"""This module gives each fine-tuning run a state of its own, since several may run in threads of one process.
 
-accelerate keeps one state for the process: device and precision, which every new Trainer resets, and whether the
-optimizer acts on this step, which differs between runs. torch has one random generator for the process.
+The library accelerate keeps one state for the process: device and precision, which every new Trainer resets, and
+whether the optimizer acts on this step, which differs between runs. torch has one random generator for the process.
 
 Guarantees: a run has its own state of accelerate, which no other thread sees. An adapter's initial values depend only
 on the run's seed. Not guaranteed: reproducible dropout, and reproducible sampling in `generate`. Both use torch's

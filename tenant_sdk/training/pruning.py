@@ -1,6 +1,7 @@
-"""Keeps less for the backward pass where something cheap and exact can be computed again: graph pruning.
+"""This module saves memory in training (graph pruning): some tensors are not kept, but computed again when needed.
 
-Autograd keeps every tensor that an operation's gradient needs. Of these, this module leaves out
+Autograd keeps every tensor that an operation's gradient needs. This module does not keep the following of them, which
+are cheap to compute again:
 
 - outputs of norms and activations, and everything inside an activation but its input;
 - the product of an activation and another layer's output, such as SiLU(gate) × up, which the next adapter reads;
@@ -31,16 +32,16 @@ from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.bit_masks import apply_bits, bits_of, keep_bits
 
 _NORMS = ("RMSNorm", "LayerNorm")
-"""The ends of the names of classes that normalise each row alone."""
+"""The endings of the class names of norms that treat each row by itself."""
 _RECENT = 4
-"""The number of layers' latest outputs that are held, so that a product of two of them is recognised after the model's
-own code has dropped them."""
+"""How many of the latest layer outputs are held. A product of two of them is then recognised even after the model's own
+code has dropped them."""
 
 _Run = Callable[..., torch.Tensor]
 
 
 def prune(model: Any) -> None:
-    """Lets a model keep less for the backward pass from now on, with the same gradients.
+    """Changes a model so that its forward passes keep less memory for the backward pass, with the same gradients.
 
     Args:
         model: a model of `TenantClient.load_model`, with or without PEFT adapters.
@@ -53,25 +54,27 @@ def prune(model: Any) -> None:
 
 
 class _Recipe:
-    """Says how a tensor is computed again: by an operation without gradients, from packed inputs."""
+    """Describes how a tensor is computed again: by an operation, without gradients, from inputs that were packed by
+    `_Pruning`."""
 
     def __init__(self, run: _Run, inputs: list[Any]) -> None:
         self.run, self.inputs = run, inputs
 
 
 class _Pruning:
-    """Holds what one forward pass has computed so far, and packs the tensors that autograd keeps."""
+    """Records how one forward pass computed its tensors. Where autograd would keep a tensor that can be computed again,
+    it packs the tensor: it gives autograd a `_Recipe` in place of the tensor."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, _Run, tuple[torch.Tensor, ...]]] = {}
-        """By address: an output, its version, and the operation and inputs that made it."""
+        """Maps a tensor's address to the tensor, its version, and the operation and inputs that it was computed by."""
         self._recipes: dict[int, _Recipe] = {}
         self._by_node: dict[tuple[Any, int], weakref.ref[torch.Tensor]] = {}
         self._recent: deque[torch.Tensor] = deque(maxlen=_RECENT)
         self._last: tuple[_Recipe, torch.Tensor] | None = None
 
     def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a forward method in which autograd's tensors are packed."""
+        """Returns a forward method that runs `stock`, the model's own, and packs the tensors that autograd keeps."""
 
         @functools.wraps(stock)
         def forward(*args: Any, **options: Any) -> Any:
@@ -92,7 +95,7 @@ class _Pruning:
     # What is recognised
 
     def watch(self, module: nn.Module) -> None:
-        """Changes a module, if it is of a kind that this class knows."""
+        """Registers hooks on a module or replaces its forward method, if its output or input can be computed again."""
         if isinstance(module, BaseTunerLayer):
             module.register_forward_pre_hook(self._sees_input)
             module.register_forward_hook(self._sees_output)
@@ -113,8 +116,8 @@ class _Pruning:
             adapter.register_forward_pre_hook(self._sees_copy)
 
     def _norm(self, stock: _Run) -> _Run:
-        """Returns a norm's forward method; its own graph stays, since another one would add gradients in another
-        order."""
+        """Returns a forward method that runs `stock`, a norm's own, and notes how its output was computed. The norm's
+        graph stays as it is, since another graph would add gradients in another order."""
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             return self._note(stock(x), stock, x) if _is_plain(x) else stock(x)
@@ -165,8 +168,7 @@ class _Pruning:
                 self._note(args[0], functools.partial(torch.Tensor.to, dtype=args[0].dtype), *source)
 
     def _tensors_of(self, node: Any) -> list[torch.Tensor]:
-        """Returns the known tensors from which a node computed its output; fewer than it has inputs if one is not
-        known."""
+        """Returns the tensors from which a node of the autograd graph computed its output, as far as they are known."""
         found = [self._by_node.get(each) for each in node.next_functions]
         return [tensor for each in found if each is not None and (tensor := each()) is not None]
 
@@ -175,7 +177,8 @@ class _Pruning:
             self._by_node[output.grad_fn, output.output_nr] = weakref.ref(output)
 
     def _note(self, output: torch.Tensor, run: _Run, *inputs: torch.Tensor) -> torch.Tensor:
-        """Remembers how an output was made, for as long as the output lives."""
+        """Remembers that `run` computed `output` from `inputs`, for as long as the output exists. Returns the
+        output."""
         self._note_node(output)
         address = output.data_ptr()
         if not output.is_contiguous() or any(each.data_ptr() == address for each in inputs):
@@ -231,7 +234,8 @@ class _Pruning:
 
 
 def _is_frozen_leaf(module: nn.Module) -> bool:
-    """Returns whether a module has no parts, trains nothing and does not change its input."""
+    """Returns whether a module has no submodules and no trainable parameters, and does not change its input in
+    place."""
     has_parts = next(module.children(), None) is not None or getattr(module, "inplace", False)
     return not has_parts and not any(each.requires_grad for each in module.parameters())
 
@@ -255,7 +259,7 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Again(torch.autograd.Function):
-    """Runs an operation, keeps its input alone, and runs it again for the gradient."""
+    """Runs an operation and keeps only its input; the backward pass runs the operation again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: _Run) -> torch.Tensor:
@@ -274,7 +278,7 @@ class _Again(torch.autograd.Function):
 
 
 class _Relu(torch.autograd.Function):
-    """Computes ReLU, and keeps one bit for each element."""
+    """Computes ReLU, and keeps one bit for each element for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +295,7 @@ class _Relu(torch.autograd.Function):
 
 
 class _Masked(torch.autograd.Function):
-    """Drops elements out as given bits say, and keeps the bits alone."""
+    """Applies dropout whose kept elements are given as bits, and keeps only these bits for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bits: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Keeps what the provider answered in a forward pass until the backward pass needs it, in memory and on disk.
+"""This module keeps the provider's replies of a forward pass, in memory and on disk, until the backward pass.
 
-Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which is AES-CTR
-with a check. They are plain activations, so nobody who gets the disk may read them.
+Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which
+also detects changes. The replies are unmasked activations, so nobody who gets the disk may be able to read them.
 
 Guarantees: the key is drawn from the operating system when a store is made, is only in memory, and is used by this
-store alone. No nonce is used twice: it is the number of the record, which counts up. The file has no name once it is
-open, so it ends with the process. Bytes that come back changed are an error and not a wrong gradient. `reserve` takes
-the space on disk, so a full disk shows before a step and not in it. Not guaranteed: that memory is not swapped out.
+store alone. No nonce is used twice: the nonce is the number of the stored reply, which counts up. The file has no name
+once it is open, so it disappears when the process ends. If stored bytes have changed, reading them is an error, so no
+gradient is wrong. `reserve` takes the space on disk, so a full disk shows before a step and not during it. Not
+guaranteed: that memory is not swapped out.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from noise.disk.private_files import make_private_folder
 from wire.errors import StorageError
 
 _PIECE_BYTES = 1 << 20
-"""The bytes that are encrypted and written at a time, so that a record of any size needs one small buffer."""
+"""The bytes that are encrypted and written at a time, so that a reply of any size needs one small buffer."""
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 
 
 class KeptReply:
-    """Holds one reply, which `take` gives back once; a reply that is dropped frees its place."""
+    """Holds one stored reply, which `take` returns once. If this object is deleted, the store forgets the reply."""
 
     def take(self) -> torch.Tensor:
-        """Returns the reply, bit for bit as it was kept, and frees its place."""
+        """Returns the reply, bit for bit as it was stored, and removes it from the store."""
         raise NotImplementedError
 
 
@@ -60,7 +61,7 @@ class ReplyStore:
         self._lock = threading.RLock()  # a dropped reply may free its place while this thread is in here
 
     def reserve(self, num_bytes: int) -> None:
-        """Takes the space on disk for that many further bytes of replies, as far as memory does not hold them.
+        """Reserves space on disk for the part of `num_bytes` further bytes of replies that does not fit into memory.
 
         Raises:
             StorageError: the disk has no room for them.
@@ -103,7 +104,13 @@ class ReplyStore:
         return _OnDisk(self, number, start, encryptor.tag, reply)
 
     def read(self, number: int, start: int, tag: bytes, into: torch.Tensor) -> None:
-        """Fills a tensor with the record that was written at a place.
+        """Fills a tensor with a reply from the file.
+
+        Args:
+            number: the number of the reply, from which its nonce follows.
+            start: the offset of its first byte in the file.
+            tag: the authentication tag of AES-GCM.
+            into: the tensor, of the reply's shape and dtype, on the CPU.
 
         Raises:
             StorageError: the file cannot be read, or its bytes are not those that were written.
@@ -148,7 +155,7 @@ class ReplyStore:
             ) from None
 
     def forget(self, in_memory: int = 0, on_disk: int = 0) -> None:
-        """Frees the places of replies: bytes of those in memory, or the number of those on disk."""
+        """Forgets replies that were taken or dropped: `in_memory` bytes in memory, and `on_disk` replies on disk."""
         with self._lock:
             self._in_memory -= in_memory
             self._on_disk -= on_disk

@@ -1,4 +1,4 @@
-"""Turns a data set into token rows: each row keeps its own length, or all are padded to one length, the bucket.
+"""This module turns a data set into token rows. Rows keep their own lengths, or all get one length, the bucket.
 
 Guarantees: with a bucket every row has exactly the bucket's length. If the tokenizer is an unverified provider's,
 rows that are too long or cannot be used are not refused, because the provider would see the refusal.

@@ -1,7 +1,9 @@
-"""Says what can be trained in windows of tokens, and prepares the attention of a model for them.
+"""This module decides whether a model can be trained in windows of tokens, and prepares its attention for them.
 
-Guarantees: whatever cannot be cut into windows is refused with one line that says why. What decides is the model's and
-the adapter's configuration; `WindowCache.check` finds at run time a layer that does not use its cache.
+A window is a range of tokens of a batch that goes through the model on its own (tenant_sdk/training/windows.py).
+
+Guarantees: a model or adapter that cannot be trained in windows is refused with one line that says why. Their
+configurations decide this. At run time `WindowCache.check` finds layers that do not use their cache.
 """
 
 from __future__ import annotations
@@ -21,24 +23,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from wire.errors import ConfigurationError
 
 _ATTENTION = "veilbase_windows"
-"""The name of the attention function in transformers' tables."""
+"""The name under which transformers' tables hold the attention function of this module."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
 batch."""
 _NOT_BY_TOKEN = frozenset({"ADAPTION_PROMPT", "XLORA"})
-"""The kinds of adapters, apart from soft prompts, that do more than change layers token by token."""
+"""The kinds of adapters, apart from soft prompts, that do not treat each token by itself."""
 
 
 def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
-    """Checks a window against the batch and the context, before anything is sent.
+    """Checks the size of a window against the sizes of the batch and of the context, before anything is sent.
 
     Args:
-        window_tokens: the most tokens of a window, over all rows of the batch; None if there are no windows.
+        window_tokens: the most tokens of a window, over all rows of the batch; None if training uses no windows.
         batch_size: the number of rows of a batch.
         room: the most tokens of a row.
 
     Raises:
-        ConfigurationError: the window has less than a token for each row, or more than the longest batch has.
+        ConfigurationError: the window has less than one token for each row, or more tokens than the longest batch.
     """
     if window_tokens is not None and not batch_size <= window_tokens <= batch_size * room:
         raise ConfigurationError(
@@ -48,7 +50,7 @@ def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
 
 
 def check_adapter(model: Any) -> None:
-    """Raises ConfigurationError if an adapter does more than change layers token by token."""
+    """Raises ConfigurationError if an adapter does not treat each token by itself."""
     config = getattr(model, "active_peft_config", None)
     if config is None:
         return
@@ -60,7 +62,7 @@ def check_adapter(model: Any) -> None:
 
 
 def sliding_windows(model: Any) -> list[int | None]:
-    """Returns for each layer the number of tokens that a token attends to, None for all.
+    """Returns for each layer the number of tokens that a token attends to; None stands for all earlier tokens.
 
     Raises:
         ConfigurationError: the model's attention cannot be cut into windows.
@@ -94,11 +96,11 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def allow_recomputation(model: Any) -> None:
-    """Lets blocks use their cache while activations are checkpointed; a `WindowCache` may be updated again by a
-    recomputation, which transformers' own caches may not.
+    """Lets transformer blocks use their cache while activations are checkpointed.
 
-    GPT-2's model code drops the cache if the flag of the whole model says that blocks are checkpointed; blocks look at
-    their own flags.
+    transformers forbids this, because its own caches must not be updated twice. A `WindowCache` may be updated twice.
+    GPT-2's code drops the cache if the `gradient_checkpointing` flag of the whole model is set. This function clears
+    that flag; each block still has its own flag.
     """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for block in blocks:
@@ -111,10 +113,10 @@ def allow_recomputation(model: Any) -> None:
 
 
 def share_masks(model: Any) -> None:
-    """Makes a model that uses torch's attention keep one attention mask for all layers, and no repeated heads.
+    """Saves memory in a model that uses torch's attention: layers share one attention mask, and heads are not copied.
 
-    For a window in the middle, transformers would repeat the keys and values of all earlier tokens for each head, and
-    torch would make a float mask of its own in each layer; autograd would keep them all.
+    Otherwise, for every window but the first, transformers would copy the keys and values of all earlier tokens for
+    each query head, and torch would make a float mask in each layer. Autograd would keep all of them.
     """
     chosen = model.config.get_text_config(decoder=True)._attn_implementation
     if chosen != "sdpa" or not getattr(model, "_supports_attention_backend", False):
@@ -125,7 +127,7 @@ def share_masks(model: Any) -> None:
 
 
 def _float_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Returns transformers' mask for torch's attention as numbers to add: 0, or -inf where nothing is seen."""
+    """Returns transformers' mask for torch's attention as numbers to add to scores: 0, or -inf for hidden tokens."""
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -137,8 +139,8 @@ def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Computes torch's attention as transformers does, and shares the heads of keys and values in place of repeating
-    them where torch can do this with a mask, which is on a CPU."""
+    """Computes torch's attention as transformers does. On a CPU, query heads share the heads of keys and values, so
+    these are not copied; elsewhere torch cannot do this together with a mask."""
     is_plain = options.get("position_bias") is None and options.get("softcap") is None
     if attention_mask is None or query.shape[1] == key.shape[1] or not query.is_cpu or not is_plain:
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(

@@ -1,11 +1,13 @@
-"""Keeps the keys and values of a batch whose tokens go through the model window by window, and their gradients.
+"""This module keeps the keys and values of a batch that goes through the model in windows, and their gradients.
+
+A window is a range of tokens; see tenant_sdk/training/windows.py.
 
 A later window attends to the keys and values of earlier windows, so its backward pass gives a part of their gradients.
-These parts are added up here, and become roots of the backward pass of the window that made the keys and values.
+These parts are added up here. The backward pass of the window that computed the keys and values starts from the sum.
 
-Guarantees: keys and values of each layer are in one block of memory for all tokens. A window sees a part of this block
-and copies nothing. The memory of the gradients of a layer is taken when the first gradient arrives, which is when
-autograd has freed what it kept for this layer.
+Guarantees: the keys of a layer are one tensor for all tokens, and so are its values. A window gets a view of a part of
+it, not a copy. The memory of a layer's gradients is allocated when the first gradient arrives. By then autograd has
+freed what it kept for this layer.
 
 Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 """
@@ -30,15 +32,16 @@ class _Kept:
         self._numbers: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
         self.own: torch.Tensor | None = None
-        """The part that the present window made, with its graph; None before, and where it needs no gradient."""
+        """The part that the present window computed, with its autograd graph; None before that, or if it needs no
+        gradient."""
 
     def extended(self, own: torch.Tensor, first: int, start: int, is_again: bool) -> torch.Tensor:
-        """Keeps the present window's part and returns what the window sees, which is the tokens from `first` on.
+        """Stores the keys (or values) of the present window, and returns those of the tokens from `first` on.
 
         Args:
-            own: shape (batch, num_kv_heads, window tokens, head_dim).
-            first: the first token that the window's first token may attend to.
-            start: the window's first token.
+            own: the keys or values of the window's tokens, shape (batch, num_kv_heads, window tokens, head_dim).
+            first: the index of the first token to which the window's first token may attend.
+            start: the index of the window's first token.
             is_again: whether the same window is computed again for checkpointing, so that nothing may be written:
                 autograd has kept the first result.
         """
@@ -56,7 +59,7 @@ class _Kept:
         return seen
 
     def add_gradient(self, gradient: torch.Tensor, first: int, start: int) -> None:
-        """Adds the gradient of the tokens from `first` to `start`, shape (batch, num_kv_heads, tokens, head_dim)."""
+        """Adds a gradient, shape (batch, num_kv_heads, tokens, head_dim), to the sum for tokens `first` to `start`."""
         if first == start:
             return
         if self._gradients is None:
@@ -64,8 +67,8 @@ class _Kept:
         self._gradients[:, :, first:start] += gradient
 
     def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns (the present window's part, its gradient from later windows) and forgets the part; None if there is
-        no such gradient."""
+        """Returns the keys (or values) of the present window and their gradient from later windows, and forgets the
+        former. Returns None if there is no such gradient."""
         own, self.own = self.own, None
         if own is None or self._gradients is None:
             return None
@@ -73,27 +76,31 @@ class _Kept:
 
 
 class _Seen(torch.autograd.Function):
-    """Gives a window what it sees of a layer's keys or values, without a copy, and passes the gradients on."""
+    """Returns the keys or values to which a window may attend, as a view, and passes their gradients on."""
 
     @staticmethod
     def forward(
         ctx: Any, own: torch.Tensor, kept: _Kept, numbers: torch.Tensor, first: int, start: int
     ) -> torch.Tensor:
-        """Returns the tokens from `first` to the window's end; `own` is the window's part, which is already there."""
+        """Returns the part of `numbers`, all keys or values, from token `first` to the end of the window.
+
+        `own`, the part of the window that begins at token `start`, is already in `numbers`. It is an argument so that
+        it gets a gradient.
+        """
         ctx.kept, ctx.first, ctx.start = kept, first, start
         return numbers[:, :, first : start + own.shape[2]]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Returns the gradient of the window's part, and adds that of earlier tokens to their sum."""
+        """Returns the gradient of the window's own keys or values, and adds that of earlier ones to `kept`'s sum."""
         num_earlier = ctx.start - ctx.first
         ctx.kept.add_gradient(gradient[:, :, :num_earlier], ctx.first, ctx.start)
         return gradient[:, :, num_earlier:], None, None, None, None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Is one layer of a `WindowCache`, as transformers' model code expects a layer of a cache."""
+    """Holds one layer of a `WindowCache`, with the interface that transformers' model code expects."""
 
     is_croppable = False
 
@@ -141,7 +148,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class WindowCache(Cache):  # type: ignore[misc]
-    """Is the cache of a batch that goes through a model window by window."""
+    """Holds the keys and values of a batch that goes through a model window by window, as a cache of transformers."""
 
     def __init__(self, sliding_windows: Sequence[int | None], num_tokens: int) -> None:
         """Makes an empty cache.
@@ -153,7 +160,7 @@ class WindowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer(window, num_tokens) for window in sliding_windows])
 
     def begin(self, start: int) -> None:
-        """Begins a pass over the window whose first token is `start`; all tokens before must have been in a pass."""
+        """Begins a pass over the window whose first token has the index `start`. Earlier windows must come first."""
         for layer in self.layers:
             layer.begin(start)
 
@@ -161,13 +168,14 @@ class WindowCache(Cache):  # type: ignore[misc]
         """Checks, after a pass, that every layer of the model has used this cache.
 
         Raises:
-            ConfigurationError: some layer did not, so that it did not attend to earlier windows.
+            ConfigurationError: a layer did not use the cache, so it did not attend to earlier windows.
         """
         if not all(layer.num_updates for layer in self.layers):
             raise ConfigurationError("window_tokens is not possible: not every layer of this model uses its cache")
 
     def taken(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the keys and values that the last pass made, each with its gradient from later windows.
+        """Yields the keys, and the values, that the last pass computed in each layer, with their gradient from later
+        windows.
 
         Args:
             stop: the end of the window.

@@ -1,13 +1,14 @@
-"""Trains in windows of tokens: a forward pass keeps keys and values, a backward pass goes from the last window back.
+"""This module trains in windows: a batch's tokens are split into ranges that go through the model one by one.
 
-The tenant then keeps the graph of one window, not of the whole batch, and a provider gets requests of one window's
-rows, which its scheduler need not cut to keep a latency target. In return, all windows but the last go through the
-model's forward pass twice.
+The forward pass goes from the first window to the last and keeps the keys and values. The backward pass goes from the
+last window to the first. The tenant thus keeps the autograd graph of one window, not of the whole batch. A provider
+gets requests with the rows of one window, which its scheduler need not split to keep a latency target. In return, all
+windows but the last go through the model's forward pass twice.
 
 Guarantees: gradients equal those of the whole batch, up to the rounding of floating-point sums, unless the model uses
-dropout: its random numbers are drawn for each window, the same in both of the window's passes. The calls and their
-numbers of rows follow from the batch's shape, the window and the adapter. No window is left out: not one without a
-label, and not one after the last label. The head is called for the rows for which it would be called without windows.
+dropout, whose random numbers are drawn for each window, and are the same in both passes of a window. The calls and
+their numbers of rows follow from the batch's shape, the window and the adapter. No window is left out, even if it has
+no label or comes after the last label. The head is called for the rows for which it would be called without windows.
 
 Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 """
@@ -30,12 +31,12 @@ from tenant_sdk.training.window_cache import WindowCache
 from wire.errors import ConfigurationError
 
 _LOGITS_AT_ONCE = 1 << 22
-"""The number of logits that are made at once where the tenant has the head: 16 MiB in float32, and three times as much
-with their gradient and softmax."""
+"""The number of logits that are computed together if the tenant holds the head: 16 MiB in float32, and three times as
+much with their gradient and softmax."""
 
 _Inputs = Mapping[str, torch.Tensor]
 _Window = tuple[int, int]
-"""(first token, end) of a window."""
+"""The token range of a window: (index of the first token, index after the last token)."""
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
@@ -43,7 +44,7 @@ class Windows:
     """Computes a batch's loss and gradients window by window, with a model that has an adapter.
 
     Attributes:
-        before_graph: a function that is called with a window's token ids before each pass that makes a graph.
+        before_graph: a function that is called with a window's token ids before each pass with gradients.
         contexts: a function that is called for each window that goes through the model twice, and returns the contexts
             of its first and of its second pass, as `context_fn` does for torch's activation checkpointing.
     """
@@ -89,10 +90,10 @@ class Windows:
             count: the number by which the sum of the losses is divided; None for the number of labels.
             every_position: whether the head is called for every position, and not only for those at which some row has
                 a label.
-            share: the factor of the loss, which is below 1 if the gradients of several batches are added.
+            share: a factor of the loss. It is below 1 if the gradients of several batches are added.
 
         Returns:
-            The loss times `share`, without a graph.
+            The loss times `share`, without an autograd graph.
         """
         targets = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]  # position p predicts token p + 1
         num_labels = (targets != IGNORE_INDEX).sum() if count is None else count
@@ -117,12 +118,13 @@ class Windows:
         self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
         again: list[AbstractContextManager[object]], last: torch.Tensor, gradient: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Adds the gradients of the parameters, from the last window to the first.
+        """Runs the backward pass, from the last window to the first, which adds to the gradients of the parameters.
 
         Args:
-            inputs, windows, seeds, cache, again: what `_forward` was given.
-            last: the last hidden states of the last window, with their graph.
-            gradient: the gradient of all last hidden states, shape (batch, num_tokens, hidden size).
+            inputs, windows, seeds, cache, again: the arguments that `_forward` got.
+            last: the hidden states after the model's last layer, for the last window, with their autograd graph.
+            gradient: the gradient of the hidden states after the model's last layer, for all tokens, shape (batch,
+                num_tokens, hidden size).
         """
         for number in reversed(range(len(windows))):
             start, stop = windows[number]
@@ -140,7 +142,7 @@ class Windows:
         self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
         again: list[AbstractContextManager[object]],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Returns the last hidden states of all tokens, and those of the last window with their graph.
+        """Returns the hidden states after the model's last layer, and again those of the last window with their graph.
 
         Args:
             inputs: see `backward`.
@@ -160,7 +162,8 @@ class Windows:
         return torch.cat([*parts, last.detach()], dim=1), last
 
     def _pass(self, inputs: _Inputs, window: _Window, seed: int, cache: WindowCache) -> torch.Tensor:
-        """Returns the last hidden states of one window, shape (batch, window tokens, hidden size)."""
+        """Runs one window through the model, and returns the hidden states after the last layer, shape (batch, window
+        tokens, hidden size)."""
         start, stop = window
         cache.begin(start)
         ids = inputs["input_ids"]
@@ -178,10 +181,10 @@ class Windows:
         return hidden
 
     def _rows_for_head(self, targets: torch.Tensor, every_position: bool) -> torch.Tensor:
-        """Returns the indices of the rows, of batch · num_tokens, for which the head is called.
+        """Returns the indices of the rows for which the head is called, out of all batch · num_tokens rows.
 
-        The provider sees how many a remote head gets: all rows of a position at which some row has a label, as without
-        windows, or all there are.
+        The provider sees how many rows a remote head gets. These are all rows of each position at which some row has a
+        label, as without windows, or all rows.
         """
         labelled = targets != IGNORE_INDEX
         if every_position:
@@ -193,12 +196,12 @@ class Windows:
     def _head(
         self, rows: torch.Tensor, targets: torch.Tensor, scale: float, needs_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes the loss from hidden states, some rows at a time, and adds the gradients of the head's parameters.
+        """Computes the loss from hidden states, some rows at a time, and the gradients of the head's parameters.
 
         Args:
-            rows: last hidden states, shape (num_rows, hidden size).
+            rows: hidden states after the model's last layer, shape (num_rows, hidden size).
             targets: the next tokens, or IGNORE_INDEX, shape (num_rows,).
-            scale: the factor of the sum of the losses.
+            scale: the factor by which the sum of the losses is multiplied.
             needs_gradient: whether the gradient of `rows` is needed.
 
         Returns:
@@ -221,15 +224,16 @@ class Windows:
         return total, gradient
 
     def _rows_at_once(self) -> int:
-        """Returns the number of rows for which logits are made together; a remote head gets whole windows."""
+        """Returns for how many rows logits are computed together; a remote head gets whole windows."""
         vocabulary = int(self._causal.config.get_text_config(decoder=True).vocab_size)
         return self._window_tokens if self._head_is_remote else max(_LOGITS_AT_ONCE // vocabulary, 1)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of some last hidden states: the model's own code runs, with these in place of its body's.
+        """Returns the logits of some hidden states. The model's own code computes them: it runs, but with the given
+        hidden states in place of those that its transformer blocks would compute.
 
         Args:
-            rows: shape (num_rows, hidden size).
+            rows: hidden states after the last layer, shape (num_rows, hidden size).
 
         Returns:
             float32, shape (num_rows, vocabulary).
@@ -243,7 +247,7 @@ class Windows:
 
 @contextmanager
 def _replaced_forward(module: Any, output: Any) -> Iterator[None]:
-    """Inside the context, makes a module return `output` in place of computing something."""
+    """Makes a module return `output` inside the context, in place of what its own forward method computes."""
     before = module.__dict__.get("forward")
     module.forward = lambda *_, **__: output
     try:
@@ -256,7 +260,7 @@ def _replaced_forward(module: Any, output: Any) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside the context, lets dropout draw the numbers of `seed`; outside, the generators go on as if it drew none."""
+    """Seeds torch's generators with `seed` inside the context, for dropout, and restores them afterwards."""
     kind, devices = ("cuda", []) if device.type == "cpu" else (device.type, [device])
     with torch.random.fork_rng(devices, device_type=kind):
         torch.manual_seed(seed)
@@ -266,13 +270,13 @@ def _random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 def training_step(
     trainer: Trainer, windows: Windows, inputs: Any, num_items_in_batch: Any, every_position: bool
 ) -> torch.Tensor:
-    """Replaces transformers' `Trainer.training_step`: adds a batch's gradients to those of the parameters.
+    """Replaces transformers' `Trainer.training_step`: computes a batch's loss and adds to the parameters' gradients.
 
     Args:
         trainer: the trainer that takes the step.
-        windows: the windows in which the batch goes through the trainer's model.
+        windows: computes the loss of the trainer's model window by window.
         inputs: a batch of a `Collator`.
-        num_items_in_batch: the number of labels of all batches whose gradients are added; None if it is not known.
+        num_items_in_batch: the number of labels in all batches of the optimizer step; None if it is not known.
         every_position: see `Windows.backward`.
 
     Returns:

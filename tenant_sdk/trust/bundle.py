@@ -1,4 +1,4 @@
-"""Downloads a provider's bundle and caches it by digest.
+"""This module downloads a provider's bundle and caches the bundle by its digest.
 
 The bundle holds the config, the tokenizer and every tensor that is not a base layer's weight.
 

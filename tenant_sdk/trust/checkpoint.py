@@ -1,4 +1,4 @@
-"""Reads the checkpoint that a tenant trusts, and compares a provider's manifest and bundle with the checkpoint.
+"""This module reads the checkpoint that a tenant trusts, and compares a provider's manifest and bundle with it.
 
 Guarantees: the tenant names the checkpoint, never the provider. No code from the checkpoint runs (`trust_remote_code`
 stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with the checkpoint, and

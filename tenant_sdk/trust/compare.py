@@ -1,4 +1,4 @@
-"""Compares a provider's manifest and bundle, part by part, with the trusted checkpoint.
+"""This module compares a provider's manifest and bundle, part by part, with the trusted checkpoint.
 
 Guarantees: tensors are compared bit by bit, tokenizer files and chat template byte by byte, and configs as typed JSON
 values; only the number of the transformers release that wrote a config may differ. An error names the part that

@@ -1,4 +1,5 @@
-"""Reduces an unverified provider's config.json to the keys that its architecture's class declares, and checks them.
+"""This module reduces an unverified provider's config.json to the keys that the config class of its architecture
+declares, and checks their values.
 
 Guarantees: the model is built only from keys that transformers' config class for the named architecture declares or has
 by default. Every number is within a range that its key can have, and finite except for two keys of Mamba. Keys that

@@ -1,5 +1,5 @@
-"""Pins a provider's model name, tokenizer, chat template and config, by keeping the digests that these have at first
-use.
+"""This module pins a provider's model name, tokenizer, chat template and config: it keeps the digests that these have
+at first use.
 
 A provider that is not verified could change these parts before each session, and learn more about the tenant's
 texts from the row counts of each session. So they are pinned when a tenant first uses a model. A changed part is

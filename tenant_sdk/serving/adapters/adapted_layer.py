@@ -1,9 +1,12 @@
 """This module changes the inputs and outputs of the model's linear layers, so that each row gets its own adapter.
 
+A slot is a numbered place for one adapter on the device. Each row of a step has the number of a slot.
+
 Guarantees: a row gets the adapter of its slot and no other. A layer is called once for all rows of a step, as without
 adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the same
-layers share a call to the provider, except where an adapter in the step changes this layer's input. A store that
-`separates` calls gives each layer a tensor object of its own in every step, so that such adapters do not show. If a
+layers share a call to the provider, except where an adapter in the step changes this layer's input. In a store
+with `separate_calls`, each layer gets a tensor object of its own in every step, so that the provider cannot see that
+such an adapter is used. If a
 layer is adapted in a step but gets another number of rows than the step has, the call fails.
 """
 
@@ -28,7 +31,7 @@ class CurrentStep(threading.local):
     Attributes:
         value: the step; None outside a step.
         head: the rows of the step whose logits are computed; None if these are all rows.
-        inputs: by layer, the input that the layer would have got without adapters, where an adapter changed it.
+        inputs: for each layer whose input an adapter has changed, the input before this change.
     """
 
     value: Step | None = None

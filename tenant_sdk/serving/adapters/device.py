@@ -2,7 +2,7 @@
 so that one matrix product serves many adapters, and other kinds as PEFT's modules.
 
 Guarantees: a slot keeps its adapter while a request holds it. A slot gets a new adapter only when no request holds the
-slot, and all its old contents are overwritten or zeroed before another request gets its number. Only one thread at a
+slot, and all its old contents are overwritten or zeroed before another request gets the slot. Only one thread at a
 time may call `assign` and `fill`; any thread may call the other methods.
 """
 

@@ -61,7 +61,7 @@ def _word(value: Any) -> bool:
 
 
 def _kept_ranks(value: Any) -> bool:
-    """Checks the table by which AdaLoRA says which ranks of a layer are left."""
+    """Checks the table in which AdaLoRA lists, for each layer, the ranks that it has not pruned."""
     return value is None or (
         isinstance(value, dict)
         and all(isinstance(each, list) and all(isinstance(kept, bool) for kept in each) for each in value.values())
@@ -77,7 +77,7 @@ class Kind:
     """Describes a kind of adapter.
 
     Attributes:
-        title: the kind's name in error messages.
+        title: the name of the kind in error messages.
         settings: the settings that PEFT gets, each with its check.
         patterns: the settings that are tables of patterns, each with the check of its values.
         training: further settings that change nothing once the adapter is trained.
@@ -164,7 +164,7 @@ _ALWAYS_TRAINING = frozenset({
 })  # fmt: skip
 """The settings that every kind may have, and that change nothing once an adapter is trained."""
 _INITS = frozenset({"lycoris", "xavier_uniform", "kaiming_uniform", "gaussian", "orthogonal", "eva"})
-"""The texts that `init_weights` may be: ways to choose the first numbers of the adapter, not those of the base."""
+"""The texts that `init_weights` may be: ways to choose the initial numbers of the adapter. None changes the base."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""This module remembers, for adapters on disk, their digest or the reason why they cannot be used, so that unchanged
-files are not read again."""
+"""This module remembers the digest of each adapter on disk, or the reason why the adapter cannot be used, so that
+unchanged files are not read again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MOST_NAMES = 4096
 
 
 class Known:
-    """Remembers adapters' digests and failures by name. Each entry is valid while the files have the same stamp."""
+    """Remembers adapters' digests and failures by name. Each entry is valid while the files have the same stamp
+    (sizes and times, see reading.py)."""
 
     def __init__(self) -> None:
         """Makes an empty memory of digests and failures."""

@@ -58,7 +58,7 @@ class ModuleStack:
             segment: the rows with adapters of this stack.
 
         Raises:
-            InvalidTensor: a module calls its base layer with another number of rows, or not at all.
+            InvalidTensor: a module calls its base layer with another number of rows than it got, or not at all.
         """
         made = rows.clone()
         for run in segment.runs:

@@ -24,7 +24,7 @@ class PackedModules:
     Attributes:
         digest: the SHA-256 of the adapter's files, in hex.
         name: the adapter's name when it was read, for error messages.
-        stamp: the stamp of its files; None if it cannot be relied on.
+        stamp: sizes and times of its files (see reading.py); None if they cannot be relied on.
         contents: the adapter's settings, layers and shapes.
         values: the tensors by the names that PEFT gives them, all views of one tensor.
         num_bytes: the bytes that the tensors take.
@@ -39,7 +39,7 @@ class PackedModules:
 
     @property
     def rank(self) -> int:
-        """Returns the number that stands for a rank in the slots of such adapters."""
+        """Returns `MODULES`, which stands for a rank in the slots of adapters that are kept as modules."""
         return MODULES
 
 

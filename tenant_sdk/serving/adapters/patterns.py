@@ -17,8 +17,8 @@ MAX_ALTERNATIVES = 32
 """The most `|` in one pattern."""
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?!:)|\\[NUux]|[^ -~]")
-"""Finds a repeated group, which may take exponential time; a flag or a look-ahead; or a character beyond ASCII, since
-ranges of such characters take long to compile."""
+"""Finds parts of a pattern that are refused: a repeated group, which may take exponential time; a flag or a look-ahead;
+a character beyond ASCII, since ranges of such characters take long to compile."""
 
 
 def bounded_patterns(

@@ -1,4 +1,5 @@
-"""This module makes PEFT's own modules for an adapter, on stubs in place of the model's layers, and tries each of them.
+"""This module makes PEFT's own modules for an adapter, and tests each of them before it is used. The modules wrap
+stubs (stub_layers.py) in place of the model's layers.
 
 Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects
 layers. Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are
@@ -74,7 +75,7 @@ def make_modules(
     Args:
         packed: the adapter, whose shapes were checked.
         layers: the model's layers by name.
-        dtype, device: those of the model's rows.
+        dtype, device: dtype and device of the model's rows.
 
     Raises:
         ConfigurationError: PEFT cannot make a module, or a module is refused.
@@ -107,8 +108,8 @@ def _check_bytes(name: str, contents: ModuleFile, num_bytes: int, max_bytes: int
 
 
 def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
-    """Returns an estimate, in bytes and never too small, of the memory of an adapter's modules, for kinds of which PEFT
-    tells the shapes only by making the modules.
+    """Returns an estimate, in bytes and never too small, of the memory that an adapter's modules take. It is for kinds
+    whose shapes can be learnt only by making the modules.
 
     BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal.
     """
@@ -122,7 +123,7 @@ def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
 def _injected(
     name: str, contents: ModuleFile, layers: Mapping[str, Layer], dtype: torch.dtype, device: torch.device
 ) -> Any:  # fmt: skip
-    """Returns a PEFT model of stubs. Its adapter's numbers are not those of the file.
+    """Returns a PEFT model of stubs, into whose adapter the numbers of the file have not been loaded yet.
 
     Raises:
         ConfigurationError: PEFT refuses the settings, or has no such kind.
@@ -141,7 +142,7 @@ def _injected(
 
 
 def _options(contents: ModuleFile, layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """Returns all settings that PEFT gets."""
+    """Returns the keyword arguments with which PEFT's config of the adapter is made."""
     settings, modules = contents.settings, contents.modules
     made: dict[str, Any] = {**settings.options, **settings.kind.always, "inference_mode": True}
     made["target_modules"] = list(modules)
@@ -205,7 +206,7 @@ def _try(
 
 
 class _NoRandomNumbers(TorchDispatchMode):
-    """Gives zeros in place of random numbers, unless they come from a generator of their own."""
+    """Replaces torch's random numbers by zeros, unless an operation got a generator as an argument."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})

@@ -139,8 +139,8 @@ class Placement:
         return waiting[0].ticket.passed <= MOST_PASSED
 
     def _hand_over(self, ticket: AdapterTicket, slot: int, digest: str) -> None:
-        """Gives a ticket the slot that is held for this ticket, or releases the slot if the ticket has been released.
-        Callers must hold the lock."""
+        """Makes a slot that is held for a ticket the ticket's slot, or releases the slot if the ticket has been
+        released. Callers must hold the lock."""
         if ticket.released:
             self._device.release(slot)
         else:

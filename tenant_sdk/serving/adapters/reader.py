@@ -1,5 +1,5 @@
-"""This module reads adapters from disk into host memory, if they fit the store's tiers and need no calls to the
-provider that the store does not make.
+"""This module reads adapters from disk into host memory. An adapter must fit the memory of the store's tiers, and must
+not need calls to the provider that a step without the adapter does not make.
 
 Guarantees: an adapter that is too large for a tier, or whose calls would show the provider that it is used, is refused
 before its numbers are read.
@@ -25,7 +25,7 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds what adapters have to fit.
+    """Holds the conditions that adapters of a store must meet.
 
     Attributes:
         dtype: the dtype of LoRA adapters in host memory.
@@ -50,7 +50,7 @@ class AdapterReader:
             layers: the model's layers by name.
             host: the host tier, which gets the adapters.
             known: remembers digests and failures.
-            limits: what adapters have to fit.
+            limits: the conditions that adapters must meet.
             pinned: whether LoRA adapters are kept in pinned memory.
         """
         self._layers, self._host, self._known, self._limits, self._pinned = layers, host, known, limits, pinned
@@ -114,5 +114,5 @@ class AdapterReader:
 
 
 def megabytes(num_bytes: int) -> str:
-    """Returns a number of bytes as text."""
+    """Returns a number of bytes as a text in megabytes."""
     return f"{num_bytes / 1e6:.1f} MB"

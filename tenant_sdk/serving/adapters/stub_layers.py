@@ -68,8 +68,8 @@ def stub_of(layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device
 
     Args:
         layer: a Linear or Conv1D, local or remote.
-        shape: the numbers of its inputs and outputs.
-        dtype, device: those of its rows.
+        shape: (inputs, outputs) of the layer.
+        dtype, device: dtype and device of its rows.
     """
     made = (StubConv1D if isinstance(layer, Conv1D) else StubLinear)(*shape, False, dtype)
     return made.to(device)

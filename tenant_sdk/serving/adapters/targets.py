@@ -1,4 +1,4 @@
-"""This module finds the layers of a model that adapters may add to, and their shapes."""
+"""This module finds the layers of a model that adapters may change, and the shapes of these layers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tenant_sdk.serving.speculation.drafter import most_drafted
 
 @dataclass(eq=False)
 class _Read:
-    """Holds what the draft model has computed of a request: the first `num_tokens` tokens."""
+    """Holds the state of a request in the draft model, which has computed the request's first `num_tokens` tokens."""
 
     kv: RequestKv
     num_tokens: int = 0
@@ -84,7 +84,7 @@ class DraftModel:
         Args:
             model: a local transformers model.
             num_drafted: the most tokens that are drafted for a request at a time.
-            kv_dtype: the type in which its keys and values are kept.
+            kv_dtype: the type in which the draft model's keys and values are kept.
             step_tokens: the most rows of a pass.
             vocab_size: the number of logits of the remote model.
             device: the device of the remote model's logits.
@@ -125,8 +125,8 @@ class DraftModel:
         return _Line(request.draft_state, known, num_wanted, request.sampler.fork() if num_wanted else request.sampler)
 
     def _pass(self, lines: Sequence[_Line]) -> None:
-        """Computes tokens of the lines, at most `step_tokens` in all, and drafts the next token of each line whose
-        tokens are then all computed."""
+        """Runs one pass over tokens of several requests (`lines`), at most `step_tokens` in all. Drafts the next token
+        of each request whose tokens are then all computed."""
         pieces, token_ids, positions, ends, ready = list[Piece](), list[int](), list[int](), list[int](), list[_Line]()
         for line in lines:
             begin = line.read.num_tokens
@@ -146,9 +146,9 @@ class DraftModel:
     def _forward(
         self, pieces: Sequence[Piece], token_ids: list[int], positions: list[int], wanted: list[int]
     ) -> torch.Tensor:
-        """Returns the logits of the wanted rows, as many as the remote model has, shape (num_wanted, vocab_size).
+        """Returns the logits of the wanted rows for the remote model's vocabulary, shape (num_wanted, vocab_size).
 
-        Logits that the draft model lacks are minus infinity, and those that it has beyond are left out.
+        Tokens that the draft model does not have get minus infinity. Tokens that only the draft model has are left out.
         """
         known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
         numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]

@@ -1,4 +1,4 @@
-"""This module defines what the engine needs of a drafter."""
+"""This module defines the interface of a drafter, which guesses the next tokens of requests for the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenant_sdk.serving.scheduler import Segment
 
 
 class Drafter(Protocol):
-    """Drafts tokens at the tenant. Only the engine's thread uses a drafter."""
+    """Drafts tokens (guesses the next ones) at the tenant. Only the engine's thread uses a drafter."""
 
     @property
     def layout(self) -> KvLayout | None:

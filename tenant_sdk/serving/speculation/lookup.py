@@ -14,7 +14,8 @@ from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.speculation.drafter import most_drafted
 
 _LONGEST = 5
-"""The most last tokens that are looked for. The more of them are found again, the likelier the text goes on alike."""
+"""The most last tokens of a text that are searched for. The longer the sequence that occurred before, the likelier the
+text goes on as it did there."""
 
 
 class PromptLookup:

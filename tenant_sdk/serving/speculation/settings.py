@@ -1,4 +1,4 @@
-"""This module holds the settings of speculation, and makes the drafter that they ask for."""
+"""This module holds the settings of speculative decoding, and makes the drafter that they describe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Speculation:
             what was drafted.
         draft: a transformers model at the tenant that drafts, with the same tokenizer as the remote model. None drafts
             by prompt lookup (lookup.py).
-        draft_tokenizer: the tokenizer of `draft`; None reads it from where `draft` was loaded.
+        draft_tokenizer: the tokenizer of `draft`; None reads the tokenizer from the place from which `draft` was
+            loaded.
     """
 
     num_drafted: int = 7
@@ -49,7 +50,7 @@ class Speculation:
 
 
 def num_drafted_of(speculation: Speculation | None) -> int:
-    """Returns the rows for drafted tokens that each answer has in every step; 0 without speculation.
+    """Returns how many rows for drafted tokens each answer has in every step; 0 without speculation.
 
     Raises:
         ConfigurationError: `speculation` is something else than a `Speculation`.
@@ -101,7 +102,7 @@ def _tokenizer_of(draft: PreTrainedModel) -> Any:
     """Returns the tokenizer that is stored, on this machine, where a model was loaded from.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no tokenizer.
     """
     failure = "the draft's tokenizer is not where the draft was loaded from: pass it as draft_tokenizer"
     if not draft.name_or_path:
