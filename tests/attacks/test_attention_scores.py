@@ -17,7 +17,8 @@ from attacks.truth.judge_adapters import judge_deltas
 
 
 def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
-    """Returns the judge's relative errors of the closed form's claims."""
+    """Attacks the traffic by the closed form, and returns the relative error of each claimed ΔW, by the layer's
+    name."""
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
@@ -94,8 +95,8 @@ def test_probabilities_of_a_token_that_comes_twice_are_open() -> None:
 
 
 def test_probabilities_are_not_negative() -> None:
-    """If outputs are not mixtures of the values, the nearest mixture is returned. At each solution of the search the
-    slope is zero."""
+    """If an output is no mixture of the values, the nearest mixture is returned. In it, no change of a probability that
+    keeps all of them at or above zero would bring the mixture nearer."""
     values, share = softmax_of(4)
     outputs = (share[:, None] @ values)[:, 0] * 3
     found, _ = attention_scores.probabilities(values, outputs)

@@ -339,7 +339,8 @@ def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def views(tmp_path: Path) -> dict[str, View]:
-    """Returns views, by name, that differ from a tidy recording under a lattice mask."""
+    """Returns recordings with faults, by the name of the fault: missing files, no hint, odd shapes and types, or
+    damaged files."""
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     traffic.send_block([0])
     tidy = traffic.view(tmp_path / "tidy")
@@ -388,7 +389,8 @@ def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 @pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
 def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:
-    """The three hundred messages reveal nothing, so every attempt is made."""
+    """An adversary ends in time on three hundred messages of which none can be unmasked, so that it tries every
+    attempt."""
     traffic = Traffic(parameters, 64, num_groups=3)
     for number in range(300):
         if number % 50 == 0:

@@ -204,7 +204,8 @@ def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
 
 
 def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes on until the numbers are read, which a tensor without data does not have."""
+    """The rows' scales are on the same device as the rows. Only the device is checked, since a tensor on the device
+    without data has no numbers."""
     seen: list[torch.Tensor | None] = []
     monkeypatch.setattr(coding, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
     for rows in (torch.empty(3, 24, device=META), torch.empty(3, 24)):

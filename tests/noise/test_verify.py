@@ -93,7 +93,8 @@ def test_extreme_numbers_pass(value: int, extreme: int) -> None:
 
 
 def test_the_relation_is_over_whole_numbers() -> None:
-    """The relation is compared with Python integers, and not with the kernel that is checked."""
+    """Replies computed with Python integers pass the check, so the check does not depend on the kernel that it is meant
+    to check."""
     weight = weight_of(6, 5)
     rows = ring_rows(FOLDED + 3, 6)
     verifier_of(weight).check(0, FORWARD, rows, exact(rows, weight))

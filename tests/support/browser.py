@@ -22,7 +22,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """One browser with one page."""
+    """Runs one browser with one page."""
 
     def __init__(self, command: str, folder: Path) -> None:
         """Starts the browser with a profile of its own in `folder`."""
@@ -43,7 +43,7 @@ class Browser:
         """What the page wrote as errors, such as breaches of its policy."""
 
     def open(self, url: str) -> None:
-        """Loads a page and waits for its end."""
+        """Loads a page, and waits until it is loaded."""
         (target,) = [each for each in self._call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
         attached = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]

@@ -1,4 +1,5 @@
-"""Tests `python -m attacks.growth`: it prints what was measured, and the line has the values that it should."""
+"""Tests that `python -m attacks.growth` prints its measurements in one line, and that the values in this line are
+right."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def test_a_thief_without_knowledge_is_within_what_chance_moves() -> None:
 
 @pytest.fixture
 def worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Gain], list[Finding]]:
-    """Returns what a report says about a stolen adapter with this gain."""
+    """Returns a function that takes the measured gain of a stolen adapter, and returns what a report says about this
+    adapter."""
 
     def make(deltas: object, public: object, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

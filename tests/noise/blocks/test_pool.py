@@ -388,7 +388,8 @@ def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int)
     [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
 )
 def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
-    """A piece is half of what the budget holds, in even parts of a block, but not smaller than is worth making."""
+    """Blocks are made in equal pieces. A piece takes about half of the budget, which holds `fitting` rows, but has at
+    least `least_rows` rows."""
     pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
     assert pool.piece_rows == expected
     assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [

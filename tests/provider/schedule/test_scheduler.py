@@ -46,7 +46,7 @@ def ticket(tenant: str, rows: int, kind: RequestClass = FINETUNE, call: Call = F
 
 
 def drain(queue: Scheduler, now: float = 1000.0) -> list[Batch]:
-    """Returns all batches, at a time at which no request is held any more."""
+    """Returns all batches of the queue, at a time so late that no request is held back to wait for others."""
     batches = []
     while (batch := queue.next_batch(now)) is not None:
         batches.append(batch)
@@ -422,8 +422,8 @@ def test_nobody_is_held_for_company_while_others_wait_anyway() -> None:
 
 
 def test_turns_are_longer_among_equals_and_short_beside_a_flood() -> None:
-    """Each cut of the large request lets each other tenant run one more request. A tenant that floods does not lengthen
-    its own turn."""
+    """Each time a large request is split, every other tenant may run one request more. So a tenant has long turns if it
+    sends one large request, and short turns if it sends two at once."""
     for num_large, rows in ((1, 245), (2, 35)):  # turns of 25 and 4 ms; a product takes 0.5 ms plus 0.1 ms per row
         queue = scheduler(Policy(wait_share=0.0))
         for _ in range(num_large):

@@ -96,7 +96,8 @@ def test_opportunistic_batching_is_the_best_on_large_layers_too(slower: float) -
 
 @pytest.mark.parametrize("starts", [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 2, 2, 2], [3, 3, 0, 1, 1]])
 def test_lockstep_brings_tenants_that_began_at_different_layers_to_one(starts: list[int]) -> None:
-    """The test includes groups of one size, so that no layer has the most tenants."""
+    """After some time, all tenants share every product. This also holds if equally many tenants began at each of
+    several layers, so that no layer has the most tenants."""
     clients = [
         Replayer(f"t{number}", forward_pass([*GROUPS[start:], *GROUPS[:start]], 4), DECODE)
         for number, start in enumerate(starts)
@@ -172,8 +173,8 @@ def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
 @pytest.mark.parametrize("slope", [1.2e-5, 2e-4])
 @pytest.mark.parametrize("slo_s", [None, 0.0004, 0.003, 0.012, 0.02, 0.05])
 def test_no_flood_keeps_decode_out(request_class: RequestClass, slope: float, slo_s: float | None) -> None:
-    """On fast and on slow machines, a decode request waits at most for the target, or for the product that has begun
-    and its own."""
+    """On fast and on slow machines, a decode request waits at most for the latency target. If products take longer than
+    this, it waits at most for the product that has begun and for its own."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 4096)], request_class, in_flight=8)
     beside = simulate(policy(slo_s=slo_s), [decoding(), flood], lambda call, rows: 3e-4 + slope * rows, 3.0)
     least_s = 3e-4 + slope * 16
