@@ -83,7 +83,8 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
 
 @pytest.mark.parametrize("at", [0, 3, 15])
 def test_any_row_may_be_taken_as_row_0(at: int) -> None:
-    """Relative to row `at`, the secret is X^-at·s. It unmasks the rows before and after this row."""
+    """If row `at` is counted as row 0, the secret is X^-at·s. With this secret, the rows before and after row `at` can
+    be unmasked as well."""
     traffic = Traffic(toy(16, 2, 0.0), 6)
     masks = traffic.block().to(torch.int64)
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
@@ -191,7 +192,7 @@ def test_no_error_fails_at_the_real_parameters() -> None:
 
 
 def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
-    """The groups have 40, 64 and 100 features under one seed, as in a model."""
+    """As in a model, groups of 40, 64 and 100 features share one public matrix. The rows of all three are claimed."""
     wide = Traffic(toy(16, 2, 0.0), 100)
     for group, features in enumerate((40, 64, 100)):
         rows, mask = wide.activations(16), wide.block()

@@ -37,15 +37,15 @@ def test_unrounded_results_open_the_block_of_a_toy() -> None:
 
 @pytest.mark.parametrize("step", [2e3, 1e5])
 def test_rounded_results_leave_the_error_open(step: float) -> None:
-    """Each of the 128 results of 64 features is rounded to a multiple of `step`. Both steps are far larger than a
-    weight, and then the attack recovers nothing of the error."""
+    """The client gets 128 results for each row of 64 features, rounded to a multiple of `step`. Both steps are far
+    larger than a number of the weight, and then the attack recovers no other prompt."""
     assert played.relative_error(TOY, step) == 1.0
 
 
 @pytest.mark.parametrize("num_given", [20, 48])
 def test_fewer_results_than_features_leave_it_open(num_given: int) -> None:
-    """With far fewer results than the 64 features, the attack recovers nothing of the error. With 63, it may still find
-    the error, since the error consists of small integers."""
+    """With far fewer results for a row than its 64 features, the attack recovers no other prompt. With 63 results it
+    often still does, because the error consists of integers, so that a small mistake is rounded away."""
     assert played.relative_error(TOY, 0.0, num_given) == 1.0
 
 

@@ -106,8 +106,8 @@ def test_pieces_with_one_error_give_their_block() -> None:
 
 
 def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
-    """Two prompts have the same first token and the same error, on a layer of 1,600 features. From this pair alone, the
-    adversary finds the shared error and the exact difference of the prompts' rows."""
+    """On a layer of 1,600 features, two prompts have the same first row and the same error. From this pair alone, the
+    adversary finds the shared error and the exact difference of the two prompts' rows."""
     traffic = Traffic(DEFAULT, 1600)
     error = torch.randint(-21, 22, (1, 512, 1600), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     traffic.error = lambda shape: error

@@ -130,8 +130,8 @@ def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) ->
 
 @pytest.mark.usefixtures("form")
 def test_products_of_polynomials_are_made_on_the_cpu(on_meta: Callable[[], None]) -> None:
-    """Values that the first call keeps are used by later calls, too. The last product is computed with the CPU as the
-    default device again."""
+    """Products are right and on the CPU, whatever torch's default device is. The last product uses values cached by the
+    first, after the default device has become the CPU again."""
     toy = replace(TOY, ring_degree=16)
     rng, secrets = sampling.Csprng(), torch.randint(-1, 2, (2, toy.rank, 16), dtype=torch.int8)
     matrix = rng.random_bytes(4 * toy.dimension * 5).view(torch.int32).view(toy.dimension, 5)
@@ -193,8 +193,8 @@ def test_scales_follow_the_rows(spec: GroupSpec) -> None:
 
 
 def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
-    """The reply is a tensor without data. Torch refuses to multiply it by a tensor on the CPU, as it refuses on a
-    GPU."""
+    """The result is on the device of the reply. The reply is on the device without data; torch refuses to multiply it
+    by a tensor on the CPU, as it would on a GPU."""
     for direction in (FORWARD, BACKWARD):
         reply_cols = spec.widths(direction)[1]
         reply = torch.empty(3, reply_cols, dtype=torch.int32, device=META)

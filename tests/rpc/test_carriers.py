@@ -53,7 +53,8 @@ def provider(
 def switched(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """Makes products by a function that the test sets, on any transport."""
+    """Starts a provider whose products are computed by a function that the test can replace, on each of the three
+    transports."""
     return start(SwitchedModel(tiny_served_model), **WAYS[request.param])
 
 
@@ -229,8 +230,8 @@ def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
 
 
 def test_large_replies_take_turns(provider: Provider) -> None:
-    """A reply of many chunks, each of which waits for the end of the one before, is sent beside the replies of other
-    tenants."""
+    """Nine replies of very different sizes are sent on one stream at the same time, the larger ones in many chunks. All
+    arrive complete."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
     pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]

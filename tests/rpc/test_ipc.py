@@ -244,8 +244,8 @@ def test_tcp_stays_encrypted_through_a_relay(
 
 
 def test_clear_is_refused_on_the_tensor_port(start: Callable[..., Provider], tiny_served_model: ServedModel) -> None:
-    """A tenant that names the socket's protocol in its TLS handshake is disconnected. A tenant that sends `clear`, or
-    frames of this protocol, later gets an error for a malformed frame."""
+    """A tenant that names the socket's protocol in its TLS handshake is disconnected. If it sends `clear`, or a frame
+    type of the socket, after an honest handshake, it gets an error for a malformed frame."""
     running = start(tiny_served_model, tensor_port=0, ipc=False)
     port, identity = running.server.tensor_port, running.identity()
     context = ssl.create_default_context(cadata=identity.ca_pem.decode())

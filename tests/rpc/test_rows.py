@@ -149,7 +149,8 @@ def test_it_is_in_flight_while_it_is_made(way: Way) -> None:
 
 
 def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
-    """A tenant that sends requests and does not read has at most one row that is not counted."""
+    """If a tenant sends requests and does not read the replies, all of them except the first count against its
+    quota."""
     way.send(ring_rows(1))
     assert way.holds_nothing
     for count in range(1, 4):

@@ -461,8 +461,8 @@ class Message(bytearray):
 
 
 def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Both the message and its encrypted bytes are freed. A first message makes the memory that is kept for later
-    ones."""
+    """After a message is sent, both it and its encrypted bytes are freed. A first message is not measured, since it
+    allocates memory that the connection keeps."""
     near, far = ends
 
     def send(num_bytes: int) -> weakref.ref[Message]:

@@ -39,7 +39,8 @@ ROWS = 600
 
 @contextlib.contextmanager
 def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iterator[Lattice]:
-    """Makes the scheme of noise/ as a session does, with a provider that returns hints."""
+    """Yields a lattice mask, made as a session makes it, with a provider that returns hints. If `in_pieces`, there is
+    too little memory for whole blocks."""
     weights = [torch.randint(-127, 128, each, dtype=torch.int8) for each in WIDTHS]
 
     def effect(call: Call, payload: Payload, reply_cols: int) -> Answered:
@@ -134,7 +135,8 @@ def test_each_weakness_is_caught_at_shipped_size(weakness: Weakness, tmp_path: P
 
 
 def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> None:
-    """The error is computed from a finished mask, so that a fault behind the sampler shows, too."""
+    """The watch computes the error from the finished mask, so a fault that changes the error after sampling is noticed,
+    too."""
     kept: list[Errors] = []
     drawn: list[torch.Tensor] = []
     watch = Watch(DEFAULT, kept.append)

@@ -39,7 +39,8 @@ def row_bytes(spec: GroupSpec) -> int:
 
 
 class Mill:
-    """Makes blocks whose rows have distinct numbers. A test may make it fail or wait."""
+    """Makes blocks of masks for a pool. Each row of a mask repeats a number that no other row has. A test may make it
+    fail or wait."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -82,7 +83,7 @@ def make_pool(mill: Mill) -> Any:
 
 
 def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
-    """Returns the numbers of the rows, after checking that mask and effect belong together."""
+    """Returns the number of each row, after checking that each mask was handed out with its own effect."""
     mask, effect = taken
     assert bool((mask == mask[:, :1]).all())
     assert torch.equal(effect[:, :1], -mask[:, :1])
@@ -307,8 +308,8 @@ def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any,
 
 
 def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, mill: Mill) -> None:
-    """The worker's time belongs to the single tokens. Rows of a prompt's size are made ahead only if two calls in
-    succession have this size."""
+    """After a prompt, the worker thread prepares only as many rows as single tokens need. It prepares rows for another
+    prompt only after two calls in succession of a prompt's size."""
     pool: MaskPool = make_pool(background=True)
     pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
     for _ in range(3 * BLOCK_ROWS):
@@ -346,7 +347,7 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monke
 
 
 class CuttingMill(Mill):
-    """Makes the requested rows in pieces, as a mask that can make pieces does."""
+    """Makes the requested rows as pieces of blocks, as the lattice mask does."""
 
     pool: MaskPool
 
@@ -363,7 +364,8 @@ class CuttingMill(Mill):
 
 @pytest.mark.parametrize("prompt_rows", [1, 3, 2 * BLOCK_ROWS + 1])
 def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int) -> None:
-    """One block for every layer exceeds the budget. Pieces of blocks are made, and every caller finds one ready."""
+    """The budget is too small for one whole block of every layer. The worker thread makes pieces of blocks instead, so
+    that every call for a single row finds one ready."""
     mill, layers = CuttingMill(), [group(number, 3 + number, 5) for number in range(5)]
     features = sum(spec.in_features + spec.out_features for spec in layers)
     budget = 4 * features * (BLOCK_ROWS - 1)

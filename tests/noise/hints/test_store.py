@@ -34,7 +34,7 @@ from wire.frame import Direction
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
-    """Accepts all rows, as a check that passes does."""
+    """Accepts all rows; stands for a check of replies that passes."""
 
 
 def nothing(first_row: int, num_rows: int) -> Reply:
@@ -146,7 +146,8 @@ def test_an_interrupted_fetch_goes_on(tmp_path: Path, stop_at: int) -> None:
 
 
 def interrupted(folder: Path, stop_at: int, verify: Callable[[int, torch.Tensor], None] | None = accept) -> Provider:
-    """Makes a fetch stop after `stop_at` ranges of ten rows."""
+    """Fetches a hint from a provider that fails after `stop_at` requests of ten rows each. Returns a provider that does
+    not fail."""
     with pytest.raises(Unavailable):
         Provider(exact_hint(70), fail_at=stop_at).get(small_ranges(folder, 70), verify=verify)
     return Provider(exact_hint(70))
@@ -304,7 +305,8 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_leaves_no_file_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The 70 features make two tiles, so there are ten writes of rows, then those of checksums and header."""
+    """The disk is full after this number of writes. A hint of 70 features takes ten writes of rows, and then two: the
+    checksums and the header."""
     real, count = os.pwrite, 0
 
     def fill_up(handle: int, data: memoryview, offset: int) -> int:

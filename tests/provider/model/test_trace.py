@@ -138,7 +138,8 @@ def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch
 
 @pytest.mark.parametrize("size", [0.0, 1e-3])
 def test_an_input_that_says_little_does_not_prove_a_product(size: float) -> None:
-    """The input is all zeros, as embeddings of zeros would give, so that no output shows what the layer computes."""
+    """For inputs that are zero or very small, a layer that clamps its output looks like a plain linear layer. It must
+    not be served."""
     model = _Called([_Clamped(8, 4), nn.Linear(8, 4)])
     model.size = size
     assert trace_groups(model, base_layers(model)) == [("layers.1",)]

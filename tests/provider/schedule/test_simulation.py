@@ -132,8 +132,8 @@ def test_a_flood_leaves_decode_within_a_fifth(
 
 @pytest.mark.parametrize(("rows", "in_flight"), [(16, 3), (8, 3), (1, 3), (16, 1)])
 def test_a_flood_of_decode_requests_leaves_decode_within_a_fifth(rows: int, in_flight: int) -> None:
-    """The flood has as many requests as may count as decode. A tenant that never pauses does not go before one that
-    does."""
+    """A flood that counts as decode, but never pauses, lengthens the latency of a tenant that pauses between requests
+    by at most a fifth."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), rows)], DECODE, in_flight=in_flight)
     alone, beside = decoding_alone(), run([decoding(), flood], slo_s=4e-4)
     assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
@@ -230,7 +230,8 @@ def test_who_rides_in_the_turns_of_others_pays_for_it() -> None:
 
 
 def test_decode_that_waits_is_not_forgotten() -> None:
-    """With a very slow layer and sixteen floods, a round takes longer than a tenant is remembered."""
+    """With a very slow layer and sixteen floods, a round takes longer than the time for which the scheduler remembers a
+    tenant. The decoding tenant still gets a turn in each round."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 256)], FINETUNE, in_flight=8)
         for number in range(16)
@@ -243,8 +244,8 @@ def test_decode_that_waits_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("slope", [1.2e-5, 4e-4])
 def test_credit_of_a_quiet_time_is_not_spent_on_those_who_come_back(slope: float) -> None:
-    """Products are long while no tenant decodes. The first request after a pause waits for one of them, and not for
-    more."""
+    """While no tenant decodes, other tenants have long products. When a tenant decodes again after a pause, its first
+    request waits for at most one of these."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 65_536)], FINETUNE, in_flight=4)
         for number in range(4)
@@ -280,8 +281,8 @@ def test_fine_tuning_keeps_its_share_while_the_target_is_met(num_clients: int) -
 
 
 def test_temporal_sharing_misses_the_target() -> None:
-    """Whole requests take turns, which is FlexLLM's comparison. Fine-tuning gets all of its share, and inference has to
-    wait."""
+    """Temporal sharing lets whole requests take turns, as in FlexLLM's comparison. Inference then misses the latency
+    target that this scheduler meets, and gets less than a seventh of its rows."""
     inference = [decoding(f"i{number}", 2, (2.0 + 0.7 * number) * 1e-3) for number in range(4)]
     tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
     names = [one.tenant for one in inference]

@@ -1,5 +1,5 @@
-"""Tests values that are not finite: the calls go on as planned and the run fails at its end, while with `verify` it
-stops at once."""
+"""Tests numbers that become NaN or infinite. The run makes all planned calls and fails only at its end, so that the
+provider does not see when this happened. With `verify`, the run stops at once."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_run_makes_the_calls_of_an_honest_one_and_fails_once(
 
 @pytest.mark.parametrize("mask", ["gaussian-pool", "lattice"])
 def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls include those for hints and effects. Replies under the lattice mask are integers, so the value comes
-    from the tenant's own side."""
+    """All calls are compared, including requests for hints. The infinity comes from the tenant's own code, since
+    replies under the lattice mask are integers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = honest_calls(opened, tmp_path / "honest", mask)
@@ -179,7 +179,8 @@ def test_a_call_that_belongs_to_no_model_stops_at_once(served_model: ServedModel
 
 
 def test_a_refusal_of_the_providers_is_an_error_as_ever(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that the provider sends is not a value that the tenant itself found."""
+    """An error that the provider sends is raised at once; only values that are NaN or infinite are reported at the
+    end."""
     client, _ = opened(HONEST)
     model: Any = client.load_model()
 
