@@ -52,7 +52,8 @@ DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
 ADVERSARIES = [module.ADVERSARY for module in MODULES]
 MOST_S = 5.0
-"""The most seconds for a view of a few hundred messages; 0.1 to 1.5 s were measured."""
+"""The most processor seconds that an adversary may take for a recording of a few hundred messages; 0.1 to 1.5 s were
+measured."""
 
 
 def has_fpylll() -> bool:

@@ -13,7 +13,7 @@ from attacks.report import catalogue
 
 TOY = toy(16, 2, 3.2)
 ERROR = 1e-3
-"""Above the relative size of the error, below everything that a failed attack leaves."""
+"""A bound on relative errors, which is above the mask's own error and below the error of any failed attack."""
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from wire.ring.product import int_mm_is_exact
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 FOLDED, FOLDED_TOGETHER = 160, 1024
-"""The number of rows from which rows are folded, and the most rows that are folded at once. All cases must be
-correct."""
+"""From FOLDED rows on, a check combines (folds) rows, at most FOLDED_TOGETHER at once. Tests use numbers of rows on
+both sides of these limits."""
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tests.support.waiting import until
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
-"""Commands that may be a browser; Debian calls the first two so."""
+"""Names of commands that start a browser; the first two are Debian's."""
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
     "--disable-background-networking", "--window-size=1200,800", "--remote-debugging-pipe",
@@ -38,9 +38,9 @@ class Browser:
         os.close(from_browser)
         self._number, self._held, self._session = 0, b"", ""
         self.hosts: set[str] = set()
-        """Hosts that the page asked."""
+        """The hosts to which the page sent requests."""
         self.refused: list[str] = []
-        """What the page wrote as errors, such as breaches of its policy."""
+        """The errors that the browser logged, such as breaches of the page's content security policy."""
 
     def open(self, url: str) -> None:
         """Loads a page, and waits until it is loaded."""

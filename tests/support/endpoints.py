@@ -18,7 +18,7 @@ from tests.support.chat_model import character_tokenizer
 from tests.support.tiny_models import SIZES, save_random
 
 LONG: dict[str, Any] = {**SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
-"""The sizes of a tiny model whose context has room for tools, one token a character."""
+"""The sizes of a tiny model with a long context: one character is one token, and descriptions of tools must fit."""
 WHO = [{"role": "user", "content": "who?"}]
 """A conversation that every tiny model answers."""
 KEY = "sk-test-0123456789abcdef"

@@ -19,9 +19,10 @@ CONFIGS: dict[str, Any] = {
         pad_token_id=0, init_std=0.2,
     ),
 }  # fmt: skip
-"""A config of each kind; Gemma 3 has layers with a sliding window of 6 tokens, OPT a projection before its head."""
+"""A config of each kind of model. Gemma 3 has layers with a sliding window of 6 tokens, and OPT has a projection before
+its head."""
 NUM_TOKENS = 23
-"""Tokens of the longer row of `padded_batch`, which no window of the tests divides."""
+"""The number of tokens in the longer row of `padded_batch`. It is not a multiple of any window length in the tests."""
 
 
 def padded_batch() -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Tests the provider that lies. With `verify`, every fault ends the session in the same way. Without it, the lengths of
-answers are an oracle."""
+"""Tests a provider that sends wrong products. With `verify`, each wrong product ends the session in the same way.
+Without it, the lengths of answers tell this provider about the prompts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that `python -m attacks.growth` prints its measurements in one line, and that the values in this line are
-right."""
+"""Tests `python -m attacks.growth`: it prints and writes what it measured, and the straight line that it fits to the
+measurements has the right values."""
 
 from __future__ import annotations
 

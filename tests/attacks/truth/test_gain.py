@@ -22,7 +22,7 @@ from attacks.truth.gain import Gain, Question
 from attacks.truth.judge_adapters import _overlap_of, judge_deltas
 
 BASE, VICTIM = 5.0, 1.0
-"""Losses per token."""
+"""The losses per token of the base model and of the victim's adapter."""
 
 
 def questions(num: int, share: float, spread: float = 0.0, seed: int = 0) -> Gain:

@@ -1,5 +1,5 @@
-"""Tests the observation of a tenant's draws from inside: honest draws pass, and each weakness is noticed at the shipped
-size."""
+"""Tests the check of a tenant's secrets and errors as they are drawn, inside its process: honest draws pass, and each
+weakness is noticed at the shipped size."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that every item is processed once, that errors reach the caller, and that no other thread's number of threads
-changes."""
+"""Tests worker threads: every item is processed once, errors reach the caller, and operations of other threads use as
+many cores as before."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from wire.errors import ConfigurationError
 from wire.frame import Direction
 
 CLOSE = 2e-6
-"""Largest relative distance of the same sums in another order."""
+"""The largest relative distance of two results that add the same numbers in different order."""
 OTHERS: dict[str, Any] = {
     "cohere": CohereConfig(**SIZES, initializer_range=0.2, logit_scale=0.3),
     "granite": GraniteConfig(**SIZES, initializer_range=0.2, logits_scaling=3.0),
@@ -33,7 +33,8 @@ OTHERS: dict[str, Any] = {
     ),
     "mamba": MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0),
 }  # fmt: skip
-"""Models that scale their logits, project them, or take no `logits_to_keep`."""
+"""Configs of models that scale their logits, compute the head from a projection, or take no argument
+`logits_to_keep`."""
 
 
 @pytest.fixture(scope="module", params=[*CONFIGS, *OTHERS])

@@ -64,7 +64,7 @@ def test_the_model_itself_has_every_token_accepted(count_steps: Count, itself: P
 
 
 FORCED = 5
-"""The distance of the tokens of an answer that a hook chooses, and that no draft can foretell."""
+"""A logits hook chooses every fifth token of an answer, and no draft can predict these tokens."""
 
 
 def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
