@@ -55,7 +55,7 @@ def test_llama_with_an_adapter_on_some_projections(targets: list[str], wanted: s
 
 
 def test_q_alone_is_found_itself(tmp_path: Path) -> None:
-    """If k is known, each number of ΔW_q is determined, and not only the product of q and k."""
+    """If only q has an adapter, k is public. ΔW_q itself is then recovered, and not only the product of q and k."""
     traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj"])
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     for claim in claims:
@@ -142,8 +142,8 @@ def test_too_few_prompts_give_nothing(tmp_path: Path) -> None:
 
 
 def test_the_judge_compares_what_a_softmax_sees_where_a_layer_norm_hides_the_rest(tmp_path: Path) -> None:
-    """The queries and keys are given in other coordinates, and the row along 1/γ is changed so that its sum with the
-    bias stays the same."""
+    """A claim may differ from the true weights and give the same attention. Here q and k are expressed in another
+    basis, and a change of q is balanced by the layer norm's bias. The judge must find no error."""
     traffic = adapted_traffic.make(tmp_path, "gpt2", ["c_attn"])
     deltas, claimed = known(traffic), {}
     for block in traffic.public.blocks:

@@ -100,8 +100,8 @@ def test_uniform_numbers_have_normal_correlations(tmp_path: Path) -> None:
 
 
 def test_the_largest_of_so_many() -> None:
-    """For one value the interval has the usual two-sided bounds. For many values the largest is compared with drawn
-    samples."""
+    """The interval for the largest of many values contains it as often as stated, which is counted on random samples.
+    For a single value, the interval has the usual two-sided bounds."""
     assert statistics.largest_correlations(1) == pytest.approx((0.00627, 2.807), rel=1e-3)
     drawn = torch.randn(4000, 500, generator=torch.Generator().manual_seed(1)).abs().amax(dim=1)
     low, high = statistics.largest_correlations(500)

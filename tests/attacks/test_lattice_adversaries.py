@@ -179,7 +179,7 @@ def test_no_error_takes_several_rows_where_one_has_too_few_features() -> None:
 
 
 def test_no_error_opens_the_real_dimension_too() -> None:
-    """At this dimension it is the error that protects the mask, and not the dimension."""
+    """Without an error, all rows are unmasked even at the shipped dimension, so it is the error that protects them."""
     traffic = Traffic(toy(512, 3, 0.0), 64)
     traffic.send_block(range(30), 4)
     traffic.send_block(range(100, 126), 4)

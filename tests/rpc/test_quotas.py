@@ -233,7 +233,7 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: Se
 def test_all_tenants_share_the_memory(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """A tenant that holds as much as it can leaves room for the others."""
+    """A tenant that holds as much memory as it may is refused more, and another tenant's request still finds room."""
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]

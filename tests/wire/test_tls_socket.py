@@ -432,7 +432,8 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSoc
 
 
 def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """There is one thread at each end, which sends and receives. Neither may wait for the peer to read first."""
+    """Both ends send much data at the same time, and each has only one thread to send and receive. Neither may wait for
+    the other to read first."""
     message, count = os.urandom(1 << 20), 24
 
     def both(end: TlsSocket, got: list[bytes]) -> None:
@@ -648,7 +649,8 @@ def test_without_memory_files_the_key_is_gone_again(
 
 
 def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Linux ends a connection if its peer acknowledges but does not read for so long."""
+    """Linux ends a connection whose peer does not read for TCP_USER_TIMEOUT. The tenant sets 30 s, and the provider 300
+    s, since a tenant may compute for minutes before it reads."""
     near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000

@@ -162,7 +162,8 @@ def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monk
 
 
 def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secret is neither drawn nor transformed again, so the sampler alone would not show the fault."""
+    """Two blocks use one secret. It is neither drawn nor transformed again, so a check of the sampler alone would not
+    notice this."""
     transform, kept = negacyclic.secret_transform, {}
 
     def careless(secrets: torch.Tensor) -> torch.Tensor:

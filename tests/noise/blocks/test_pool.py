@@ -295,8 +295,8 @@ def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any
 
 
 def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any, mill: Mill) -> None:
-    """Steps need 10 blocks, and the budget holds 3 for each layer. Every layer gets its 3, whichever layer came
-    first."""
+    """Each of four layers could use 10 blocks, and the budget has room for 3 of each. Every layer gets 3, in whichever
+    order the layers were used."""
     specs = [group(number) for number in range(4)]
     budget = 4 * 3 * BLOCK_ROWS * row_bytes(specs[0])
     pool: MaskPool = make_pool(budget, background=True)
@@ -322,7 +322,8 @@ def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, 
 
 
 def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is notified, since in this test its waits have no time limit."""
+    """When rows are taken and the budget has room again, the worker thread makes new ones at once. In this test its
+    waits have no time limit, so it must be notified."""
     first, second = group(0), group(1)
     sleeps = threading.Semaphore(0)
 
@@ -402,7 +403,7 @@ def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
 
 
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
-    """If a call uses a whole block, pieces gain nothing, since each piece costs the work of a whole block."""
+    """If a call uses a whole block, the pool makes whole blocks, since each piece costs the work of a whole block."""
     spec = group()
     pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
     with contextlib.closing(pool):
@@ -460,8 +461,8 @@ def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, mill: Mill, held: bool) -> None:
-    """This also holds if another thread held the pool's lock during the fork, because in the child nobody would release
-    it."""
+    """A forked child gets an error instead of masks, and does not hang if another thread of its parent held the pool's
+    lock during the fork. The parent's pool still works."""
     pool: MaskPool = make_pool(background=True)
     assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
     holding, go_on = threading.Event(), threading.Event()

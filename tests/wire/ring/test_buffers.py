@@ -42,7 +42,7 @@ def memory_of(view: memoryview) -> weakref.ref[Any]:
 
 
 def there(memories: Iterable[weakref.ref[Any]]) -> list[Any]:
-    """Returns the objects that still exist, each once."""
+    """Returns those objects of weak references that still exist, each once."""
     gc.collect()
     return list({id(found): found for found in (each() for each in memories) if found is not None}.values())
 
