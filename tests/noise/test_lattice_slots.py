@@ -115,7 +115,7 @@ def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(
 
 
 def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provider) -> None:
-    """Such blocks are not made in pieces, since each piece would fetch the hint again."""
+    """If hints are streamed and not stored, blocks are made whole: each piece of a block would fetch the hint again."""
     scheme = make(folder=None, **WIDE)
     for _ in range(DEFAULT.ring_degree):
         scheme.pool.take(provider.groups[0], FORWARD, 1)

@@ -187,7 +187,8 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
 
 @pytest.mark.parametrize("part", ["quantised", "bias", "native"])
 def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> None:
-    """In float arithmetic, products depend on more than the manifest's digest covers."""
+    """A host whose weights differ from the provider's is refused by itself and by the provider. Biases and native
+    weights are compared, too, although the manifest's digest does not cover them."""
 
     def others(assignment: Assignment) -> dict[int, ServedGroup]:
         groups = site.load(assignment)

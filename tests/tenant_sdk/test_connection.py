@@ -297,7 +297,8 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
 
 
 def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, connection: GrpcConnection) -> None:
-    """This also holds before the first request, since hours may lie between it and the manifest."""
+    """Whenever a stream begins, the client reads the manifest again and refuses other weights before it sends a
+    request. This includes the first stream, which may begin hours after the manifest was first read."""
     first, other = connection.manifest(), "0" * 64
     group = first.groups[0].model_copy(update={"digest": other})
     for _ in range(2):

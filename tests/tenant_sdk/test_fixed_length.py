@@ -172,7 +172,8 @@ def test_an_answer_goes_on_and_fails_at_its_end(
 
 @pytest.mark.parametrize("options", SAMPLING[:2], ids=str)
 def test_an_ordinary_answer_stops_at_once(opened: Opened, options: dict[str, Any]) -> None:
-    """This also holds if the last value that is not finite is a logit, which appears in no row."""
+    """An answer without a fixed length stops at the first value that is NaN or infinite, even if this is a logit of the
+    last token and so in no row that is sent."""
     for first, num_calls in ((5, 6), (GROUPS - 1, GROUPS)):
         client, provider = opened(Fault(FORWARD, math.nan, first))
         with pytest.raises(NotFinite):

@@ -398,7 +398,8 @@ def test_every_later_call_says_why(site: Site, forger: Forger, mask: str, tmp_pa
 
 
 def test_nothing_is_sent_unmasked_after_a_failure(site: Site, forger: Forger) -> None:
-    """The mask `off` cannot be closed, and an inproc: connection has no socket."""
+    """After a failed check, no call sends anything. The mask `off` has no secrets to delete and an `inproc:` provider
+    no connection to close, so the client itself must refuse."""
     client, model = fail_once(site, forger, mask="off", arithmetic="ring")
     asked = len(forger.asked)
     for use in (lambda: model(batch()), client.connect, client.load_model):
@@ -507,7 +508,8 @@ def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
 def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: str) -> None:
-    """If a norm is too small, results wrap."""
+    """The provider halves the norm that it states for a weight. A tenant would choose too large a scale, and results
+    would wrap, so the client refuses."""
     manifest = served_model.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])

@@ -151,8 +151,8 @@ def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
 
 
 def test_a_flood_of_decode_leaves_others_a_share() -> None:
-    """Small requests without end, which count as decode, compete with the fine-tuning of one tenant, under the default
-    settings."""
+    """One tenant sends small requests without end, which count as decode. A fine-tuning tenant still gets more than a
+    fifth of the time, under the default settings."""
     queue = scheduler()
     now, spent = 0.0, {"flood": 0.0, "tuner": 0.0}
     while now < 20.0:
@@ -220,7 +220,8 @@ def test_a_batch_of_decode_takes_all_that_wait() -> None:
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_rows_are_shared_by_weight(weight: float, share: float) -> None:
-    """Two tenants send endless requests of different sizes, each in a lane of its own."""
+    """Two tenants have many requests of different sizes for two different products. They get numbers of rows in
+    proportion to their weights."""
     queue = Scheduler(Policy(max_batch_rows=64), model(), lambda tenant: weight if tenant == "a" else 1.0)
     for _ in range(400):
         queue.add(ticket("a", 100, call=FORWARD), 0.0)

@@ -184,7 +184,7 @@ def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tm
 
 
 def test_layers_that_are_not_served(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Such layers are in the bundle, and are compared there."""
+    """Layers that the provider does not serve come with the bundle. A wrong number in one of them is noticed there."""
     offer = offer_of(folders["llama"], tmp_path, patterns="*self_attn*")
     projections_hold(check(folders["llama"], offer)[0], offer)
     offer.tensors(lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].neg_())
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_only_transformers_can_read(
 
 
 def test_the_same_tied_tensor_twice(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Some checkpoints also store a tied head."""
+    """A checkpoint may store a tied head beside the embedding. It is accepted if both are the same."""
     folder = with_tensors(
         folders["gpt2"], tmp_path / "model",
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
