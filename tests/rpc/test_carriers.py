@@ -191,8 +191,8 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
 
 
 def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the end of the last request and the frame that reports it, no thread may conclude that everything was
-    sent."""
+    """The only request fails just when the tenant stops sending. The tenant still gets the error, although no request
+    is left before it is sent."""
     failing = threading.Event()
 
     def fail(*arguments: Any) -> torch.Tensor:
@@ -214,8 +214,8 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, mon
 
 
 def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
-    """The stream is not freed only when the garbage collector next looks for cycles, since it holds replies that were
-    not read."""
+    """A session's memory is freed when its stream ends, without the garbage collector, since it may hold replies that
+    were not read."""
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
     stream.receive()

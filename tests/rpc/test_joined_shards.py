@@ -287,7 +287,8 @@ def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
 def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
-    """Another host computes the products that this host should have computed."""
+    """A host that sends an invalid reply is disconnected, and another host computes the product that was requested from
+    it."""
     answered = threading.Event()
 
     def words() -> Iterator[bytes]:

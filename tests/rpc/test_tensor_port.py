@@ -201,7 +201,7 @@ def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) 
 
 
 def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provider: Provider) -> None:
-    """The refused tenants get the reason, and time to read it."""
+    """Refused tenants get the reason and time to read it. Meanwhile, other tenants can still connect."""
     identity = provider.identity("fired")
     revoke(provider.state, "fired")
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)

@@ -86,7 +86,8 @@ def test_the_models_own_stop_tokens_count(opened: Opened, stop: int) -> None:
 
 
 def test_a_generation_config_does_not_end_it_or_guess(opened: Opened) -> None:
-    """The generation config is the provider's. Its settings would reveal the text by the calls."""
+    """The provider's generation config must not change the number of calls of an answer of fixed length. Its settings
+    could otherwise reveal the text."""
     client, provider = opened()
     client.generate("who?", max_new_tokens=1)
     assert client.loaded is not None

@@ -604,8 +604,8 @@ def test_what_is_no_tls_is_refused(authority: Authority, what: bytes) -> None:
 
 
 def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
-    """A peer may request new keys as often as it likes. For each request OpenSSL writes a reply, which this peer does
-    not read."""
+    """A peer requests new keys again and again, and does not read the replies that OpenSSL writes. The connection ends
+    before they take much memory."""
     near_plain, far_plain = tcp_pair()
     provider = RawPeer(far_plain, authority.server_context())
     made: list[TlsSocket] = []

@@ -152,7 +152,8 @@ def test_one_row_takes_its_own_way(opened: Opened) -> None:
 
 
 def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> None:
-    """After the last gradient no row is sent that would show the value, but the value would be in the adapter."""
+    """A NaN in the last gradient of a run makes the run fail, too. No later row would contain it, but the adapter
+    would."""
     num_backward = sum(direction == "BACKWARD" for *_, direction, _ in honest_calls(opened, tmp_path / "honest"))
     client, _ = opened(Fault(BACKWARD, math.nan, num_backward - 1))
     with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
@@ -246,8 +247,8 @@ def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_pat
 def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step from which the run is resumed would show the provider, which can cut the run off, when the value
-    appeared."""
+    """After a NaN, the next checkpoint is marked `not-finite`, and then the provider cuts the run off. No earlier
+    checkpoint may be resumed, since the step at which it goes on would show the provider when the NaN appeared."""
     seen = honest_calls(opened, tmp_path / "honest")
     a_step = len(seen) // 3
     client, _ = opened(Fault(FORWARD, math.nan, sum(call[2] == "FORWARD" for call in seen) // 2))
@@ -270,7 +271,8 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
 def test_a_value_after_the_last_save_spoils_the_whole_folder(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the same command would continue from a step that shows when the value appeared."""
+    """If a NaN appears after the last checkpoint was saved, none of the checkpoints may be resumed. The step at which
+    the run goes on would show the provider when the NaN appeared."""
     client, _ = opened(HONEST)
     calls = [0]
 
