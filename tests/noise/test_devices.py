@@ -215,7 +215,8 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
 
 @needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the scales were first on another device, rows on the CPU do not use the compiled code for single rows."""
+    """The scales were made on another device, and the model was then moved to the CPU. A single row there still has the
+    right result."""
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
     back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back, so this is set by hand
     monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])

@@ -245,7 +245,8 @@ def narrow(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
 
 
 def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
-    """A thread that submits more than fits must first read replies, because no other thread reads them."""
+    """At most two requests fit at a time. A thread that submits more reads replies first, because no other thread reads
+    them."""
     narrow.script = lambda request: [answer(request, float(request.request_id))]
     connection = GrpcConnection(narrow.url)
     with pytest.raises(LimitExceeded):
@@ -386,7 +387,8 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 @pytest.mark.slow
 def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: ServedModel) -> None:
-    """The environment names a proxy that does not respond. Connections to loopback do not use it."""
+    """A forked child gets an error from its parent's connection, which still works for the parent. The environment
+    names a proxy that does not respond, and connections to loopback must not use it."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"

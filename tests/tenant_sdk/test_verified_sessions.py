@@ -418,7 +418,8 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 
 
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
-    """Streamed hints for which the budget has no room are fetched for every block, also by the worker thread."""
+    """The worker thread, which makes masks ahead of use, fetches a forged hint. The session ends, and the next call
+    raises the error."""
     options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
     others = mask_makers()
     client = site.inproc(forger, mask_options=options)
@@ -520,7 +521,8 @@ def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: st
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
 def test_other_scales_or_tensors_are_refused(site: Site, served_model: ServedModel, file: str) -> None:
-    """One number of α, or of an embedding, differs in a bundle whose digests are right."""
+    """A bundle whose digests are right differs from the checkpoint in one number of a scale α or of an embedding. The
+    client refuses it."""
     liar = Liar(served_model)
     tensors = load(liar.files[file])
     name = sorted(tensors)[0]
@@ -578,7 +580,7 @@ def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Si
 
 
 def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model: ServedModel) -> None:
-    """The provider returns correct products of other rows than those that were sent."""
+    """The provider returns correct products of other rows than those that were sent, and fails the check."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     with torch.no_grad():

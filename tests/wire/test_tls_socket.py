@@ -341,7 +341,8 @@ def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
 
 
 def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Another connection may have this descriptor number by then, since any thread may call `close`."""
+    """After a socket is closed, nothing is done with its descriptor number, since another connection may have this
+    number by then. Any thread may call `close`."""
     near, _ = ends
     number = near.fileno()
     near.release()
@@ -359,7 +360,8 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, T
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """A forked child would otherwise continue the counters of TLS under the same keys as its parent."""
+    """A forked child gets an error if it uses its parent's connection. Otherwise it would continue the counters of TLS
+    under the same keys as its parent."""
     near, far = ends
 
     def child() -> str:
@@ -588,7 +590,7 @@ def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch:
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the deadline nothing is read, even if bytes have arrived."""
+    """A handshake ends at its deadline, even if a few bytes have arrived."""
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.0)
     near, far = tcp_pair()
     near.sendall(b"\x16")

@@ -172,7 +172,8 @@ def with_config(folder: Path, where: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
-    """The file holds fp32 numbers, and the config says 16 bits. Both sides must round before they quantise."""
+    """The file holds fp32 numbers, and the config says 16 bits. Provider and tenant must both round to 16 bits before
+    they quantise, so that their weights agree."""
     folder = with_config(folders["llama"], tmp_path / "model", dtype=dtype)
     offer = offer_of(folder, tmp_path)
     assert load_file(offer.bundle / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, dtype)
@@ -397,7 +398,8 @@ def test_a_provider_of_another_model(folders: dict[str, Path], honest: dict[str,
 
 
 def test_a_checkpoint_without_a_tokenizer(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Without a tokenizer in the checkpoint, the provider's tokenizer cannot be trusted."""
+    """A checkpoint without a tokenizer fails the check, because there is nothing to compare the provider's tokenizer
+    with."""
     AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path)
     with pytest.raises(VerificationFailed, match=r"tokenizer|chat template"):
         check(tmp_path, honest["llama"])
