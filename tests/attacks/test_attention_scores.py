@@ -17,7 +17,8 @@ from attacks.truth.judge_adapters import judge_deltas
 
 
 def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
-    """Returns the judge's relative errors of the closed form's claims."""
+    """Attacks the traffic by the closed form, and returns the relative error of each claimed ΔW, by the layer's
+    name."""
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
@@ -54,7 +55,7 @@ def test_llama_with_an_adapter_on_some_projections(targets: list[str], wanted: s
 
 
 def test_q_alone_is_found_itself(tmp_path: Path) -> None:
-    """If k is known, each number of ΔW_q is determined, and not only the product of q and k."""
+    """If only q has an adapter, k is public. ΔW_q itself is then recovered, and not only the product of q and k."""
     traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj"])
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     for claim in claims:
@@ -94,8 +95,8 @@ def test_probabilities_of_a_token_that_comes_twice_are_open() -> None:
 
 
 def test_probabilities_are_not_negative() -> None:
-    """If outputs are not mixtures of the values, the nearest mixture is returned. At each solution of the search the
-    slope is zero."""
+    """If an output is no mixture of the values, the nearest mixture is returned. In it, no change of a probability that
+    keeps all of them at or above zero would bring the mixture nearer."""
     values, share = softmax_of(4)
     outputs = (share[:, None] @ values)[:, 0] * 3
     found, _ = attention_scores.probabilities(values, outputs)
@@ -141,8 +142,8 @@ def test_too_few_prompts_give_nothing(tmp_path: Path) -> None:
 
 
 def test_the_judge_compares_what_a_softmax_sees_where_a_layer_norm_hides_the_rest(tmp_path: Path) -> None:
-    """The queries and keys are given in other coordinates, and the row along 1/γ is changed so that its sum with the
-    bias stays the same."""
+    """A claim may differ from the true weights and give the same attention. Here q and k are expressed in another
+    basis, and a change of q is balanced by the layer norm's bias. The judge must find no error."""
     traffic = adapted_traffic.make(tmp_path, "gpt2", ["c_attn"])
     deltas, claimed = known(traffic), {}
     for block in traffic.public.blocks:

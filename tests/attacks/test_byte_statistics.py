@@ -31,7 +31,7 @@ def uniform(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def seen(folder: Path, messages: Sequence[torch.Tensor], num_groups: int = 1) -> View:
-    """Returns the view of messages, one group after the other."""
+    """Returns a recording of these messages, which go to the groups in turn."""
     exchanges = [Exchange(place % num_groups, rows, torch.zeros_like(rows)) for place, rows in enumerate(messages)]
     return write_recording(folder / "seen", manifest(*[messages[0].shape[1]] * num_groups), exchanges)
 
@@ -85,8 +85,8 @@ def test_chi_square_is_that_of_its_definition(tmp_path: Path) -> None:
 
 
 def test_uniform_numbers_have_normal_correlations(tmp_path: Path) -> None:
-    """Over 3,200 correlations, the mean is 0 and the variance 1, and the largest is in the interval that is stated
-    beside it."""
+    """Over 3,200 correlations, the mean is 0 and the variance 1. The largest is in the interval that
+    `largest_correlations` gives for so many."""
     found = statistics.look(seen(tmp_path, [*uniform(200, 64, 80)], num_groups=200))
     serial = torch.stack([one.serial for one in found.looked_at]).flatten()
     assert found.num_serial == serial.numel() == 3200
@@ -100,8 +100,8 @@ def test_uniform_numbers_have_normal_correlations(tmp_path: Path) -> None:
 
 
 def test_the_largest_of_so_many() -> None:
-    """For one value the interval has the usual two-sided bounds. For many values the largest is compared with drawn
-    samples."""
+    """The interval for the largest of many values contains it as often as stated, which is counted on random samples.
+    For a single value, the interval has the usual two-sided bounds."""
     assert statistics.largest_correlations(1) == pytest.approx((0.00627, 2.807), rel=1e-3)
     drawn = torch.randn(4000, 500, generator=torch.Generator().manual_seed(1)).abs().amax(dim=1)
     low, high = statistics.largest_correlations(500)

@@ -26,7 +26,7 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
 
 
 def masked(traffic: Traffic) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the numbers of the first view and the true numbers, both flattened."""
+    """Returns the numbers that the first provider received, and the same numbers without a mask, both flattened."""
     messages = traffic.view_1.messages
     rows = torch.cat([message.request().flatten() for message in messages])
     return rows, torch.cat([traffic.truth[message.seq].flatten() for message in messages])

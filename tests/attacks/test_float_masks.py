@@ -117,8 +117,8 @@ def test_low_bits_of_one_time_masks_are_chance(one_time: Traffic) -> None:
 
 @by_name
 def test_knows_nothing_of_masks_that_do_not_fit(adversary: Adversary, tmp_path: Path) -> None:
-    """Float rows have fresh Gaussian noise that is 100 times stronger than the rows and different for each row. No
-    claim is near the rows."""
+    """Each float row has fresh Gaussian noise that is 100 times as strong as the row. No adversary may claim rows that
+    are close to the true ones."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     generator = torch.Generator().manual_seed(0x5EED0007)
     for one in inputs_of("llama", 10, 12):
@@ -169,7 +169,8 @@ def test_known_mask_needs_effects(tmp_path: Path) -> None:
 
 
 def test_sphere_fit_of_layer_norms(tmp_path: Path) -> None:
-    """The accuracy is limited because the eps of GPT-2's norm is 1e-5 and the tiny model's embedding is small."""
+    """GPT-2's rows are recovered to 1e-3, and not better, because its norm adds an eps of 1e-5 to the small variances
+    of the tiny model."""
     traffic = sphere_fit_control.fixed_mask_traffic("gpt2", str(tmp_path), traffic_of.public_of("gpt2"), 10)
     errors = row_errors(sphere_fit.attack(traffic.view, traffic.public, None), traffic.truth)
     assert max(errors[seq] for seq in traffic.truth) < 1e-3
@@ -203,7 +204,8 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
 
 
 def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> None:
-    """Twenty prompts are sent under one uniform pad mod 2^32, which wraps."""
+    """Twenty-one prompts are sent under one uniform mask, and the sums wrap mod 2^32. The differences of the prompts
+    are still recovered."""
     generator = torch.Generator().manual_seed(0x5EED000A)
     inputs = [to_ring(one[4]) for one in inputs_of("llama", 3, 12)] * 7
     pad = uniform(inputs[0].shape, generator)

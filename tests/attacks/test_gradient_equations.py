@@ -66,7 +66,8 @@ def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic)
 
 
 def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: Traffic) -> None:
-    """A fresh adapter changes nothing, so the gradients of gate and up are those that W alone gives."""
+    """The gradients of gate and up are exactly those of the public weights W, as with a fresh adapter. The adversary
+    must claim nothing."""
     opened = as_sent(traffic)
     for block in traffic.public.blocks:
         messages = {

@@ -98,7 +98,8 @@ def test_rows_under_a_one_time_mask_give_no_more_than_guessing(traffic: Traffic)
 
 
 def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic) -> None:
-    """The rows of padding and of positions without a label are zero. After a mask was removed, they are small noise."""
+    """After a mask was removed, rows that should be zero (padding, positions without a label) are small noise. Tokens
+    and labels are still read correctly."""
     step, generator = training(traffic), torch.Generator().manual_seed(2)
 
     def opened(rows: torch.Tensor) -> torch.Tensor:

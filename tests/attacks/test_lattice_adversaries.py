@@ -52,7 +52,8 @@ DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
 ADVERSARIES = [module.ADVERSARY for module in MODULES]
 MOST_S = 5.0
-"""The most seconds for a view of a few hundred messages; 0.1 to 1.5 s were measured."""
+"""The most processor seconds that an adversary may take for a recording of a few hundred messages; 0.1 to 1.5 s were
+measured."""
 
 
 def has_fpylll() -> bool:
@@ -83,7 +84,8 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
 
 @pytest.mark.parametrize("at", [0, 3, 15])
 def test_any_row_may_be_taken_as_row_0(at: int) -> None:
-    """Relative to row `at`, the secret is X^-at·s. It unmasks the rows before and after this row."""
+    """If row `at` is counted as row 0, the secret is X^-at·s. With this secret, the rows before and after row `at` can
+    be unmasked as well."""
     traffic = Traffic(toy(16, 2, 0.0), 6)
     masks = traffic.block().to(torch.int64)
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
@@ -177,7 +179,7 @@ def test_no_error_takes_several_rows_where_one_has_too_few_features() -> None:
 
 
 def test_no_error_opens_the_real_dimension_too() -> None:
-    """At this dimension it is the error that protects the mask, and not the dimension."""
+    """Without an error, all rows are unmasked even at the shipped dimension, so it is the error that protects them."""
     traffic = Traffic(toy(512, 3, 0.0), 64)
     traffic.send_block(range(30), 4)
     traffic.send_block(range(100, 126), 4)
@@ -191,7 +193,7 @@ def test_no_error_fails_at_the_real_parameters() -> None:
 
 
 def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
-    """The groups have 40, 64 and 100 features under one seed, as in a model."""
+    """As in a model, groups of 40, 64 and 100 features share one public matrix. The rows of all three are claimed."""
     wide = Traffic(toy(16, 2, 0.0), 100)
     for group, features in enumerate((40, 64, 100)):
         rows, mask = wide.activations(16), wide.block()
@@ -339,7 +341,8 @@ def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def views(tmp_path: Path) -> dict[str, View]:
-    """Returns views, by name, that differ from a tidy recording under a lattice mask."""
+    """Returns recordings with faults, by the name of the fault: missing files, no hint, odd shapes and types, or
+    damaged files."""
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     traffic.send_block([0])
     tidy = traffic.view(tmp_path / "tidy")
@@ -388,7 +391,8 @@ def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 @pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
 def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:
-    """The three hundred messages reveal nothing, so every attempt is made."""
+    """An adversary ends in time on three hundred messages of which none can be unmasked, so that it tries every
+    attempt."""
     traffic = Traffic(parameters, 64, num_groups=3)
     for number in range(300):
         if number % 50 == 0:

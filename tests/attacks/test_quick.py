@@ -296,8 +296,8 @@ SEEDED = """
 def test_a_victim_whose_mask_is_broken_is_noticed(
     mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
 ) -> None:
-    """The lattice mask does not mask one direction, has no error, or draws the weak secrets that docs/masks.md,
-    "lattice", excludes."""
+    """The victim's lattice mask leaves one direction unmasked, has no error, or draws weak secrets (docs/masks.md,
+    "lattice"). The report must raise an alarm."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]

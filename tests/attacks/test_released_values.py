@@ -1,4 +1,5 @@
-"""A client who knows prompts: unrounded results give the error, the secret and other prompts; rounded or few do not."""
+"""Tests an attack by a client who knows prompts. Unrounded results give the mask's error, the secret and other prompts;
+rounded results, or too few of them, do not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from attacks.report import catalogue
 
 TOY = toy(16, 2, 3.2)
 ERROR = 1e-3
-"""Above the relative size of the error, below everything that a failed attack leaves."""
+"""A bound on relative errors, which is above the mask's own error and below the error of any failed attack."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +37,15 @@ def test_unrounded_results_open_the_block_of_a_toy() -> None:
 
 @pytest.mark.parametrize("step", [2e3, 1e5])
 def test_rounded_results_leave_the_error_open(step: float) -> None:
-    """Two bytes of a weight's size: rounding by more than this hides the error among 128 results of 64 features."""
+    """The client gets 128 results for each row of 64 features, rounded to a multiple of `step`. Both steps are far
+    larger than a number of the weight, and then the attack recovers no other prompt."""
     assert played.relative_error(TOY, step) == 1.0
 
 
 @pytest.mark.parametrize("num_given", [20, 48])
 def test_fewer_results_than_features_leave_it_open(num_given: int) -> None:
-    """Markedly fewer: with one less than the 64 features, what is unknown of an error is often rounded away."""
+    """With far fewer results for a row than its 64 features, the attack recovers no other prompt. With 63 results it
+    often still does, because the error consists of integers, so that a small mistake is rounded away."""
     assert played.relative_error(TOY, 0.0, num_given) == 1.0
 
 

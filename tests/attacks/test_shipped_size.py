@@ -55,8 +55,8 @@ def test_four_trits_are_found_on_a_few_rows() -> None:
 
 
 def test_any_row_of_a_block_will_do() -> None:
-    """Relative to a later row, the secret is that of the block multiplied by a power of X, and it also unmasks the
-    block's other rows."""
+    """The attacker sees only rows from the middle of a block. It finds the block's secret multiplied by a power of X,
+    which also unmasks the block's other rows."""
     traffic = Traffic(DEFAULT, 32)
     mask = traffic.block(sparse_secret_control.sparse(3))
     for rows in (mask[300:340], mask[340:400]):
@@ -106,7 +106,8 @@ def test_pieces_with_one_error_give_their_block() -> None:
 
 
 def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
-    """Two prompts have the same first token, on a layer of 1,600 features."""
+    """On a layer of 1,600 features, two prompts have the same first row and the same error. From this pair alone, the
+    adversary finds the shared error and the exact difference of the two prompts' rows."""
     traffic = Traffic(DEFAULT, 1600)
     error = torch.randint(-21, 22, (1, 512, 1600), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     traffic.error = lambda shape: error
@@ -126,7 +127,8 @@ def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
 
 
 def test_shared_error_says_nothing_of_honest_blocks() -> None:
-    """The prompt is also sent again under honest blocks, which the adversary must not take for a weakness."""
+    """One prompt is sent several times, each time under a fresh mask. The adversary must not take this for a shared
+    error."""
     traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=3)
     assert traffic.attacked(shared_error.attack) == []
 

@@ -115,7 +115,8 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
 
 
 def masked(traffic: adapted_traffic.Traffic, from_group: int) -> Opened:
-    """Returns a view in which the rows of all groups from a given one on are uniform noise."""
+    """Returns the rows of each message. The rows of group `from_group` and all later groups are replaced by uniform
+    noise."""
     generator = torch.Generator().manual_seed(5)
     rows = {}
     for message in traffic.view.messages:
@@ -142,7 +143,8 @@ def test_too_little_traffic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", range(8))
 def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the end of a block was not recorded, nothing is claimed about later blocks."""
+    """The recording has no messages of one layer group. Nothing is claimed about the layers whose effect only these
+    messages, or later ones, would show."""
     monkeypatch.setattr(substitute, "_STEPS", (10, 10))
     traffic = adapted_traffic.make(tmp_path)
     messages = tuple(message for message in traffic.view.messages if message.group != missing)
@@ -170,7 +172,8 @@ def test_odd_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a wide model there is not enough time, so that the layers trained so far are claimed."""
+    """The limit on computing time is too short to train all layers. Training stops, and the layers that were trained
+    until then are claimed."""
     monkeypatch.setattr(substitute, "_MAX_S", 0.2)
     traffic = adapted_traffic.make(tmp_path)
     began = time.process_time()

@@ -81,8 +81,8 @@ def test_float_traffic_and_hints_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_gradients_at_the_first_group_name_the_first_group(tmp_path: Path) -> None:
-    """Nothing lies below the first group, so the embeddings, a soft prompt or the group's own inputs must be
-    trained."""
+    """If even the first group has gradients, the claim is that something before it is trained: the embeddings, a soft
+    prompt or the group's own inputs."""
     sent = [rows(5, 0), rows(5, 1), rows(5, 1, "backward"), rows(5, 0, "backward")]
     got = facts(write_recording(tmp_path / "seen", manifest(2, 2), sent))
     assert got[LOWEST] == ("l0", "before l0")

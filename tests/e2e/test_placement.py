@@ -1,4 +1,5 @@
-"""Where tenant and provider are (docs/placement.md): in one process, on one host, by TCP; with and without shards."""
+"""Tests a tenant that is in the provider's process, on its host, or connected by TCP (docs/placement.md), with and
+without shards: products are the same."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[1, 2], ids=["plain", "2 shards"])
 def root(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder with the socket's and the identity's, and the URL of a provider that runs."""
+    """Runs a provider and enrolls a tenant. Yields a folder, which has the socket's folder `ipc` and the identity
+    `acme` in it, and the provider's URL."""
     options = ["--tls", "--port", 0, "--model", model, "--state", tmp_path / "state", "--ipc", tmp_path / "ipc"]
     serving = Serving(*options, "--shards", request.param)
     try:
@@ -45,7 +47,7 @@ def root(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterato
 
 
 def products(connection: Connection) -> list[torch.Tensor]:
-    """The product of every group in both directions."""
+    """Returns the product of every layer group with fixed rows, in both directions."""
     replies = []
     for group in connection.manifest().groups:
         for direction in Direction:

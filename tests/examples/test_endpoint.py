@@ -1,4 +1,5 @@
-"""docs/endpoint.md, block by block: curl and Python ask a server that is what the page describes."""
+"""Runs the code blocks of docs/endpoint.md in order. Its curl and Python examples ask a server that runs as the page
+describes."""
 
 from __future__ import annotations
 

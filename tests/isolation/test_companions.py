@@ -1,5 +1,5 @@
-"""Tests that the requests that share a batch with a request do not change its result, its errors, its usage counts or
-its course."""
+"""Tests that a request's result, errors, usage counts and next steps do not depend on the requests that share a batch
+with it."""
 
 from __future__ import annotations
 

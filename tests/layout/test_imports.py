@@ -170,7 +170,8 @@ def test_adversaries_cannot_import_a_program_beside_the_folders() -> None:
 
 
 def test_adversaries_import_wire_and_parameters_only() -> None:
-    """The same rule is checked by reading the files themselves, including imports inside functions."""
+    """The contract's rule for adversaries is checked again by reading their files, including imports inside
+    functions."""
     files = list((ROOT / "attacks" / "adversaries").glob("*.py"))
     assert files
     for file in files:

@@ -1,5 +1,5 @@
-"""Tests that the tree and its descriptions agree: each folder is in the docs and in the picture, and all files that
-these name exist."""
+"""Tests that the tree of folders agrees with the docs and with the picture (an SVG file): each folder is in both, and
+all files that these name exist."""
 
 from __future__ import annotations
 

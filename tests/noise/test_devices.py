@@ -130,8 +130,8 @@ def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) ->
 
 @pytest.mark.usefixtures("form")
 def test_products_of_polynomials_are_made_on_the_cpu(on_meta: Callable[[], None]) -> None:
-    """Values that the first call keeps are used by later calls, too. The last product is computed with the CPU as the
-    default device again."""
+    """Products are right and on the CPU, whatever torch's default device is. The last product uses values cached by the
+    first, after the default device has become the CPU again."""
     toy = replace(TOY, ring_degree=16)
     rng, secrets = sampling.Csprng(), torch.randint(-1, 2, (2, toy.rank, 16), dtype=torch.int8)
     matrix = rng.random_bytes(4 * toy.dimension * 5).view(torch.int32).view(toy.dimension, 5)
@@ -193,8 +193,8 @@ def test_scales_follow_the_rows(spec: GroupSpec) -> None:
 
 
 def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
-    """The reply is a tensor without data. Torch refuses to multiply it by a tensor on the CPU, as it refuses on a
-    GPU."""
+    """The result is on the device of the reply. The reply is on the device without data; torch refuses to multiply it
+    by a tensor on the CPU, as it would on a GPU."""
     for direction in (FORWARD, BACKWARD):
         reply_cols = spec.widths(direction)[1]
         reply = torch.empty(3, reply_cols, dtype=torch.int32, device=META)
@@ -204,7 +204,8 @@ def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
 
 
 def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes on until the numbers are read, which a tensor without data does not have."""
+    """The rows' scales are on the same device as the rows. Only the device is checked, since a tensor on the device
+    without data has no numbers."""
     seen: list[torch.Tensor | None] = []
     monkeypatch.setattr(coding, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
     for rows in (torch.empty(3, 24, device=META), torch.empty(3, 24)):
@@ -214,7 +215,8 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
 
 @needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the scales were first on another device, rows on the CPU do not use the compiled code for single rows."""
+    """The scales were made on another device, and the model was then moved to the CPU. A single row there still has the
+    right result."""
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
     back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back, so this is set by hand
     monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])

@@ -88,7 +88,8 @@ def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> No
 
 
 def test_no_row_of_a_sample_is_in_two_pieces(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks have no error, since errors would make two uses of one row of A·s look different."""
+    """All mask rows differ, over whole blocks and pieces. The masks have no error in this test, since errors would hide
+    that a row of A·s is used twice."""
     monkeypatch.setattr(sampling, "error", lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8))
     scheme, seen, total = make(**WIDE), set[bytes](), 0
     for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
@@ -115,7 +116,7 @@ def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(
 
 
 def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provider) -> None:
-    """Such blocks are not made in pieces, since each piece would fetch the hint again."""
+    """If hints are streamed and not stored, blocks are made whole: each piece of a block would fetch the hint again."""
     scheme = make(folder=None, **WIDE)
     for _ in range(DEFAULT.ring_degree):
         scheme.pool.take(provider.groups[0], FORWARD, 1)
@@ -123,7 +124,8 @@ def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provid
 
 
 def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any, live_secrets: Any) -> None:
-    """A secret is used with the matrix and the hint of one seed only."""
+    """After the seed is renewed, a block that was begun in pieces is not continued. A new secret is drawn instead,
+    since a secret is used with the matrix and the hint of one seed only."""
     two_a_seed = replace(DEFAULT, bits=129)
     scheme, (first, second) = make(two_a_seed, **WIDE), provider.groups
     scheme.pool.take(first, FORWARD, 1)
@@ -170,7 +172,8 @@ def test_a_hint_that_fails_costs_no_rows(make: Any, provider: Provider, is_cutti
 def test_every_group_direction_and_block_has_a_secret_of_its_own(
     make: Any, provider: Provider, drawn: Any, counted: Any
 ) -> None:
-    """If two layers had one secret, the difference of their activations would show, since they share A."""
+    """No two secrets are equal, and no two errors are. If two layers with the same A had one secret, the difference of
+    their activations would show."""
     scheme = make()
     for spec in provider.groups:
         for direction in Direction:

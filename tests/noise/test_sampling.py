@@ -163,7 +163,7 @@ def test_a_forked_child_draws_other_bytes() -> None:
 
 
 def test_another_process_id_alone_means_another_key(keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's fork hook is not called, so only the process id shows the fork."""
+    """After a fork, a new key is drawn even if Python's fork hook is not called, because the process id has changed."""
     rng = Csprng()
     rng.array(16)
     rng.array(16)

@@ -27,8 +27,8 @@ from wire.ring.product import int_mm_is_exact
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 FOLDED, FOLDED_TOGETHER = 160, 1024
-"""The number of rows from which rows are folded, and the most rows that are folded at once. All cases must be
-correct."""
+"""From FOLDED rows on, a check combines (folds) rows, at most FOLDED_TOGETHER at once. Tests use numbers of rows on
+both sides of these limits."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,8 @@ def test_extreme_numbers_pass(value: int, extreme: int) -> None:
 
 
 def test_the_relation_is_over_whole_numbers() -> None:
-    """The relation is compared with Python integers, and not with the kernel that is checked."""
+    """Replies computed with Python integers pass the check, so the check does not depend on the kernel that it is meant
+    to check."""
     weight = weight_of(6, 5)
     rows = ring_rows(FOLDED + 3, 6)
     verifier_of(weight).check(0, FORWARD, rows, exact(rows, weight))
@@ -134,7 +135,8 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def projected(verifier: Verifier, rows: torch.Tensor, reply: torch.Tensor) -> list[int]:
-    """Returns how many rows each projection of a check has, which is κ + 1 if the rows were folded before."""
+    """Returns, for each random projection of a check, how many rows it is computed for. This is κ + 1 if the rows were
+    combined (folded) before."""
     seen: list[int] = []
     multiply = coding.product
 
@@ -217,7 +219,8 @@ def test_every_row_of_a_long_reply_counts() -> None:
 
 @pytest.mark.parametrize("num_rows", [4, FOLDED])
 def test_replies_that_belong_elsewhere(num_rows: int) -> None:
-    """The replies are of the transposed layer, of another group, of another request's rows, and of an older request."""
+    """A correct reply to something else is refused: one of the transposed layer, of another group, of other rows, or of
+    the other direction."""
     one, other = weight_of(16, 16, 1), weight_of(16, 16, 2)
     rows, others = ring_rows(num_rows, 16, 1), ring_rows(num_rows, 16, 2)
     right = coding.product(rows, one)
@@ -416,7 +419,8 @@ def test_a_forgery_passes_as_often_as_the_law_says(kappa: int, by: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not int_mm_is_exact(), reason="rows are never folded on this machine")
 def test_folding_misses_as_often_as_the_law_says() -> None:
-    """Either of two secrets may miss the error. The probability is 1 − (1 − 2^-4)², which is below 2^-3 = 2^-κ."""
+    """With folding there are two random secrets, each of which misses a wrong number with probability 2^-4. Together
+    they miss it with 1 − (1 − 2^-4)², which is below 2^-3 = 2^-κ."""
     miss = 2.0**-4
     low, high = binomial_bounds(TRIALS, 1 - (1 - miss) ** 2)
     assert 0 < low <= acceptances(3, FOLDED, 2**31) <= high

@@ -33,7 +33,8 @@ MIXTRAL: dict[str, Any] = {**SIZES, "num_local_experts": 4}
 
 @pytest.mark.parametrize("config", [T5Config(), ViTConfig(), BartConfig()], ids=lambda config: config.model_type)
 def test_other_models_than_causal_ones_are_refused_in_one_sentence(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """For example, transformers would load only the decoder of BART."""
+    """Encoders, image models and encoder-decoder models are refused. Without this check, transformers would load only
+    the decoder of BART."""
     config.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigurationError) as raised:
         load(resolve(str(tmp_path / "other")))

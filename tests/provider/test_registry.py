@@ -94,7 +94,8 @@ def test_the_gate_lets_nobody_new_in_and_keeps_who_is_in(site: Site, monkeypatch
 def test_another_fault_admits_nobody_and_is_not_forgotten(
     site: Site, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """Such a fault has no grace period, and it does not restore admissions that were lost before it began."""
+    """If the registry is missing, malformed or not readable, nobody is admitted, without a grace period. If the process
+    then also runs out of file descriptors, this does not restore the earlier admissions."""
     assert site.answers() == [True, False]
     if damage == "missing":
         site.state.tenants_path.unlink()

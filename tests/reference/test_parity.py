@@ -50,7 +50,8 @@ def test_logits_and_lora_gradients(pair: Any) -> None:
 def test_layers_that_are_not_served_are_the_tenants_own(
     patterns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `--base-layers`, all other layers come with the bundle, and an adapter changes both kinds alike."""
+    """With `--base-layers` the provider serves some layers, and the tenant gets the others with the bundle. An adapter
+    changes both alike, and results equal local ones."""
     make_tiny("llama", tmp_path)
     served_model = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
     monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(served_model))
@@ -115,8 +116,8 @@ def test_trained_bias_matches_local(pair: Any) -> None:
 
 
 def test_ia3_changes_the_input_of_one_member(tmp_path: Path) -> None:
-    """IA3 scales feed-forward inputs, so that the layers of a group no longer have the same input and each makes its
-    own call."""
+    """IA3 scales the input of up_proj but not that of gate_proj, so these layers no longer share a call. Gradients
+    still equal local ones."""
     make_tiny("llama", tmp_path)
     config = IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], task_type="CAUSAL_LM")
     with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as client:

@@ -94,8 +94,8 @@ def test_a_reply_that_another_thread_made_is_sent(
 def test_who_is_sent_no_reply_is_not_looked_at(
     provider: Provider, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """Otherwise messages that cost their sender nothing would keep a core busy. Nor may single bytes of a record cause
-    polling."""
+    """The provider does not poll for a tenant that sends only CANCEL messages, or single bytes of a record. Otherwise
+    such messages, which cost their sender nothing, would keep a core busy."""
     waits: list[bool] = []
 
     class Noted(BusyPoll):

@@ -53,7 +53,8 @@ def provider(
 def switched(
     request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    """Makes products by a function that the test sets, on any transport."""
+    """Starts a provider whose products are computed by a function that the test can replace, on each of the three
+    transports."""
     return start(SwitchedModel(tiny_served_model), **WAYS[request.param])
 
 
@@ -190,8 +191,8 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
 
 
 def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the end of the last request and the frame that reports it, no thread may conclude that everything was
-    sent."""
+    """The only request fails just when the tenant stops sending. The tenant still gets the error, although no request
+    is left before it is sent."""
     failing = threading.Event()
 
     def fail(*arguments: Any) -> torch.Tensor:
@@ -213,8 +214,8 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, mon
 
 
 def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
-    """The stream is not freed only when the garbage collector next looks for cycles, since it holds replies that were
-    not read."""
+    """A session's memory is freed when its stream ends, without the garbage collector, since it may hold replies that
+    were not read."""
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
     stream.receive()
@@ -229,8 +230,8 @@ def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
 
 
 def test_large_replies_take_turns(provider: Provider) -> None:
-    """A reply of many chunks, each of which waits for the end of the one before, is sent beside the replies of other
-    tenants."""
+    """Nine replies of very different sizes are sent on one stream at the same time, the larger ones in many chunks. All
+    arrive complete."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
     pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]

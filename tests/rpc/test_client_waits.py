@@ -269,8 +269,8 @@ def test_all_threads_end_where_nothing_is_ever_answered(
 def test_a_provider_that_stops_reading_keeps_nobody(
     script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the provider stops reading, not even a CANCEL is sent, so nothing that is sent can wake a thread that
-    reads."""
+    """If the provider stops reading, the client cannot send even a CANCEL. Every waiting thread must still get an error
+    at its deadline."""
     works(script, connection)
     script.reads.clear()
     shorten(monkeypatch, lambda num_bytes: SHORT_S)

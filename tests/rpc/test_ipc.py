@@ -1,4 +1,5 @@
-"""Tenants on the provider's own host: strangers, relays, other users, folders in bad shape, and no TCP at all."""
+"""Tests tenants on the provider's own host, which connect by a socket: strangers, relays, other users, folders in bad
+shape, and a host without TCP."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def port_of(provider: Provider) -> IpcPort:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant gives up a crowded provider soon."""
+    """Shortens the time for which a tenant tries to reach a provider that has too many connections."""
     monkeypatch.setattr("wire.transport.ipc.connection.CROWDED_S", 0.1)
 
 
@@ -89,7 +90,8 @@ def line_of(error: BaseException) -> str:
 
 
 def test_a_session_needs_no_tcp(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifest, bundle and stream come through the folder."""
+    """Manifest, bundle and tensor stream all arrive through the socket in the folder; any attempt to use TCP fails the
+    test."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a connection by TCP was asked for")
@@ -109,7 +111,7 @@ def test_a_session_needs_no_tcp(provider: Provider, monkeypatch: pytest.MonkeyPa
 
 
 def test_folder_and_socket_let_other_users_knock(tmp_path: Path) -> None:
-    """Whatever the umask is: who is let in is decided by certificates."""
+    """Other users can connect, whatever the umask is, because certificates decide who is admitted."""
     with umask_of(0o077):
         port = IpcPort(tmp_path / "ipc")
     assert mode(tmp_path / "ipc") == 0o711
@@ -192,7 +194,7 @@ def test_a_provider_that_comes_back_is_found_again(
 
 @pytest.fixture
 def relay(provider: Provider, tmp_path: Path) -> Iterator[tuple[Relay, str]]:
-    """A relay in a folder of its own, and the URL that leads there."""
+    """Runs a relay in front of the provider. Yields the relay, and the URL at which a tenant reaches it."""
     folder = tmp_path / "relay"
     folder.mkdir(0o711)
     made = Relay(tmp_path / "record", str(port_of(provider).folder / SOCKET_NAME), folder / SOCKET_NAME)
@@ -216,7 +218,8 @@ def test_a_relay_is_found_out_and_sees_nothing(provider: Provider, relay: tuple[
 def test_tcp_stays_encrypted_through_a_relay(
     start: Callable[..., Provider], tiny_served_model: ServedModel, tmp_path: Path
 ) -> None:
-    """The tensor port's bytes are recorded while rows cross. What is looked for is seen where nothing is encrypted."""
+    """All bytes of a tensor port connection are recorded. Neither the protocol's magic number nor parts of the rows may
+    be among them."""
     running = start(tiny_served_model, tensor_port=0, ipc=True)
     assert running.server.tensor_port is not None
     between = Relay(tmp_path / "record", running.server.tensor_port)
@@ -241,7 +244,8 @@ def test_tcp_stays_encrypted_through_a_relay(
 
 
 def test_clear_is_refused_on_the_tensor_port(start: Callable[..., Provider], tiny_served_model: ServedModel) -> None:
-    """By its protocol's name before TLS is done, and as a broken frame for who says it later."""
+    """A tenant that names the socket's protocol in its TLS handshake is disconnected. If it sends `clear`, or a frame
+    type of the socket, after an honest handshake, it gets an error for a malformed frame."""
     running = start(tiny_served_model, tensor_port=0, ipc=False)
     port, identity = running.server.tensor_port, running.identity()
     context = ssl.create_default_context(cadata=identity.ca_pem.decode())
@@ -335,7 +339,8 @@ def test_strangers_do_not_shut_tenants_out(
 def test_a_tenant_that_reads_nothing_is_dropped(
     start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TCP does that by itself; here the provider has to."""
+    """With TCP, the kernel ends a connection whose peer does not read. On a Unix socket the provider must do so
+    itself."""
     monkeypatch.setattr(carrier_module, "UNREAD_TIMEOUT_MS", 100)
     running = start(tiny_served_model, tensor_port=None, ipc=True)
     deaf = connect_ipc(running, "deaf")
@@ -460,7 +465,8 @@ def test_an_address_without_a_folder_is_one_line(url: str) -> None:
 
 
 def test_a_full_backlog_is_one_line(tmp_path: Path, patience: None) -> None:
-    """A provider that hangs accepts nothing; the kernel keeps some connections and then says so at once."""
+    """A provider that hangs accepts no connection. The kernel queues a few and refuses all others at once, and then the
+    tenant gets an error of one line."""
     (tmp_path / "ipc").mkdir(0o711)
     path = str(tmp_path / "ipc" / SOCKET_NAME)
     with contextlib.ExitStack() as open_ones:
@@ -513,7 +519,8 @@ def test_a_provider_of_another_user_than_named_is_refused(provider: Provider) ->
 @root_only
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_tenant_of_another_user_is_served(provider: Provider) -> None:
-    """Its certificate says who it is, and its user id has to be the one that the kernel names."""
+    """The tenant's process runs as another user than the provider. It is admitted by its certificate, and its user id
+    must be the one that the kernel reports."""
     identity = provider.identity("other")
     closed = {parent: mode(parent) for parent in port_of(provider).folder.parents if not mode(parent) & 0o001}
 
@@ -534,7 +541,7 @@ def test_a_tenant_of_another_user_is_served(provider: Provider) -> None:
 @root_only
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_tenant_without_any_network_is_served(provider: Provider) -> None:
-    """It is in a network namespace of its own, in which even the loopback device is down."""
+    """The tenant is in a network namespace of its own, in which even the loopback device is down."""
     identity = provider.identity("alone")
 
     def child() -> str:
@@ -553,7 +560,8 @@ def test_a_tenant_without_any_network_is_served(provider: Provider) -> None:
 @root_only
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_listener_of_another_user_gets_nothing(tmp_path: Path) -> None:
-    """The folder is ours and so is the socket, but the process that listens is another user's."""
+    """The test's user owns the folder and the socket, but the listening process is another user's. The tenant notices
+    this and sends nothing."""
     (tmp_path / "ipc").mkdir(0o711)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "ipc" / SOCKET_NAME))

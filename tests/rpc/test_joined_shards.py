@@ -134,7 +134,8 @@ def test_a_fault_of_a_request_is_no_loss(site: Site) -> None:
 
 
 def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
-    """Meanwhile the tenant waits, and sends the same bytes again."""
+    """A shard's only host leaves, and a tenant's request waits until another host joins. The reply is the same as
+    before."""
     first = site.join(0)
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 20)
@@ -186,7 +187,8 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
 
 @pytest.mark.parametrize("part", ["quantised", "bias", "native"])
 def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> None:
-    """In float arithmetic, products depend on more than the manifest's digest covers."""
+    """A host whose weights differ from the provider's is refused by itself and by the provider. Biases and native
+    weights are compared, too, although the manifest's digest does not cover them."""
 
     def others(assignment: Assignment) -> dict[int, ServedGroup]:
         groups = site.load(assignment)
@@ -204,7 +206,8 @@ def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> 
 
 
 def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is revoked is disconnected at once, and a host that sends nothing when its time is over."""
+    """A host that joins and sends nothing is disconnected when its time is over. A host whose certificate is revoked is
+    disconnected at once."""
     late_s, swept, sweep = 0.0, [], ShardListener.sweep
 
     def sweep_late(listener: ShardListener, now: float) -> None:
@@ -284,7 +287,8 @@ def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
 def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
-    """Another host computes the products that this host should have computed."""
+    """A host that sends an invalid reply is disconnected, and another host computes the product that was requested from
+    it."""
     answered = threading.Event()
 
     def words() -> Iterator[bytes]:

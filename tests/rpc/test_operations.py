@@ -384,8 +384,8 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
-    """The requests are hints of many rows. These need few bytes, so that all of them have arrived, but take long to
-    compute."""
+    """After SIGTERM, the provider replies to all requests that it has received, and refuses new ones. The requests are
+    for hints, which are small to send but take long to compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
     connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)

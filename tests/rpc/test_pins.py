@@ -72,7 +72,8 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
 
 
 def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path: Path) -> None:
-    """Otherwise a new name would count as a first use, for which nothing is pinned."""
+    """The model's name is pinned as well. Otherwise another name would count as a first use, for which nothing is
+    pinned."""
     with client(provider, tmp_path) as first:
         first.generate("who?", max_new_tokens=2)
     serve_again(provider, make_chat_model(tmp_path / "two" / "renamed", template=OTHER))

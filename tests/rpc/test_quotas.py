@@ -122,7 +122,8 @@ def test_requests_in_flight_are_bounded_however_small(
 def test_small_requests_of_many_streams_are_not_all_decode(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """Otherwise a tenant with eight streams would get eight times the share of another tenant that decodes."""
+    """Of one tenant's small requests, only a few at a time count as decode, on all streams together. Otherwise a tenant
+    with eight streams would get eight times the share of another tenant that decodes."""
     admission = Admission()
     provider = start(tiny_served_model, admission)
 
@@ -146,7 +147,8 @@ def test_small_requests_of_many_streams_are_not_all_decode(
 
 
 def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Otherwise a tenant that splits its steps over two streams would go before a tenant that does not."""
+    """If one stream of a tenant carries gradients, requests on its other streams also count as fine-tuning. Otherwise a
+    tenant with two streams would go before a tenant with one."""
     provider = start_with(start, tiny_served_model)
     one, other = provider.connect(), provider.connect()
     ask(one, ring_rows(20, REPLY_COLS), Call(0, Direction.BACKWARD, Arithmetic.RING), COLS)
@@ -219,7 +221,8 @@ def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(
 
 
 def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: ServedModel) -> None:
-    """Otherwise one of the two providers of `shares` would do its half of a decode step after all other work."""
+    """A request that sends a seed for a single row counts as decode. Otherwise one of the two providers of `shares`,
+    which gets only seeds, would do its half of a decode step after all other work."""
     provider = start_with(start, tiny_served_model)
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
@@ -233,7 +236,7 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: Se
 def test_all_tenants_share_the_memory(
     start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    """A tenant that holds as much as it can leaves room for the others."""
+    """A tenant that holds as much memory as it may is refused more, and another tenant's request still finds room."""
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]

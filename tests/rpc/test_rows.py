@@ -149,7 +149,8 @@ def test_it_is_in_flight_while_it_is_made(way: Way) -> None:
 
 
 def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
-    """A tenant that sends requests and does not read has at most one row that is not counted."""
+    """If a tenant sends requests and does not read the replies, all of them except the first count against its
+    quota."""
     way.send(ring_rows(1))
     assert way.holds_nothing
     for count in range(1, 4):
@@ -227,7 +228,8 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
 
 
 def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way writes a single frame, and no frame carries more than a chunk (wire/SPEC.md, section 3)."""
+    """If the reply to a single row is larger than a chunk, the executor computes it, because the receiving thread can
+    send only one frame, and a frame carries at most a chunk (wire/SPEC.md, section 3)."""
     monkeypatch.setattr("provider.net.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
     rows = ring_rows(1)
     way.send(rows)

@@ -116,7 +116,8 @@ def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStrea
 
 
 def test_small_and_large_requests_alternate(provider: Provider) -> None:
-    """The receiving thread computes small requests, and a worker thread computes large ones."""
+    """Small requests are computed by the receiving thread, and large ones by a worker thread. In every mix of both,
+    each reply belongs to its request."""
     connection = provider.connect()
     for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
         rows = ring_rows(num_rows)

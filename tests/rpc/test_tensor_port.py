@@ -189,7 +189,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) -> None:
-    """Any peer can connect and send nothing, again and again."""
+    """Peers without certificates connect and send nothing, again and again. A tenant can still connect."""
     silent = [dial(provider) for _ in range(few_places)]
     until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
     assert_served(provider.connect(), provider.served_model)
@@ -201,7 +201,7 @@ def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) 
 
 
 def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provider: Provider) -> None:
-    """The refused tenants get the reason, and time to read it."""
+    """Refused tenants get the reason and time to read it. Meanwhile, other tenants can still connect."""
     identity = provider.identity("fired")
     revoke(provider.state, "fired")
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
@@ -493,7 +493,8 @@ def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> No
 
 
 def test_an_idle_stream_costs_no_time(provider: Provider) -> None:
-    """The same holds for a stream that is half closed, and for one that is over but whose tenant stays connected."""
+    """A stream on which nothing happens uses no processor time. Neither does one with half a request, nor one that
+    ended with an error while its tenant stays connected."""
     idle, over, raw = connect(provider, "idle"), connect(provider, "over"), RawTls(provider, "half")
     half = raw.connection
     for one in (idle, half, over):

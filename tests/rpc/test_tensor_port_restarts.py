@@ -164,7 +164,8 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
 def test_a_port_that_is_another_providers_by_now_gets_no_rows(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two providers of one operator have the same CA, and one may get a port that the other has released."""
+    """Another provider of the same operator, with the same CA, may listen at a port that the first has released. A
+    tenant of the first must send it no rows."""
     connection = provider.connect()
     other = Server("127.0.0.1", 0, provider.state)
     service = other.start(provider.served_model)

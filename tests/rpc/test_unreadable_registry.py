@@ -216,7 +216,8 @@ def test_a_time_that_a_provider_names_is_read_with_care(value: object, retry_s: 
 
 
 def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
-    """The error must not end the sweep, since one thread checks all streams."""
+    """A shard may not stay if the registry cannot be read. This gives False and raises no error, since an error would
+    end the thread that checks all streams."""
 
     def unreadable() -> None:
         raise registry.RegistryUnreadable

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tests.support.waiting import until
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
-"""Commands that may be a browser; Debian calls the first two so."""
+"""Names of commands that start a browser; the first two are Debian's."""
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
     "--disable-background-networking", "--window-size=1200,800", "--remote-debugging-pipe",
@@ -22,7 +22,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """One browser with one page."""
+    """Runs one browser with one page."""
 
     def __init__(self, command: str, folder: Path) -> None:
         """Starts the browser with a profile of its own in `folder`."""
@@ -38,12 +38,12 @@ class Browser:
         os.close(from_browser)
         self._number, self._held, self._session = 0, b"", ""
         self.hosts: set[str] = set()
-        """Hosts that the page asked."""
+        """The hosts to which the page sent requests."""
         self.refused: list[str] = []
-        """What the page wrote as errors, such as breaches of its policy."""
+        """The errors that the browser logged, such as breaches of the page's content security policy."""
 
     def open(self, url: str) -> None:
-        """Loads a page and waits for its end."""
+        """Loads a page, and waits until it is loaded."""
         (target,) = [each for each in self._call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
         attached = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]

@@ -18,7 +18,7 @@ from tests.support.chat_model import character_tokenizer
 from tests.support.tiny_models import SIZES, save_random
 
 LONG: dict[str, Any] = {**SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
-"""The sizes of a tiny model whose context has room for tools, one token a character."""
+"""The sizes of a tiny model with a long context: one character is one token, and descriptions of tools must fit."""
 WHO = [{"role": "user", "content": "who?"}]
 """A conversation that every tiny model answers."""
 KEY = "sk-test-0123456789abcdef"
@@ -46,16 +46,17 @@ def endpoint_of(
 
 
 def official(endpoint: Endpoint) -> openai.OpenAI:
-    """The official client, which tries nothing twice."""
+    """Returns OpenAI's own client, set to send each request only once."""
     return openai.OpenAI(base_url=endpoint.url, api_key=KEY, max_retries=0, timeout=60)
 
 
 def raw(endpoint: Endpoint, **headers: str) -> httpx2.Client:
-    """A client that sends what it is told, with the key unless the headers name another."""
+    """Returns an HTTP client that sends requests unchanged. It adds the endpoint's key, unless `headers` has another
+    `authorization`."""
     base = endpoint.url.removesuffix("/v1")
     return httpx2.Client(base_url=base, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=60)
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    """The body of a small chat request."""
+    """Returns the body of a small chat request, with `fields` added or replaced."""
     return {"model": "llama", "messages": WHO, "max_tokens": 4, "temperature": 0, **fields}

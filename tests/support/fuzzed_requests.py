@@ -41,7 +41,7 @@ HONEST: list[dict[str, Any]] = [
     {"lora_name": "support"},
     {"model": "llama", "training_file": "file-0", "seed": 1, "hyperparameters": {"n_epochs": 1, "batch_size": "auto"}},
 ]  # fmt: skip
-"""Requests that are answered as they are; each is damaged in one place or several."""
+"""Valid requests. Each is damaged in one or several places before it is sent."""
 ODD: list[Any] = [
     None,
     True,
@@ -105,7 +105,7 @@ ODD: list[Any] = [
     {"5": -1000},
     {"-1": 1},
 ]
-"""Values for any place of a request."""
+"""Values that may replace any part of a request."""
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -1,5 +1,5 @@
-"""Something between a tenant and a provider that passes every byte on, and keeps a copy: a process of its own, as it
-would be, since the kernel names processes."""
+"""Runs a relay between a tenant and a provider, which passes on every byte and keeps a copy. It is a process of its
+own, as a real relay is, because the kernel tells each end which process is at the other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ while True:
 
 
 class Relay:
-    """Runs the relay until it is closed."""
+    """Runs a relay in a process of its own, until `close` is called."""
 
     def __init__(self, record: Path, target: str | int, listen_at: Path | None = None) -> None:
         """Starts it.
@@ -62,10 +62,10 @@ class Relay:
 
     @property
     def recorded(self) -> bytes:
-        """Returns what has crossed so far."""
+        """Returns all bytes that were passed on so far."""
         return self._record.read_bytes()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the relay's process."""
         self._process.kill()
         self._process.communicate()

@@ -1,4 +1,5 @@
-"""Tiny models of the kinds that are trained in windows, and batches whose rows differ in length and in labels."""
+"""Provides configs of tiny models for tests of training in windows of tokens, and batches whose rows differ in length
+and in labels."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ CONFIGS: dict[str, Any] = {
         pad_token_id=0, init_std=0.2,
     ),
 }  # fmt: skip
-"""A config of each kind; Gemma 3 has layers with a sliding window of 6 tokens, OPT a projection before its head."""
+"""A config of each kind of model. Gemma 3 has layers with a sliding window of 6 tokens, and OPT has a projection before
+its head."""
 NUM_TOKENS = 23
-"""Tokens of the longer row of `padded_batch`, which no window of the tests divides."""
+"""The number of tokens in the longer row of `padded_batch`. It is not a multiple of any window length in the tests."""
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
-    """Returns a row of 23 tokens and one of 10; labels are on the end of each, but not on the longer row's last two."""
+    """Returns a batch of two rows, with 23 and 10 tokens. The second half of each row has labels, except for the last
+    two tokens of the longer row."""
     ids = torch.randint(3, VOCAB, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     attention_mask, labels = torch.ones_like(ids), torch.full_like(ids, -100)
     ids[1, 10:], attention_mask[1, 10:] = 0, 0

@@ -82,7 +82,8 @@ def test_what_is_not_of_the_bundle_goes(served_model: ServedModel, tmp_path: Pat
 def test_who_waited_for_another_to_mend_it_leaves_it_alone(
     served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state that was seen before the lock was acquired is checked again."""
+    """A process finds a damaged bundle and waits for the lock, while another process downloads the bundle again. The
+    first one checks once more, and downloads nothing."""
     folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
     flip(folder / "model.safetensors")
     flock, mine, another = fcntl.flock, Counting(served_model), Counting(served_model)
@@ -129,7 +130,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(served_model: ServedModel, t
 def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
     served_model: ServedModel, tmp_path: Path, is_tenant: bool
 ) -> None:
-    """The test runs in a child process, whose files may not grow beyond 2 KB."""
+    """If the tenant's or the provider's disk is full, the error is one line. The test runs in a child process, whose
+    files may not grow beyond 2 KB."""
     script = "\n".join(
         [
             "import resource, signal, sys, torch",

@@ -184,7 +184,8 @@ def test_lengths_that_cannot_be(chat_client: TenantClient, asked: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompt_and_answer_fit_the_context(kind: str, tmp_path: Path) -> None:
-    """The contexts of both models have 128 tokens, of which the chat template takes 3."""
+    """A prompt and its answer may fill the context of 128 tokens, of which the chat template takes 3. If they do not
+    fit, one line says how many tokens do."""
     folder, prompt = make_chat_model(tmp_path / kind, kind), "a" * 97
     # the answer goes on to its limit
     ends = {"min_new_tokens": 28, "suppress_tokens": [character_tokenizer().eos_token_id]}

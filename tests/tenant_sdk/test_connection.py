@@ -245,7 +245,8 @@ def narrow(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
 
 
 def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
-    """A thread that submits more than fits must first read replies, because no other thread reads them."""
+    """At most two requests fit at a time. A thread that submits more reads replies first, because no other thread reads
+    them."""
     narrow.script = lambda request: [answer(request, float(request.request_id))]
     connection = GrpcConnection(narrow.url)
     with pytest.raises(LimitExceeded):
@@ -297,7 +298,8 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
 
 
 def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, connection: GrpcConnection) -> None:
-    """This also holds before the first request, since hours may lie between it and the manifest."""
+    """Whenever a stream begins, the client reads the manifest again and refuses other weights before it sends a
+    request. This includes the first stream, which may begin hours after the manifest was first read."""
     first, other = connection.manifest(), "0" * 64
     group = first.groups[0].model_copy(update={"digest": other})
     for _ in range(2):
@@ -385,7 +387,8 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 @pytest.mark.slow
 def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: ServedModel) -> None:
-    """The environment names a proxy that does not respond. Connections to loopback do not use it."""
+    """A forked child gets an error from its parent's connection, which still works for the parent. The environment
+    names a proxy that does not respond, and connections to loopback must not use it."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"

@@ -142,7 +142,8 @@ def test_a_model_loaded_there_gives_the_same(load: Callable[..., Any], mask: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_there_and_back(load: Callable[..., Any], mask: str, device: str) -> None:
-    """The scales are right on every device on the way. On the CPU, single rows use the compiled code."""
+    """A model is moved to the device, to the CPU and back to the device, and its results stay the same. On the CPU,
+    single rows use the compiled code."""
     model, reference, token = load(mask, device=device), load("off"), batch(4, (1, 1))
     for place in (device, "cpu", device):
         model.to(place)

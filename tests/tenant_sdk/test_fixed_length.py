@@ -86,7 +86,8 @@ def test_the_models_own_stop_tokens_count(opened: Opened, stop: int) -> None:
 
 
 def test_a_generation_config_does_not_end_it_or_guess(opened: Opened) -> None:
-    """The generation config is the provider's. Its settings would reveal the text by the calls."""
+    """The provider's generation config must not change the number of calls of an answer of fixed length. Its settings
+    could otherwise reveal the text."""
     client, provider = opened()
     client.generate("who?", max_new_tokens=1)
     assert client.loaded is not None
@@ -172,7 +173,8 @@ def test_an_answer_goes_on_and_fails_at_its_end(
 
 @pytest.mark.parametrize("options", SAMPLING[:2], ids=str)
 def test_an_ordinary_answer_stops_at_once(opened: Opened, options: dict[str, Any]) -> None:
-    """This also holds if the last value that is not finite is a logit, which appears in no row."""
+    """An answer without a fixed length stops at the first value that is NaN or infinite, even if this is a logit of the
+    last token and so in no row that is sent."""
     for first, num_calls in ((5, 6), (GROUPS - 1, GROUPS)):
         client, provider = opened(Fault(FORWARD, math.nan, first))
         with pytest.raises(NotFinite):

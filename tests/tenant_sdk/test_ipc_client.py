@@ -1,4 +1,4 @@
-"""`TenantClient("ipc:DIR")`: settings that cannot be, and answers and training that equal those over a network."""
+"""Tests `TenantClient("ipc:DIR")`: wrong settings are refused, and answers and training equal those over a network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def server(root: Path, served_model: ServedModel) -> Iterator[Server]:
 def test_answers_and_training_are_those_over_tcp(
     server: Server, root: Path, tmp_path: Path, chat_folder: Path, mask: str, verified: bool
 ) -> None:
-    """By the lattice mask too, with every reply checked."""
+    """Over the socket and over TCP, answers, losses and the number of bytes sent are the same. One case uses the
+    lattice mask and checks every reply."""
     options = {"identity": root / "acme", "mask": mask, "progress": False}
     if verified:
         options |= {"verify": chat_folder, "mask_options": {"background": False}}
@@ -74,7 +75,8 @@ def test_settings_that_cannot_be(root: Path, server: Server) -> None:
 
 
 def test_pins_are_kept_for_each_folder(server: Server, root: Path, tmp_path: Path) -> None:
-    """A provider in another folder is another first use; a change in the same folder is none."""
+    """What is pinned at first use is stored by the folder's URL. A provider that changes in the same folder is
+    refused."""
     options = {"identity": root / "acme", "mask": "off", "progress": False, "cache": tmp_path / "cache"}
     with TenantClient(f"ipc:{root / 'dir'}", **options) as client:
         client.generate(PROMPT, max_new_tokens=1)

@@ -102,7 +102,7 @@ def test_an_adapter_that_is_shared_stays_shared(tmp_path: Path, umask: None) -> 
 
 
 def test_new_cache_folders_are_for_their_owner(chat_folder: Path, tmp_path: Path, umask: None) -> None:
-    """A bundle is public, but no other user may replace it by another one."""
+    """New folders of the cache have mode 0700. A bundle is public, but no other user may replace it by another one."""
     cache = tmp_path / "above" / "cache"
     with TenantClient(f"inproc:{chat_folder}", mask="off", cache=cache) as client:
         client.load_model()

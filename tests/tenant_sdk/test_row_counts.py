@@ -138,8 +138,8 @@ def test_padding_changes_no_answer_of_other_models(kind: str, tmp_path: Path) ->
 
 
 def test_padded_training_rows(hostile: HostileBundle, connect: Open, tmp_path: Path) -> None:
-    """This also holds at the head, which is remote here, and which without padding is computed only for positions with
-    labels."""
+    """With padding, training rows of different lengths make the same numbers of rows in all requests. This includes the
+    head, which is at the provider here and otherwise gets only positions with labels."""
     data = [[{"prompt": "ab", "completion": answer}] for answer in ("c", "cdefgh")]
     seen = []
     for pad in (False, 32):
@@ -331,8 +331,8 @@ def test_a_tokenizer_that_fails_is_one_line_without_a_bucket(hostile: HostileBun
 def test_numbers_without_an_embedding_are_refused_before_anything_is_sent(
     hostile: HostileBundle, connect: Open, options: dict[str, Any]
 ) -> None:
-    """This also holds if the config names no size of the vocabulary. The number of the model's own embeddings
-    counts."""
+    """The tokenizer gives a token an id that is larger than the number of the model's embeddings. The client refuses
+    this tokenizer, whatever the prompt is."""
     content = json.loads(hostile.files["tokenizer.json"])
     content["model"]["vocab"]["z"] = 40_000
     hostile.files["tokenizer.json"] = json.dumps(content).encode()

@@ -133,7 +133,8 @@ def test_providers_and_trusted_checkpoints_are_loaded_beside_tenants(
 def test_steps_of_one_run_are_not_left_out_because_another_accumulates(
     chat_folder: Path, tmp_path: Path, many_switches: None
 ) -> None:
-    """accelerate keeps, for the whole process, whether an optimizer step is due."""
+    """Runs with and without gradient accumulation, at the same time, have the losses that they have alone. accelerate
+    keeps one flag per process that says whether an optimizer step is due."""
 
     def run(number: int, out: Path) -> list[float]:
         options = {"mask": "off", "arithmetic": "float", "weights": "native"}
@@ -145,7 +146,8 @@ def test_steps_of_one_run_are_not_left_out_because_another_accumulates(
 def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread changes the process's random generators at the worst possible moments."""
+    """Another thread sets the process's random generators just before the adapter and just before the order of rows are
+    drawn. The losses stay the same."""
     options = {**QUICK, "seed": 3, "batch_size": 2}
     expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
     make_peft, make_trainer = finetune.get_peft_model, finetune.CompletionTrainer

@@ -398,7 +398,8 @@ def test_every_later_call_says_why(site: Site, forger: Forger, mask: str, tmp_pa
 
 
 def test_nothing_is_sent_unmasked_after_a_failure(site: Site, forger: Forger) -> None:
-    """The mask `off` cannot be closed, and an inproc: connection has no socket."""
+    """After a failed check, no call sends anything. The mask `off` has no secrets to delete and an `inproc:` provider
+    no connection to close, so the client itself must refuse."""
     client, model = fail_once(site, forger, mask="off", arithmetic="ring")
     asked = len(forger.asked)
     for use in (lambda: model(batch()), client.connect, client.load_model):
@@ -417,7 +418,8 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 
 
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
-    """Streamed hints for which the budget has no room are fetched for every block, also by the worker thread."""
+    """The worker thread, which makes masks ahead of use, fetches a forged hint. The session ends, and the next call
+    raises the error."""
     options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
     others = mask_makers()
     client = site.inproc(forger, mask_options=options)
@@ -507,7 +509,8 @@ def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
 def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: str) -> None:
-    """If a norm is too small, results wrap."""
+    """The provider halves the norm that it states for a weight. A tenant would choose too large a scale, and results
+    would wrap, so the client refuses."""
     manifest = served_model.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])
@@ -518,7 +521,8 @@ def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: st
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
 def test_other_scales_or_tensors_are_refused(site: Site, served_model: ServedModel, file: str) -> None:
-    """One number of α, or of an embedding, differs in a bundle whose digests are right."""
+    """A bundle whose digests are right differs from the checkpoint in one number of a scale α or of an embedding. The
+    client refuses it."""
     liar = Liar(served_model)
     tensors = load(liar.files[file])
     name = sorted(tensors)[0]
@@ -576,7 +580,7 @@ def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Si
 
 
 def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model: ServedModel) -> None:
-    """The provider returns correct products of other rows than those that were sent."""
+    """The provider returns correct products of other rows than those that were sent, and fails the check."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     with torch.no_grad():

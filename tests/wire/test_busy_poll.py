@@ -134,7 +134,8 @@ def test_a_look_that_fails_lets_the_next_one_look() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_look_that_was_never_ended_is_over_in_time(clock: Clock) -> None:
-    """A forked child of a polling process inherits the parent's poll, which ends there without notice."""
+    """A child that is forked during a poll inherits a poll that nobody ends. After `MOST_S` seconds it no longer
+    counts, and the child can poll."""
     answers: list[str] = []
 
     def child() -> str:

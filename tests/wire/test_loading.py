@@ -63,7 +63,7 @@ def test_a_model_is_the_same_bits_as_without(kind: str, dtype: Any, tmp_path: Pa
 
 
 def test_no_two_threads_load_at_once() -> None:
-    """The second thread enters when the first has left. The test shows this by the threads that wait, and measures no
+    """A second thread waits until the first has left `loading()`. The test checks the order of events, and measures no
     time."""
     order: list[str] = []
     asks = threading.Event()

@@ -341,7 +341,8 @@ def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
 
 
 def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Another connection may have this descriptor number by then, since any thread may call `close`."""
+    """After a socket is closed, nothing is done with its descriptor number, since another connection may have this
+    number by then. Any thread may call `close`."""
     near, _ = ends
     number = near.fileno()
     near.release()
@@ -359,7 +360,8 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, T
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """A forked child would otherwise continue the counters of TLS under the same keys as its parent."""
+    """A forked child gets an error if it uses its parent's connection. Otherwise it would continue the counters of TLS
+    under the same keys as its parent."""
     near, far = ends
 
     def child() -> str:
@@ -432,7 +434,8 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSoc
 
 
 def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """There is one thread at each end, which sends and receives. Neither may wait for the peer to read first."""
+    """Both ends send much data at the same time, and each has only one thread to send and receive. Neither may wait for
+    the other to read first."""
     message, count = os.urandom(1 << 20), 24
 
     def both(end: TlsSocket, got: list[bytes]) -> None:
@@ -461,8 +464,8 @@ class Message(bytearray):
 
 
 def test_what_has_been_sent_is_freed(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Both the message and its encrypted bytes are freed. A first message makes the memory that is kept for later
-    ones."""
+    """After a message is sent, both it and its encrypted bytes are freed. A first message is not measured, since it
+    allocates memory that the connection keeps."""
     near, far = ends
 
     def send(num_bytes: int) -> weakref.ref[Message]:
@@ -587,7 +590,7 @@ def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch:
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the deadline nothing is read, even if bytes have arrived."""
+    """A handshake ends at its deadline, even if a few bytes have arrived."""
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.0)
     near, far = tcp_pair()
     near.sendall(b"\x16")
@@ -603,8 +606,8 @@ def test_what_is_no_tls_is_refused(authority: Authority, what: bytes) -> None:
 
 
 def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
-    """A peer may request new keys as often as it likes. For each request OpenSSL writes a reply, which this peer does
-    not read."""
+    """A peer requests new keys again and again, and does not read the replies that OpenSSL writes. The connection ends
+    before they take much memory."""
     near_plain, far_plain = tcp_pair()
     provider = RawPeer(far_plain, authority.server_context())
     made: list[TlsSocket] = []
@@ -648,7 +651,8 @@ def test_without_memory_files_the_key_is_gone_again(
 
 
 def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Linux ends a connection if its peer acknowledges but does not read for so long."""
+    """Linux ends a connection whose peer does not read for TCP_USER_TIMEOUT. The tenant sets 30 s, and the provider 300
+    s, since a tenant may compute for minutes before it reads."""
     near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000

@@ -1,5 +1,5 @@
-"""Tests the provider that lies. With `verify`, every fault ends the session in the same way. Without it, the lengths of
-answers are an oracle."""
+"""Tests a provider that sends wrong products. With `verify`, each wrong product ends the session in the same way.
+Without it, the lengths of answers tell this provider about the prompts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_with_verify_every_fault_ends_the_session_alike(outcomes: list[Outcome])
 
 @pytest.mark.slow
 def test_without_verify_no_fault_is_an_error(outcomes: list[Outcome]) -> None:
-    """No fault causes a NaN or an overflow, because a wrong product decodes to a number no larger than the largest
-    right one."""
+    """Without `verify`, no run fails after a wrong product. The product decodes to a number no larger than the largest
+    right one, so nothing becomes NaN or infinite."""
     assert not any(each.failed for each in outcomes if not each.verify)
 
 
@@ -68,7 +68,8 @@ def test_without_verify_fixed_length_training_shows_nothing(outcomes: list[Outco
 
 @pytest.mark.slow
 def test_without_verify_answer_lengths_tell_prompts_apart(outcomes: list[Outcome]) -> None:
-    """This is the limit that docs/threat-model.md states for the end and the length of an answer."""
+    """A large fault changes the lengths of answers, and the lengths tell two prompts apart. docs/threat-model.md states
+    this as a limit."""
     for fault in ("product + 2^30", "product + 2^31"):
         found = one(outcomes, "answers", fault)
         assert found.answer_length_changed
@@ -85,7 +86,7 @@ def test_without_verify_a_wrong_hint_reads_the_masks_secret(tmp_path: Path) -> N
 
 
 def test_a_reply_is_wrong_in_one_number(tmp_path: Path) -> None:
-    """Adding 2^31 flips the highest bit of a number and changes nothing else."""
+    """A fault changes a single number of a reply. Adding 2^31 flips the highest bit of this number and nothing else."""
     where = active.site(tmp_path)
     replies = []
     for fault in (None, active.FORWARD_FAULTS[3]):

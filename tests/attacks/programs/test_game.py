@@ -1,5 +1,5 @@
-"""Tests the distinguisher game: masks of noise/ are at chance, every control is won, and the statistics equal slow
-ones."""
+"""Tests the distinguisher game, in which an adversary guesses which of two inputs was masked. It guesses by chance
+under the masks of noise/, and wins on every control. Its statistics equal slow ones."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_other_masks_can_be_played(mask: str) -> None:
 def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each run also has its own secret and error, because a message fills a block and no two blocks are alike."""
+    """A sent message minus its mask is the candidate that the coin chose. Each message also has a secret and an error
+    of its own: it fills a whole block (all rows under one secret), and no two blocks share a secret."""
     drawn = results_of(monkeypatch, sampling, "ternary")
     tenant = game.Tenant("lattice", secret, tmp_path)
     masks: list[torch.Tensor] = []
@@ -107,7 +108,8 @@ def test_candidates_are_exactly_what_the_mask_hides(
 
 
 def test_the_two_inputs_are_a_block_each() -> None:
-    """Two adapters on one text give inputs that differ by less than the inputs' own size."""
+    """Both inputs have as many rows as a block, which is all the rows under one secret. With two adapters on one text,
+    the inputs differ by less than their own size."""
     first, second = game_choice.choice("adapter").inputs
     assert first.shape == second.shape == (DEFAULT.ring_degree, 32)
     assert 0 < float((first - second).norm()) < float(first.norm())

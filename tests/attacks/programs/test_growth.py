@@ -1,4 +1,5 @@
-"""Tests `python -m attacks.growth`: it prints what was measured, and the line has the values that it should."""
+"""Tests `python -m attacks.growth`: it prints and writes what it measured, and the straight line that it fits to the
+measurements has the right values."""
 
 from __future__ import annotations
 

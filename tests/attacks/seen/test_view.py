@@ -76,7 +76,8 @@ def test_a_line_nested_without_end(seen: Path) -> None:
 
 
 def test_requests_that_failed_are_apart_and_their_masks_are_looked_at(tmp_path: Path) -> None:
-    """One mask row is used twice, once in a request that was cancelled. The adversary must find this, too."""
+    """Two requests use the same mask rows, and one of them was cancelled. The cancelled one is listed apart, and the
+    adversary still finds the mask's second use."""
     recorder = Recorder(tmp_path / "seen", manifest_of(32))
     mask = torch.randint(-(2**31), 2**31, (4, 32), dtype=torch.int32)
     rows = [mask + torch.randint(-9, 10, mask.shape, dtype=torch.int32) for _ in range(2)]

@@ -22,7 +22,7 @@ from attacks.truth.gain import Gain, Question
 from attacks.truth.judge_adapters import _overlap_of, judge_deltas
 
 BASE, VICTIM = 5.0, 1.0
-"""Losses per token."""
+"""The losses per token of the base model and of the victim's adapter."""
 
 
 def questions(num: int, share: float, spread: float = 0.0, seed: int = 0) -> Gain:
@@ -75,7 +75,8 @@ def test_a_thief_without_knowledge_is_within_what_chance_moves() -> None:
 
 @pytest.fixture
 def worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Gain], list[Finding]]:
-    """Returns what a report says about a stolen adapter with this gain."""
+    """Returns a function that takes the measured gain of a stolen adapter, and returns what a report says about this
+    adapter."""
 
     def make(deltas: object, public: object, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

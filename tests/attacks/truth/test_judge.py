@@ -116,8 +116,8 @@ def test_without_batches_nothing_is_judged(site: Site) -> None:
 
 
 def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
-    """The true change shrinks the base weights, as rotations do, and the claim removes them altogether. Both have a
-    part along −W, which shows no knowledge of the adapter."""
+    """The true change shrinks the base weights W, as a rotation may. A claim of −W has a part in common with it,
+    although it contains no knowledge of the adapter. The judge must not count this as a success."""
     public = site.truth.public
     generator = torch.Generator().manual_seed(0)
     deltas = {name: torch.zeros_like(layer.weight) for name, layer in public.layers().items()}

@@ -1,5 +1,5 @@
-"""Tests the observation of a tenant's draws from inside: honest draws pass, and each weakness is noticed at the shipped
-size."""
+"""Tests the check of a tenant's secrets and errors as they are drawn, inside its process: honest draws pass, and each
+weakness is noticed at the shipped size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ ROWS = 600
 
 @contextlib.contextmanager
 def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iterator[Lattice]:
-    """Makes the scheme of noise/ as a session does, with a provider that returns hints."""
+    """Yields a lattice mask, made as a session makes it, with a provider that returns hints. If `in_pieces`, there is
+    too little memory for whole blocks."""
     weights = [torch.randint(-127, 128, each, dtype=torch.int8) for each in WIDTHS]
 
     def effect(call: Call, payload: Payload, reply_cols: int) -> Answered:
@@ -134,7 +135,8 @@ def test_each_weakness_is_caught_at_shipped_size(weakness: Weakness, tmp_path: P
 
 
 def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> None:
-    """The error is computed from a finished mask, so that a fault behind the sampler shows, too."""
+    """The watch computes the error from the finished mask, so a fault that changes the error after sampling is noticed,
+    too."""
     kept: list[Errors] = []
     drawn: list[torch.Tensor] = []
     watch = Watch(DEFAULT, kept.append)
@@ -160,7 +162,8 @@ def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monk
 
 
 def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secret is neither drawn nor transformed again, so the sampler alone would not show the fault."""
+    """Two blocks use one secret. It is neither drawn nor transformed again, so a check of the sampler alone would not
+    notice this."""
     transform, kept = negacyclic.secret_transform, {}
 
     def careless(secrets: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ def test_binomial(num_trials: int, probability: float) -> None:
 
 
 def test_binomial_is_not_far_from_the_truth_where_it_counts() -> None:
-    """For a secret of 1,536 trits, the weights that raise an alarm among 10,000 tests begin within 150 of the mean."""
+    """A secret of 1,536 trits has 1,024 that are not zero on average. The bound raises an alarm (among 10,000 tests) at
+    some count between 100 and 150 below this."""
     limit = math.log(1e-6 / 10_000)
     assert tails.binomial(1024, 1536, 2 / 3) == 0.0
     assert tails.binomial(1024 - 150, 1536, 2 / 3) < limit < tails.binomial(1024 - 100, 1536, 2 / 3)

@@ -39,7 +39,8 @@ def row_bytes(spec: GroupSpec) -> int:
 
 
 class Mill:
-    """Makes blocks whose rows have distinct numbers. A test may make it fail or wait."""
+    """Makes blocks of masks for a pool. Each row of a mask repeats a number that no other row has. A test may make it
+    fail or wait."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -82,7 +83,7 @@ def make_pool(mill: Mill) -> Any:
 
 
 def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
-    """Returns the numbers of the rows, after checking that mask and effect belong together."""
+    """Returns the number of each row, after checking that each mask was handed out with its own effect."""
     mask, effect = taken
     assert bool((mask == mask[:, :1]).all())
     assert torch.equal(effect[:, :1], -mask[:, :1])
@@ -294,8 +295,8 @@ def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any
 
 
 def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any, mill: Mill) -> None:
-    """Steps need 10 blocks, and the budget holds 3 for each layer. Every layer gets its 3, whichever layer came
-    first."""
+    """Each of four layers could use 10 blocks, and the budget has room for 3 of each. Every layer gets 3, in whichever
+    order the layers were used."""
     specs = [group(number) for number in range(4)]
     budget = 4 * 3 * BLOCK_ROWS * row_bytes(specs[0])
     pool: MaskPool = make_pool(budget, background=True)
@@ -307,8 +308,8 @@ def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any,
 
 
 def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, mill: Mill) -> None:
-    """The worker's time belongs to the single tokens. Rows of a prompt's size are made ahead only if two calls in
-    succession have this size."""
+    """After a prompt, the worker thread prepares only as many rows as single tokens need. It prepares rows for another
+    prompt only after two calls in succession of a prompt's size."""
     pool: MaskPool = make_pool(background=True)
     pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
     for _ in range(3 * BLOCK_ROWS):
@@ -321,7 +322,8 @@ def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, 
 
 
 def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is notified, since in this test its waits have no time limit."""
+    """When rows are taken and the budget has room again, the worker thread makes new ones at once. In this test its
+    waits have no time limit, so it must be notified."""
     first, second = group(0), group(1)
     sleeps = threading.Semaphore(0)
 
@@ -346,7 +348,7 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monke
 
 
 class CuttingMill(Mill):
-    """Makes the requested rows in pieces, as a mask that can make pieces does."""
+    """Makes the requested rows as pieces of blocks, as the lattice mask does."""
 
     pool: MaskPool
 
@@ -363,7 +365,8 @@ class CuttingMill(Mill):
 
 @pytest.mark.parametrize("prompt_rows", [1, 3, 2 * BLOCK_ROWS + 1])
 def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int) -> None:
-    """One block for every layer exceeds the budget. Pieces of blocks are made, and every caller finds one ready."""
+    """The budget is too small for one whole block of every layer. The worker thread makes pieces of blocks instead, so
+    that every call for a single row finds one ready."""
     mill, layers = CuttingMill(), [group(number, 3 + number, 5) for number in range(5)]
     features = sum(spec.in_features + spec.out_features for spec in layers)
     budget = 4 * features * (BLOCK_ROWS - 1)
@@ -388,7 +391,8 @@ def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int)
     [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
 )
 def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
-    """A piece is half of what the budget holds, in even parts of a block, but not smaller than is worth making."""
+    """Blocks are made in equal pieces. A piece takes about half of the budget, which holds `fitting` rows, but has at
+    least `least_rows` rows."""
     pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
     assert pool.piece_rows == expected
     assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [
@@ -399,7 +403,7 @@ def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
 
 
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
-    """If a call uses a whole block, pieces gain nothing, since each piece costs the work of a whole block."""
+    """If a call uses a whole block, the pool makes whole blocks, since each piece costs the work of a whole block."""
     spec = group()
     pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
     with contextlib.closing(pool):
@@ -457,8 +461,8 @@ def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, mill: Mill, held: bool) -> None:
-    """This also holds if another thread held the pool's lock during the fork, because in the child nobody would release
-    it."""
+    """A forked child gets an error instead of masks, and does not hang if another thread of its parent held the pool's
+    lock during the fork. The parent's pool still works."""
     pool: MaskPool = make_pool(background=True)
     assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
     holding, go_on = threading.Event(), threading.Event()

@@ -1,5 +1,5 @@
-"""Tests that every item is processed once, that errors reach the caller, and that no other thread's number of threads
-changes."""
+"""Tests worker threads: every item is processed once, errors reach the caller, and operations of other threads use as
+many cores as before."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_callers_may_be_many() -> None:
 
 
 def test_work_may_write_to_tensors_of_either_kind() -> None:
-    """A caller in inference mode has inference tensors, to which other threads may write only in that mode."""
+    """Worker threads can write to the caller's tensors, also if the caller is in inference mode. Such tensors can be
+    written only in this mode."""
     for mode in (True, False):
         with torch.inference_mode(mode):
             out = torch.zeros(64)

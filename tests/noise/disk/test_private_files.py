@@ -123,7 +123,8 @@ def test_the_group_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_what_cannot_have_the_group_stays_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with mode 0750 and another group would let that group in."""
+    """If the new folder cannot get the old one's group, it must not get the group's rights either. With mode 0750
+    another group would have them."""
     old, new = pair(tmp_path)
     found = Path.stat
 
@@ -143,8 +144,8 @@ def test_what_cannot_have_the_group_stays_private(tmp_path: Path, monkeypatch: p
 
 
 def test_an_access_control_list_is_taken_over(tmp_path: Path) -> None:
-    """The mask of an access control list shows as the mode's group bits. Without the list, these bits would let the
-    group in."""
+    """An access control list is copied as well. The mode's group bits show the list's mask, so without the list they
+    would let the group in."""
     old, new = pair(tmp_path)
     # The format is that of Linux, include/uapi/linux/posix_acl_xattr.h: version 2, then (tag, rights, id) of the owner,
     # a user, the group, the mask, and others.

@@ -34,7 +34,7 @@ from wire.frame import Direction
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
-    """Accepts all rows, as a check that passes does."""
+    """Accepts all rows; stands for a check of replies that passes."""
 
 
 def nothing(first_row: int, num_rows: int) -> Reply:
@@ -146,7 +146,8 @@ def test_an_interrupted_fetch_goes_on(tmp_path: Path, stop_at: int) -> None:
 
 
 def interrupted(folder: Path, stop_at: int, verify: Callable[[int, torch.Tensor], None] | None = accept) -> Provider:
-    """Makes a fetch stop after `stop_at` ranges of ten rows."""
+    """Fetches a hint from a provider that fails after `stop_at` requests of ten rows each. Returns a provider that does
+    not fail."""
     with pytest.raises(Unavailable):
         Provider(exact_hint(70), fail_at=stop_at).get(small_ranges(folder, 70), verify=verify)
     return Provider(exact_hint(70))
@@ -304,7 +305,8 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_leaves_no_file_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The 70 features make two tiles, so there are ten writes of rows, then those of checksums and header."""
+    """The disk is full after this number of writes. A hint of 70 features takes ten writes of rows, and then two: the
+    checksums and the header."""
     real, count = os.pwrite, 0
 
     def fill_up(handle: int, data: memoryview, offset: int) -> int:
@@ -413,8 +415,8 @@ def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, wh
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> None:
-    """The child has a copy of the open lock file. Nevertheless, when the parent ends its fetch, the lock must be
-    free."""
+    """A forked child has a copy of the open lock file. Nevertheless, the lock must be free once the parent ends its
+    fetch."""
     done, told = os.pipe()
 
     def live() -> None:
@@ -513,7 +515,8 @@ def left_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stop_at", [0, 2])
 def test_a_seed_forgotten_during_a_fetch_does_not_disturb_it(tmp_path: Path, stop_at: int) -> None:
-    """One thread renews the seed while another thread still makes a block under the old seed."""
+    """One thread fetches a hint while another renews the seed. The fetched hint is complete, and it is kept neither on
+    disk nor in memory."""
     store, provider = small_ranges(tmp_path, 70), Provider(exact_hint(70))
 
     def forget(first_row: int, rows: torch.Tensor) -> None:
@@ -554,7 +557,8 @@ def test_a_fetch_that_fails_after_forgetting_leaves_nothing(tmp_path: Path, kind
 
 
 def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> None:
-    """The other process has reserved blocks of the old seed. It deletes the hint itself when it renews the seed."""
+    """If one process renews the seed, it does not delete the hint that another is fetching. The other process has
+    reserved blocks of the old seed, and deletes this hint when it renews the seed itself."""
     ours, theirs = HintStore(tmp_path), small_ranges(tmp_path, 70)
     provider = Provider(exact_hint(70))
     provider.get(ours, replace(KEY, group=9))
@@ -571,7 +575,8 @@ def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_forgetting_while_others_fetch_never_breaks_a_fetch(tmp_path: Path) -> None:
-    """Several stores share a folder, as several processes do. They fetch and forget as fast as they can."""
+    """Several stores share a folder, as several processes do. They fetch and forget hints as fast as they can, and
+    every fetch succeeds."""
     exact = exact_hint(70)
 
     def work(number: int) -> None:

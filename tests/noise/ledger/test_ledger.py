@@ -418,7 +418,8 @@ def test_a_record_torn_anywhere_is_cut_off_and_said(path: Path) -> None:
 
 
 def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
-    """A file system may leave such zeros if the file's size reached the disk before its data."""
+    """Zeros after the last record are ignored. A file system may leave them after a crash, if a file's new size reached
+    the disk before its data."""
     seed_id = filled(path)
     with path.open("ab") as file:
         file.write(bytes(512))
@@ -599,8 +600,8 @@ def test_a_compaction_that_fails_loses_nothing(path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_is_handed_out_while_a_compacted_file_may_vanish(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file was renamed, but the folder was not synced. After a power cut the old file, without later records, could
-    be back."""
+    """The compacted file was renamed, but the folder was not synced, so the old file could be back after a power cut.
+    Reserving blocks fails until the folder is synced."""
     ledger, other = opened(path, compact_bytes=1), opened(path)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
     real = os.fsync

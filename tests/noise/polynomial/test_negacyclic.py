@@ -151,7 +151,8 @@ def test_chunks_do_not_show(features: int) -> None:
 
 
 def test_chunks_of_one_thread_do_not_show(is_compiled: bool) -> None:
-    """A chunk reuses the memory of the chunk before, and the last chunk is smaller than the others."""
+    """A chunk reuses the memory of the chunk before, and the last chunk is smaller than the others. The product is
+    right nevertheless."""
     parameters = toy(512, 1)
     matrix, secrets = random_matrix(parameters, 401), random_secrets(parameters, 2)
     seen = Packed(matrix & -256)

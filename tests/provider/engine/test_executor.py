@@ -199,8 +199,8 @@ def test_a_batch_that_breaks_the_thread_is_survived(
 
 
 def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
-    """The times must be those of this machine, within what may change on a shared core from one moment to the next. A
-    guess from the number of multiplications would be far off."""
+    """The latency model times some products when it is made. Its predictions are within a factor of four of products
+    timed here. A guess from the number of multiplications would be less than a quarter of them."""
     latency, guess = latency_model(served_model.served), latency_model(served_model.served, profiled=False)
     ratios, guesses = [], []
     for group in served_model.manifest().groups:
@@ -255,8 +255,8 @@ def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedMod
 def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
     served_model: ServedModel, slo_s: float | None, is_made: bool
 ) -> None:
-    """Only one small product runs beside the large one at a time, so that the large one has at least half of the core.
-    Without a target, the requests take turns."""
+    """With a latency target (`slo_s`), one small product at a time may run beside a large one, so that the large one
+    has at least half of the core. Without a target, the requests take turns."""
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
@@ -341,8 +341,8 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
 
 
 def test_a_reply_is_given_when_the_replica_is_free(served_model: ServedModel) -> None:
-    """The reply may wake a thread that uses the core for a long time, and no other request should wait for that
-    thread."""
+    """When a reply is handed out, the replica can already compute another request. The reply may wake a thread that
+    uses the core for a long time, and no request should wait for that thread."""
     executor = Executor(
         [Here(served_model.compute)], Scheduler(Policy(), latency_model(served_model.served, profiled=False))
     )

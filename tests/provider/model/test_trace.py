@@ -138,7 +138,8 @@ def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch
 
 @pytest.mark.parametrize("size", [0.0, 1e-3])
 def test_an_input_that_says_little_does_not_prove_a_product(size: float) -> None:
-    """The input is all zeros, as embeddings of zeros would give, so that no output shows what the layer computes."""
+    """For inputs that are zero or very small, a layer that clamps its output looks like a plain linear layer. It must
+    not be served."""
     model = _Called([_Clamped(8, 4), nn.Linear(8, 4)])
     model.size = size
     assert trace_groups(model, base_layers(model)) == [("layers.1",)]
@@ -165,7 +166,8 @@ class _Called(nn.Module):
 
 
 def test_a_layer_that_did_not_run_is_served_where_its_twins_are() -> None:
-    """Such layers are experts to which no token of the trace was routed."""
+    """The trace may not call a layer, such as an expert to which no token was routed. It is still served if layers
+    whose names differ only in a number were called; `spare` has no such layers."""
     model = _Called([nn.Linear(8, 4) for _ in range(3)], idle=(1,))
     model.spare = nn.Linear(8, 4)
     assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.2"), ("layers.1",)]

@@ -121,7 +121,8 @@ def test_forgetting_drops_the_reply_and_the_job_once(stream: Stream) -> None:
 
 
 def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: Stream) -> None:
-    """Otherwise the thread that sends could find that all requests have ended, and miss the last frame."""
+    """The table is idle only after `then`, which queues a request's last frame, has ended. Otherwise the sending thread
+    could conclude that all requests have ended, and miss this frame."""
     stream.admit(1)
     leaving, leave, order = threading.Event(), threading.Event(), []
 

@@ -36,7 +36,8 @@ class Desk:
         self.jobs: list[Job] = []
         self.cancelled: list[Job] = []
         self.here: Outcome | None = None
-        """The outcome of small requests in the thread that reads them. None means that they are queued."""
+        """The outcome of small requests, which the reading thread computes itself. None means that they are queued
+        instead."""
         self.row: VeilbaseError | bool = True
         self.num_rows = 0
 

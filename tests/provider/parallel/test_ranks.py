@@ -84,7 +84,8 @@ def test_every_product_is_that_of_one_process(
 def test_threads_that_ask_at_the_same_time_get_their_own(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
-    """If ranks entered collectives in different orders, they would get wrong numbers without an error."""
+    """Several threads call at once, and each gets its own product. If the two ranks entered collectives in different
+    orders, numbers would be wrong without an error."""
     team = follower.join(each, "tensor", models["llama"], "int8")
     asked = [(call, num_rows) for call in calls(team) if call.arithmetic is RING for num_rows in (1, 300)]
     wrong: list[tuple[Call, int]] = []

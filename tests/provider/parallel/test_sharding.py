@@ -39,7 +39,8 @@ def test_split_is_tensor_split(length: int, parts: int) -> None:
 def test_shares_of_any_number_of_ranks_make_the_product(
     served: PreparedModel, size: int, arithmetic: Arithmetic
 ) -> None:
-    """The number of 40 ranks exceeds the number of columns of a group, which is 32."""
+    """The shares of all ranks together give the product, also with 40 ranks, which is more than the 32 columns of a
+    group."""
     slices = [ColumnSlices(served, rank, size) for rank in range(size)]
     close = {"rtol": 0.0, "atol": 0.0} if arithmetic is RING else {"rtol": 1e-5, "atol": 1e-5}
     for group in served.groups:

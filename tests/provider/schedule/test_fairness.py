@@ -15,7 +15,8 @@ QUANTUM = 10.0
 
 
 class Ring:
-    """Serves whole tickets, each of which costs its number of rows."""
+    """Runs deficit round robin over requests that are never split. A request costs its tenant as much as it has
+    rows."""
 
     def __init__(self, **weights: float) -> None:
         self.ring = TenantRing(lambda num_equal: QUANTUM, lambda tenant: weights.get(tenant, 1.0))

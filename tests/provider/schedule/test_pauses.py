@@ -10,7 +10,8 @@ PRODUCT_S = 1e-3
 
 
 def ask(pauses: Pauses, now_s: float, waits_s: float, pause_s: float, times: int = 50) -> float:
-    """Sends one request after the other, and returns the time of the last reply."""
+    """Sends `times` requests of one tenant, each `pause_s` after the reply to the one before. Returns the time of the
+    last reply."""
     for _ in range(times):
         pauses.arrived("a", now_s, PRODUCT_S)
         pauses.left("a", now_s + waits_s)

@@ -80,8 +80,8 @@ def test_classes_by_name() -> None:
 
 
 def test_no_tenant_holds_more_than_is_free() -> None:
-    """Two tenants that take all they can leave a third of the size for the next tenant, and get no more while they hold
-    theirs."""
+    """No tenant may hold more memory than is left free. So two tenants that take all they can end at a third of the
+    memory each, and leave a third for the next tenant."""
     room = SharedRoom(900)
     first, second, third = (Quota(TenantLimits(), 0.0, room) for _ in range(3))
 

@@ -46,7 +46,7 @@ def ticket(tenant: str, rows: int, kind: RequestClass = FINETUNE, call: Call = F
 
 
 def drain(queue: Scheduler, now: float = 1000.0) -> list[Batch]:
-    """Returns all batches, at a time at which no request is held any more."""
+    """Returns all batches of the queue, at a time so late that no request is held back to wait for others."""
     batches = []
     while (batch := queue.next_batch(now)) is not None:
         batches.append(batch)
@@ -151,8 +151,8 @@ def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
 
 
 def test_a_flood_of_decode_leaves_others_a_share() -> None:
-    """Small requests without end, which count as decode, compete with the fine-tuning of one tenant, under the default
-    settings."""
+    """One tenant sends small requests without end, which count as decode. A fine-tuning tenant still gets more than a
+    fifth of the time, under the default settings."""
     queue = scheduler()
     now, spent = 0.0, {"flood": 0.0, "tuner": 0.0}
     while now < 20.0:
@@ -220,7 +220,8 @@ def test_a_batch_of_decode_takes_all_that_wait() -> None:
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_rows_are_shared_by_weight(weight: float, share: float) -> None:
-    """Two tenants send endless requests of different sizes, each in a lane of its own."""
+    """Two tenants have many requests of different sizes for two different products. They get numbers of rows in
+    proportion to their weights."""
     queue = Scheduler(Policy(max_batch_rows=64), model(), lambda tenant: weight if tenant == "a" else 1.0)
     for _ in range(400):
         queue.add(ticket("a", 100, call=FORWARD), 0.0)
@@ -422,8 +423,8 @@ def test_nobody_is_held_for_company_while_others_wait_anyway() -> None:
 
 
 def test_turns_are_longer_among_equals_and_short_beside_a_flood() -> None:
-    """Each cut of the large request lets each other tenant run one more request. A tenant that floods does not lengthen
-    its own turn."""
+    """Each time a large request is split, every other tenant may run one request more. So a tenant has long turns if it
+    sends one large request, and short turns if it sends two at once."""
     for num_large, rows in ((1, 245), (2, 35)):  # turns of 25 and 4 ms; a product takes 0.5 ms plus 0.1 ms per row
         queue = scheduler(Policy(wait_share=0.0))
         for _ in range(num_large):

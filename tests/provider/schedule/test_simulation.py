@@ -79,8 +79,8 @@ def test_opportunistic_batching_has_the_best_throughput_and_the_lowest_mean_late
 
 @pytest.mark.parametrize("slower", [7.0, 19.0])
 def test_opportunistic_batching_is_the_best_on_large_layers_too(slower: float) -> None:
-    """The layers are those of Llama-2-7B on one core. To read their 17 to 90 MB of weights takes as long as 22 of their
-    rows."""
+    """Times are those of Llama-2-7B's layers on one core, where reading a weight takes as long as 22 rows.
+    Opportunistic batching has more throughput and less latency than lockstep and than no batching."""
 
     def large(call: Call, rows: int) -> float:
         base_s, row_s = ((5e-3, 2.3e-4), (1.7e-3, 8e-5), (9e-3, 4.2e-4), (4.5e-3, 2.1e-4))[call.group % 4]
@@ -96,7 +96,8 @@ def test_opportunistic_batching_is_the_best_on_large_layers_too(slower: float) -
 
 @pytest.mark.parametrize("starts", [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 2, 2, 2], [3, 3, 0, 1, 1]])
 def test_lockstep_brings_tenants_that_began_at_different_layers_to_one(starts: list[int]) -> None:
-    """The test includes groups of one size, so that no layer has the most tenants."""
+    """After some time, all tenants share every product. This also holds if equally many tenants began at each of
+    several layers, so that no layer has the most tenants."""
     clients = [
         Replayer(f"t{number}", forward_pass([*GROUPS[start:], *GROUPS[:start]], 4), DECODE)
         for number, start in enumerate(starts)
@@ -131,8 +132,8 @@ def test_a_flood_leaves_decode_within_a_fifth(
 
 @pytest.mark.parametrize(("rows", "in_flight"), [(16, 3), (8, 3), (1, 3), (16, 1)])
 def test_a_flood_of_decode_requests_leaves_decode_within_a_fifth(rows: int, in_flight: int) -> None:
-    """The flood has as many requests as may count as decode. A tenant that never pauses does not go before one that
-    does."""
+    """A flood that counts as decode, but never pauses, lengthens the latency of a tenant that pauses between requests
+    by at most a fifth."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), rows)], DECODE, in_flight=in_flight)
     alone, beside = decoding_alone(), run([decoding(), flood], slo_s=4e-4)
     assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
@@ -172,8 +173,8 @@ def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
 @pytest.mark.parametrize("slope", [1.2e-5, 2e-4])
 @pytest.mark.parametrize("slo_s", [None, 0.0004, 0.003, 0.012, 0.02, 0.05])
 def test_no_flood_keeps_decode_out(request_class: RequestClass, slope: float, slo_s: float | None) -> None:
-    """On fast and on slow machines, a decode request waits at most for the target, or for the product that has begun
-    and its own."""
+    """On fast and on slow machines, a decode request waits at most for the latency target. If products take longer than
+    this, it waits at most for the product that has begun and for its own."""
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 4096)], request_class, in_flight=8)
     beside = simulate(policy(slo_s=slo_s), [decoding(), flood], lambda call, rows: 3e-4 + slope * rows, 3.0)
     least_s = 3e-4 + slope * 16
@@ -229,7 +230,8 @@ def test_who_rides_in_the_turns_of_others_pays_for_it() -> None:
 
 
 def test_decode_that_waits_is_not_forgotten() -> None:
-    """With a very slow layer and sixteen floods, a round takes longer than a tenant is remembered."""
+    """With a very slow layer and sixteen floods, a round takes longer than the time for which the scheduler remembers a
+    tenant. The decoding tenant still gets a turn in each round."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 256)], FINETUNE, in_flight=8)
         for number in range(16)
@@ -242,8 +244,8 @@ def test_decode_that_waits_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("slope", [1.2e-5, 4e-4])
 def test_credit_of_a_quiet_time_is_not_spent_on_those_who_come_back(slope: float) -> None:
-    """Products are long while no tenant decodes. The first request after a pause waits for one of them, and not for
-    more."""
+    """While no tenant decodes, other tenants have long products. When a tenant decodes again after a pause, its first
+    request waits for at most one of these."""
     floods = [
         Replayer(f"f{number}", [(Call(0, Direction.FORWARD, Arithmetic.RING), 65_536)], FINETUNE, in_flight=4)
         for number in range(4)
@@ -279,8 +281,8 @@ def test_fine_tuning_keeps_its_share_while_the_target_is_met(num_clients: int) -
 
 
 def test_temporal_sharing_misses_the_target() -> None:
-    """Whole requests take turns, which is FlexLLM's comparison. Fine-tuning gets all of its share, and inference has to
-    wait."""
+    """Temporal sharing lets whole requests take turns, as in FlexLLM's comparison. Inference then misses the latency
+    target that this scheduler meets, and gets less than a seventh of its rows."""
     inference = [decoding(f"i{number}", 2, (2.0 + 0.7 * number) * 1e-3) for number in range(4)]
     tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
     names = [one.tenant for one in inference]

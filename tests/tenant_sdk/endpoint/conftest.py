@@ -1,4 +1,4 @@
-"""One tiny model, served by one endpoint with two adapters."""
+"""Provides a tiny model, and one endpoint that serves it with two adapters."""
 
 from __future__ import annotations
 

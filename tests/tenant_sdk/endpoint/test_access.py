@@ -1,4 +1,5 @@
-"""Who may listen, and which requests are answered: address, host, origin, key and type."""
+"""Tests where an endpoint may listen, and which requests it answers, by their address, host, origin, key and content
+type."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_the_command_makes_a_key_where_none_is_given(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_bound_to_this_machine_gets_nothing(endpoint: Endpoint, host: str) -> None:
-    """DNS rebinding: a page's own name leads here, so that its requests count as same-origin."""
+    """With DNS rebinding, a foreign page's host name resolves to this machine, so the browser treats its requests as
+    same-origin. The endpoint must refuse the unknown host name."""
     with raw(endpoint, host=host, origin=f"http://{host}") as client:
         for path in ("/", "/health", "/v1/models"):
             answer = client.get(path)

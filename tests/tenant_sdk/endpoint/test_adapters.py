@@ -1,4 +1,5 @@
-"""Adapters by name: loading and unloading stay inside the adapters' folder, whatever a request says."""
+"""Tests that adapters are loaded and unloaded by name, and that no request opens an adapter outside of the adapters'
+folder."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ESCAPES = [
 
 
 def make_root(client: TenantClient, place: Path) -> Path:
-    """A folder of one adapter and a link that leads out of it to another."""
+    """Makes a folder with one adapter in it and a link to another adapter outside of it, and returns the folder."""
     folder = place / "adapters"
     for seed, each in enumerate((folder / "support", place / "secret")):
         save_adapter(client.load_model(), each, seed)
@@ -56,7 +57,7 @@ def root(client: TenantClient, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, httpx2.Client]]:
-    """One such folder, and a raw client of an endpoint that serves it."""
+    """Provides a folder made by `make_root`, and a raw HTTP client of an endpoint that serves it."""
     folder = make_root(client, tmp_path_factory.mktemp("shared"))
     with endpoint_of(client, folder) as endpoint, raw(endpoint) as http:
         yield folder, http

@@ -1,4 +1,5 @@
-"""Whatever comes, the answer is OpenAI-shaped with a status of its own, one line in the log, and never a 500."""
+"""Tests that every invalid request gets an error in OpenAI's format with a fitting status, and one line in the log, and
+that no request causes a status 500."""
 
 from __future__ import annotations
 

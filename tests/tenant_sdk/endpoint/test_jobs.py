@@ -1,4 +1,5 @@
-"""Files and jobs by OpenAI's client: trained beside serving, watched, cancelled, resumed, and served when done."""
+"""Tests files and fine-tuning jobs, mostly by OpenAI's own client. A job is trained beside serving, watched, cancelled
+and resumed, and its adapter is served when it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Places, connections, bodies and stalled clients: what is full says so, and what was left is freed at once."""
+"""Tests the limits on requests, connections, body sizes and stalled clients: beyond a limit a client gets an error, and
+a request that ends frees what it held at once."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.support.waiting import comes, end, until
 
 @contextlib.contextmanager
 def held(endpoint: Endpoint) -> Iterator[Gate]:
-    """Holds the engine in the middle of a step of a request of its own."""
+    """Starts a request, and stops the engine in the middle of a step for it while the context lasts."""
     gate = Gate()
     answer = endpoint.engine.submit("b", max_new_tokens=2, logits_processor=[gate])
     comes(gate.reached, "a step")
@@ -131,7 +132,7 @@ def test_a_body_that_does_not_come(client: TenantClient) -> None:
 
 
 def test_a_thousand_connections(client: TenantClient) -> None:
-    """Those over the limit are told so; a request on one of the others is answered."""
+    """Each connection above the limit gets a status 429, and a request on one of the others is still answered."""
     limits = EndpointLimits(connections=40)
     with endpoint_of(client, limits=limits) as endpoint, contextlib.ExitStack() as opened:
         full = 0

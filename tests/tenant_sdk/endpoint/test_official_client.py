@@ -1,4 +1,5 @@
-"""OpenAI's own client works unchanged: chat, completions, streams, choices, schemas, tools, adapters and errors."""
+"""Tests that OpenAI's own client works unchanged: chat, completions, streams, choices, schemas, tools, adapters and
+errors."""
 
 from __future__ import annotations
 

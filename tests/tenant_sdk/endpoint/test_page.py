@@ -1,4 +1,5 @@
-"""The page at `/`: three files, no outside resource, a strict policy; and a chat in a browser where there is one."""
+"""Tests the page at `/`: it has three files, uses nothing from other hosts, and has a strict content security policy.
+If the machine has a browser, the test also chats in it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_status_needs_a_key_and_says_what_is_in_force(endpoint: Endpoint) -> Non
 
 
 def train(endpoint: Endpoint) -> None:
-    """Begins a small job."""
+    """Starts a short fine-tuning job."""
     row = {"prompt": "a", "completion": "b"}
     with raw(endpoint) as http:
         form: Any = {"files": {"file": ("x.jsonl", json.dumps(row).encode())}, "data": {"purpose": "fine-tune"}}

@@ -1,4 +1,5 @@
-"""A reply that fails its check ends the server for good; a lost connection is a 503 for as long as it is lost."""
+"""Tests an endpoint whose provider fails: a reply that fails its check ends the server for good, and while the
+connection is lost, requests get a status 503."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from wire.transport.inproc import InprocConnection
 
 
 class Provider(HonestOffer):
-    """Lies, or is away, when it is told to."""
+    """Serves honestly until the test sets `lies`, which makes replies wrong, or `is_away`, which makes requests
+    fail."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)

@@ -1,4 +1,5 @@
-"""The real model over HTTP: characters of several tokens, a schema and a tool, held to by the real vocabulary."""
+"""Tests the real model over HTTP: characters that consist of several tokens arrive whole, and answers follow a schema
+or call a tool as asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No number that carries the mask's error is released, unless the operator asks for it, and then rounded."""
+"""Tests that an endpoint releases no numbers (such as log probabilities) that contain the mask's error, unless the
+operator allows it. They are then rounded."""
 
 from __future__ import annotations
 

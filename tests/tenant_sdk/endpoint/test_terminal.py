@@ -1,4 +1,5 @@
-"""A conversation in the terminal: it streams, remembers, switches adapters and says what it cost."""
+"""Tests a conversation in the terminal: it streams answers, remembers earlier messages, switches adapters and prints
+the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Beyond loopback: TLS, the operator's key and a verified provider, and then it serves."""
+"""Tests an endpoint that listens beyond loopback: it has TLS, the operator's key and a verified provider, and answers
+requests."""
 
 from __future__ import annotations
 

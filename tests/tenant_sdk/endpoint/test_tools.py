@@ -1,4 +1,5 @@
-"""Tool calls are read in the forms that models write, and held back from a stream; all else is text."""
+"""Tests that tool calls are recognised in every format that models write, and are kept out of the streamed text. All
+other output is text."""
 
 from __future__ import annotations
 

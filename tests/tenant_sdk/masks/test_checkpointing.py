@@ -1,4 +1,5 @@
-"""Fine-tuning with replies kept: the same calls and the same numbers as without, under every mask."""
+"""Tests fine-tuning in which the provider's replies are kept for the backward pass. Under every mask, it makes the same
+calls and gives the same numbers as without this option."""
 
 from __future__ import annotations
 

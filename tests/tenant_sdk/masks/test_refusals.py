@@ -238,7 +238,8 @@ def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyP
 
 
 def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer goes without masks so that another layer gets more than a step can use."""
+    """`prepare` is asked for more tokens than the budget has room for. Every layer then gets masks for the same number
+    of rows, 48."""
     features = sum(info.in_features + info.out_features for info in site.served_models["llama"].manifest().groups)
     client, _ = site.inproc(
         "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS

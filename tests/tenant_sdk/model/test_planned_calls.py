@@ -1,5 +1,5 @@
-"""Tests values that are not finite: the calls go on as planned and the run fails at its end, while with `verify` it
-stops at once."""
+"""Tests numbers that become NaN or infinite. The run makes all planned calls and fails only at its end, so that the
+provider does not see when this happened. With `verify`, the run stops at once."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_run_makes_the_calls_of_an_honest_one_and_fails_once(
 
 @pytest.mark.parametrize("mask", ["gaussian-pool", "lattice"])
 def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls include those for hints and effects. Replies under the lattice mask are integers, so the value comes
-    from the tenant's own side."""
+    """All calls are compared, including requests for hints. The infinity comes from the tenant's own code, since
+    replies under the lattice mask are integers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = honest_calls(opened, tmp_path / "honest", mask)
@@ -152,7 +152,8 @@ def test_one_row_takes_its_own_way(opened: Opened) -> None:
 
 
 def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> None:
-    """After the last gradient no row is sent that would show the value, but the value would be in the adapter."""
+    """A NaN in the last gradient of a run makes the run fail, too. No later row would contain it, but the adapter
+    would."""
     num_backward = sum(direction == "BACKWARD" for *_, direction, _ in honest_calls(opened, tmp_path / "honest"))
     client, _ = opened(Fault(BACKWARD, math.nan, num_backward - 1))
     with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
@@ -179,7 +180,8 @@ def test_a_call_that_belongs_to_no_model_stops_at_once(served_model: ServedModel
 
 
 def test_a_refusal_of_the_providers_is_an_error_as_ever(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that the provider sends is not a value that the tenant itself found."""
+    """An error that the provider sends is raised at once; only values that are NaN or infinite are reported at the
+    end."""
     client, _ = opened(HONEST)
     model: Any = client.load_model()
 
@@ -245,8 +247,8 @@ def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_pat
 def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step from which the run is resumed would show the provider, which can cut the run off, when the value
-    appeared."""
+    """After a NaN, the next checkpoint is marked `not-finite`, and then the provider cuts the run off. No earlier
+    checkpoint may be resumed, since the step at which it goes on would show the provider when the NaN appeared."""
     seen = honest_calls(opened, tmp_path / "honest")
     a_step = len(seen) // 3
     client, _ = opened(Fault(FORWARD, math.nan, sum(call[2] == "FORWARD" for call in seen) // 2))
@@ -269,7 +271,8 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
 def test_a_value_after_the_last_save_spoils_the_whole_folder(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the same command would continue from a step that shows when the value appeared."""
+    """If a NaN appears after the last checkpoint was saved, none of the checkpoints may be resumed. The step at which
+    the run goes on would show the provider when the NaN appeared."""
     client, _ = opened(HONEST)
     calls = [0]
 

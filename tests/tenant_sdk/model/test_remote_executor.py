@@ -56,8 +56,8 @@ class Link:
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_without_a_mask_are_not_sent(tmp_path: Path, num_rows: int) -> None:
-    """A single row is written into its message before the mask is taken. At that moment the message holds the unmasked
-    row."""
+    """If no mask can be had, nothing is sent. This matters most for a single row, since it is written into its message
+    before it is masked."""
     link, group, rows = Link(), group_of(0, WEIGHT), rows_of(num_rows, 40)
     scheme = Lattice(DEFAULT, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None, 8), background=False)
     executor = RemoteExecutor([link], scheme, Limits())
@@ -74,7 +74,8 @@ def test_rows_without_a_mask_are_not_sent(tmp_path: Path, num_rows: int) -> None
 
 @pytest.mark.parametrize("cols", [1, 24, 39, 41])
 def test_a_hint_of_another_width_than_the_trusted_weight_fails_its_check(cols: int) -> None:
-    """The payload says to how many columns a seed is expanded, and this number comes from the provider's manifest."""
+    """The provider's manifest says to how many columns a seed is expanded. If this is not the width of the trusted
+    weight, the hint's check fails and the connection is closed."""
     link, verifier = Link(), Verifier()
     verifier.add_group(0, WEIGHT)
     executor = RemoteExecutor([link], Off(Arithmetic.RING), Limits(), verifier)

@@ -171,8 +171,8 @@ def test_large_calls_are_split_by_rows(
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
 def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: int) -> None:
-    """Outputs can be changed in place, as those of a local layer can, also in training, without changing another
-    member's output."""
+    """As with a local layer, an output can be changed in place, also in training. The outputs of other layers from the
+    same call do not change."""
     attention: Any = client.load_model().model.layers[0].self_attn
     x = torch.randn(2, rows, 32, requires_grad=True)
     y = getattr(attention, name)(x)
@@ -188,8 +188,8 @@ def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: 
 
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
 def test_a_tokens_outputs_can_be_changed_in_place(client: TenantClient, name: str) -> None:
-    """For one row without a gradient, changing one output changes no other output, and a gradient may be needed
-    later."""
+    """One row without a gradient takes a faster path. Changing an output in place still changes no other output, and
+    the output can be used where gradients are needed."""
     attention: Any = client.load_model().model.layers[0].self_attn
     with torch.no_grad():
         x = torch.randn(1, 1, 32)

@@ -46,8 +46,8 @@ def test_rows_see_what_their_window_allows(window: int | None, pieces: tuple[int
 
 @pytest.mark.parametrize("window", [None, 3, 5])
 def test_tokens_that_are_written_again_further_back(window: int | None) -> None:
-    """Tests that keys and values are right after positions were written a second time. Writing goes on for four tokens
-    and then back by up to three, as it does for a draft model whose tokens were rejected."""
+    """Keys and values are right after positions were written a second time. As for a draft model whose tokens are
+    rejected, each four writes are followed by a step back of up to three positions."""
     keys, position = numbers(40), 0
     kv = RequestKv(replace(layout(window), num_rewound=3), 40, CPU)
     for back in (0, 1, 3, 2, 3, 0, 3, 3):

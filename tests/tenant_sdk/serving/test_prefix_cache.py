@@ -285,7 +285,8 @@ def filled(layout: KvLayout, num_tokens: int) -> RequestKv:
 
 
 def prompt_of(*blocks: int) -> list[int]:
-    """Returns a prompt whose blocks are told apart by their numbers."""
+    """Returns a prompt of several blocks. Blocks with equal numbers have equal tokens, and others have no token in
+    common."""
     return [block * 100 + token for block in blocks for token in range(BLOCK_TOKENS)]
 
 
@@ -352,8 +353,8 @@ def test_without_memory_for_a_copy_the_rest_is_kept(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 5, 16, 20, 40])
 def test_every_cut_that_is_given_is_complete(window: int | None, dtype: str) -> None:
-    """For prompts of many lengths, a hit copies exactly the keys and values that the first request had, and no position
-    in a later token's window is missing."""
+    """The cache may return the beginning of a prompt. For prompts of many lengths, this beginning has exactly the keys
+    and values that the first request had, and none that a later token attends to is missing."""
     layout = KvLayout((window, None), 2, 8, KV_DTYPES[dtype], step_tokens=BLOCK_TOKENS)
     num_hits = 0
     for num_tokens in range(BLOCK_TOKENS, 4 * BLOCK_TOKENS):

@@ -38,7 +38,7 @@ def rows(step: Step) -> dict[int, tuple[int, int]]:
 
 
 def run(made: Scheduler, now: float = 0.0) -> Step:
-    """Plans a step and completes it: each request that samples gets a token."""
+    """Lets the scheduler plan one step and marks it as done: each request that is due to sample gets a token."""
     step = made.plan(now)
     made.advance(step)
     for segment in step.segments:

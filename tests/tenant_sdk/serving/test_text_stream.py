@@ -1,5 +1,5 @@
-"""Tests streamed text: it consists of whole characters, has nothing of a stop string, and equals in the end the text
-that is decoded at once."""
+"""Tests streamed text: it consists of whole characters, contains no part of a stop string, and in the end equals the
+text that is decoded at once."""
 
 from __future__ import annotations
 

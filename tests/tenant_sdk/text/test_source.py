@@ -82,7 +82,8 @@ def test_a_sentencepiece_like_one(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_numbers_that_the_model_does_not_have() -> None:
-    """A token without an embedding would end a run whose text has this token."""
+    """A tokenizer is refused if it has more tokens than the model has embeddings. A text with such a token would
+    otherwise end a run."""
     check_fits_embedding(character_tokenizer(), 128)
     with pytest.raises(ConfigurationError, match="the provider's model has 50"):
         check_fits_embedding(character_tokenizer(), 50)

@@ -1,4 +1,5 @@
-"""The choice of a way to save memory: options that contradict, what `auto` chooses, and a disk that is full."""
+"""Tests the option that chooses how training saves memory: contradictory options, the choice of `auto`, and a full
+disk."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ REPLIES: dict[str, Any] = {**QUICK, "checkpointing": "replies", "memory_budget_m
 def test_a_full_disk_ends_the_run_before_the_step(
     chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third batch is the first whose replies find no room: not one row of its step is sent."""
+    """There is no disk space for the replies of the third batch. The run ends before this step sends a single row."""
     plain: list[Any] = []
     before_requests(monkeypatch, lambda call, payload: plain.append(call))
     chat_client.finetune(ROWS, lora(), tmp_path / "plain", **REPLIES)
@@ -169,7 +170,7 @@ def test_a_store_that_is_taken_away_in_a_step(
 def test_the_estimate_of_replies_is_what_a_step_keeps(
     chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes no more disk than was reserved before it."""
+    """Disk space is reserved before a step, and the step needs no more than this."""
     sizes: list[int] = []
     allocate = os.posix_fallocate
 

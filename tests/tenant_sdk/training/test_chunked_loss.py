@@ -1,4 +1,5 @@
-"""The loss in chunks: values and gradients of the model's own loss, and the rows that a head at the provider gets."""
+"""Tests a loss that is computed in chunks of rows: its value and gradients are those of the model's own loss. Also
+tests which rows a head at the provider gets."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from wire.errors import ConfigurationError
 from wire.frame import Direction
 
 CLOSE = 2e-6
-"""Largest relative distance of the same sums in another order."""
+"""The largest relative distance of two results that add the same numbers in different order."""
 OTHERS: dict[str, Any] = {
     "cohere": CohereConfig(**SIZES, initializer_range=0.2, logit_scale=0.3),
     "granite": GraniteConfig(**SIZES, initializer_range=0.2, logits_scaling=3.0),
@@ -32,12 +33,13 @@ OTHERS: dict[str, Any] = {
     ),
     "mamba": MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0),
 }  # fmt: skip
-"""Models that scale their logits, project them, or take no `logits_to_keep`."""
+"""Configs of models that scale their logits, compute the head from a projection, or take no argument
+`logits_to_keep`."""
 
 
 @pytest.fixture(scope="module", params=[*CONFIGS, *OTHERS])
 def kind_and_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(kind, client in float arithmetic) of each kind of tiny model."""
+    """Yields a kind of tiny model, and a client of such a model with float arithmetic."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind) / "model"
     if kind in CONFIGS:
@@ -49,7 +51,7 @@ def kind_and_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 
 def labelled_batch(rows: int = 3, length: int = 12) -> dict[str, torch.Tensor]:
-    """Rows of different lengths, with labels on a part of each, and none on the last."""
+    """Returns a batch of rows that differ in length. Part of each row has labels, but the last row has none."""
     torch.manual_seed(5)
     ids = torch.randint(3, VOCAB, (rows, length))
     attention, labels = torch.ones_like(ids), ids.clone()
@@ -105,7 +107,8 @@ def test_loss_and_gradients_are_the_models_own(
 
 
 def test_a_trained_head_and_tied_embeddings_get_their_gradients(tmp_path: Path) -> None:
-    """An adapter on the head, a head that is trained whole, and embeddings that the head shares."""
+    """The gradients equal those of the model's own loss. The cases are an adapter on the head, embeddings that are tied
+    to the head and trained, and a few trained tokens of tied embeddings."""
     for kind, changes in (
         ("llama", {"target_modules": ["q_proj", "lm_head"]}),
         ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
@@ -135,7 +138,8 @@ def sent_to_the_head(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> l
 def test_a_remote_head_gets_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_position: bool
 ) -> None:
-    """One call each way where one chunk holds all; otherwise as many rows in more calls, whatever the labels are."""
+    """If one chunk holds all rows, there is one call in each direction. With smaller chunks there are more calls but as
+    many rows. With `every_position`, the calls do not depend on the labels."""
     with open_client(make_model("llama", tmp_path / "llama")) as client:
         model, batch = adapted(client, "llama"), labelled_batch()
         seen = sent_to_the_head(client, monkeypatch)

@@ -296,7 +296,8 @@ def test_modules_of_the_tenant_are_trained_whole(
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
 def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> None:
-    """GPT-2 has 128 positions: 4 are for the adapter, and one token is for the end of a row."""
+    """An adapter's 4 virtual tokens take up positions of GPT-2's context of 128. So a training row has at most 124
+    tokens with its end, and a longer one is refused."""
     folder, out = make_chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
     data = tmp_path / "data.jsonl"
     options = {**QUICK, "max_steps": 1}

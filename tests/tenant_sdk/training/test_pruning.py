@@ -1,4 +1,5 @@
-"""Graph pruning: gradients bit for bit, less that is kept, and what is left alone."""
+"""Tests the pruning of autograd's graph: gradients are the same bit for bit, less memory is kept for the backward pass,
+and other uses of the model are not changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OPT = OPTConfig(
 
 @pytest.fixture(scope="module", params=[*CONFIGS, "opt"])
 def kind_and_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(kind, client in float arithmetic) of each kind of tiny model."""
+    """Yields a kind of tiny model, and a client of such a model with float arithmetic."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind) / "model"
     make_model(kind, folder) if kind in CONFIGS else save_random(OPT, folder)
@@ -105,7 +106,8 @@ def test_bfloat16_activations_under_float32_adapters(tmp_path: Path) -> None:
 
 
 def kept_bytes(model: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes that one pass keeps for its backward pass: each storage once, without the model's own."""
+    """Returns the number of bytes that one forward pass keeps for its backward pass. Each storage counts once, and the
+    model's own tensors do not count."""
     storages: dict[int, tuple[int, torch.Tensor]] = {}
     own = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
 
@@ -153,7 +155,8 @@ def test_less_is_kept(
 
 
 def test_nothing_is_held_after_a_step(tmp_path: Path) -> None:
-    """What a pass has noted ends with the pass, and what it kept ends with the backward pass."""
+    """After each step there are as many tensors as before it, so neither the forward nor the backward pass leaves any
+    behind."""
     with open_client(make_model("llama", tmp_path / "llama")) as client:
         model = adapted(client, lora("llama", lora_dropout=0.1))
         prune(model)

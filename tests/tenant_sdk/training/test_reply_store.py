@@ -1,4 +1,5 @@
-"""The store of replies: what comes back, what the disk sees, and a disk that is full, damaged or gone."""
+"""Tests the store of replies: they are returned unchanged, the disk holds only encrypted data, and a disk that is full
+or damaged gives an error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def file_of(folder: Path) -> Path:
-    """The store's file, which has no name: this process's own handle of it."""
+    """Returns the path of this process's open descriptor of the store's file, since the file itself has no name."""
     handles = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
     (found,) = [each for each in handles if os.path.lexists(each) and str(folder) in os.readlink(each)]
     return found

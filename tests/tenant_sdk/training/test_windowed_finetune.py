@@ -1,4 +1,5 @@
-"""Windows of tokens over a provider: the same gradients and losses, and calls that follow from shapes alone."""
+"""Tests fine-tuning through a provider in windows (pieces of a batch's tokens): gradients and losses are those without
+windows, and the calls depend on shapes alone."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Sent = list[tuple[str, Direction, int]]
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def kind_and_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A kind of model, and a folder with a random one."""
+    """Provides a kind of model, and the folder of a random model of this kind."""
     folder = tmp_path_factory.mktemp(request.param) / "model"
     save_random(CONFIGS[request.param], folder)
     character_tokenizer().save_pretrained(folder)
@@ -70,7 +71,8 @@ def test_gradients_in_float(kind_and_folder: tuple[str, Path]) -> None:
 
 
 def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
-    """A rounding may flip, and so may it if embeddings move by 1e-7: gradients differ by no more than then."""
+    """With windows, a number may be rounded to the other neighbour. The gradients differ by no more than those of a
+    whole batch do if the embeddings change by 1e-7, which also changes some roundings."""
     kind, folder = kind_and_folder
     with client_of(folder) as client:
         model = adapted(client.load_model(), adapter(kind)).train()
@@ -88,7 +90,8 @@ def test_gradients_in_ring(kind_and_folder: tuple[str, Path]) -> None:
 
 
 def test_gradients_under_lattice(chat_folder: Path) -> None:
-    """No further apart than whole batches are, whose masks' error is fresh each time."""
+    """The mask's error is fresh in each pass, so even two passes over the whole batch differ. The gradients of windows
+    differ from these by at most twice as much."""
     options = {**TOY_OPTIONS, "hints": "stream", "background": False}
     with client_of(chat_folder, mask="lattice", mask_options=options) as client:
         model = adapted(client.load_model(), lora()).train()
@@ -145,7 +148,7 @@ def test_a_run_over_a_context_of_one_window_sends_what_a_whole_one_sends(chat_cl
 
 @pytest.fixture
 def sent(chat_client: Any, monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """A list to which each request to the provider is added: (layer group, direction, number of rows)."""
+    """Returns a list to which each request to the provider is added: (layer group, direction, number of rows)."""
     requests: Sent = []
     names = {group.id: group.name for group in chat_client.connect().groups}
     before_requests(monkeypatch, lambda call, rows: requests.append((names[call.group], call.direction, rows.num_rows)))
@@ -154,12 +157,13 @@ def sent(chat_client: Any, monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 @pytest.fixture
 def model(chat_client: Any) -> Any:
-    """The chat model, whose head the provider has, with an adapter on every layer."""
+    """Provides the chat model with an adapter on every layer; its head is at the provider."""
     return adapted(chat_client.load_model(), lora()).train()
 
 
 def test_traffic_is_counted(model: Any, sent: Sent) -> None:
-    """All windows but the last go through the forward pass twice; the head's rows are those of a whole batch."""
+    """Each window except the last makes the forward calls twice. The output head gets as many rows as without
+    windows."""
     whole_gradients(model, padded_batch())
     whole = rows_by_group(sent)
     sent.clear()
@@ -181,7 +185,7 @@ def rows_by_group(sent: Sent) -> Counter[tuple[str, Direction]]:
 
 
 def labelled_at(positions: list[int]) -> dict[str, torch.Tensor]:
-    """A batch of one row with labels at these positions only."""
+    """Returns a batch of one row that has labels at these positions only."""
     ids = torch.randint(3, VOCAB, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(sum(positions)))
     labels = torch.full_like(ids, -100)
     labels[:, positions] = ids[:, positions]
@@ -190,7 +194,8 @@ def labelled_at(positions: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("every_position", [False, True])
 def test_requests_do_not_show_where_labels_are(model: Any, sent: Sent, every_position: bool) -> None:
-    """Windows without a label, at the end or at the beginning, make the calls of those with labels."""
+    """The requests are the same wherever the labels are in the row, so a window without labels makes the same calls as
+    one with labels."""
     places = [[1, 2, 3], [10, 11, 12], [20, 21, 22], [2, 11, 22]]
     if every_position:
         places += [[], [5], list(range(NUM_TOKENS))]
@@ -246,7 +251,8 @@ def test_the_commands_option(chat_folder: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("window_tokens", [0, -1, 3, 4 * 128 + 1])
 def test_windows_that_cannot_be(chat_client: Any, tmp_path: Path, window_tokens: int, sent: Sent) -> None:
-    """QUICK's batches have 4 rows, and the model's context has 128 tokens."""
+    """A window must have at least one token of each of the batch's 4 rows, and at most 128 of each, which is the
+    model's context. Any other size is refused before anything is sent."""
     with pytest.raises(ConfigurationError, match="window_tokens") as failure:
         chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=window_tokens, **QUICK)
     assert "\n" not in str(failure.value)

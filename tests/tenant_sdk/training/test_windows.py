@@ -1,4 +1,5 @@
-"""Windows of tokens on local models: gradients equal the whole batch's, and what cannot be cut is refused."""
+"""Tests training in windows (pieces of a batch's tokens) on local models: gradients equal those of the whole batch, and
+models or batches that cannot be divided are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def assert_equal(model: Any, window_tokens: int, inputs: dict[str, torch.Tensor]
     [(kind, tokens) for kind in ALL_KINDS for tokens in ((2, 8, 14) if kind in CONFIGS else (8,))],
 )
 def test_gradients_equal_the_whole_batchs(kind: str, window_tokens: int) -> None:
-    """Rows are padded, and early windows of the batch have no label; a window of one token a row is the smallest."""
+    """Rows are padded, and the first windows have no labels. The smallest window has one token of each row."""
     assert_equal(make(kind), window_tokens, padded_batch())
 
 
@@ -66,7 +67,8 @@ def test_a_window_larger_than_the_batch_is_the_whole_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_activation_checkpointing(kind: str) -> None:
-    """A block that is computed again in the backward pass attends to the same keys and values."""
+    """With checkpointing, a transformer block is computed again in the backward pass. It must then use the same keys
+    and values as before, so that the gradients are right."""
     model, inputs = make(kind), padded_batch()
     _, want = whole_gradients(model, inputs)
     model.zero_grad()
@@ -147,7 +149,8 @@ def test_logits_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_graph(model: Any, inputs: dict[str, torch.Tensor], length: int, seeds: list[int]) -> None:
-    """Adds the gradients of windows whose graphs are all kept, over transformers' own cache: slow and plainly right."""
+    """Computes what windows must equal, in a slow and obvious way: it keeps the graphs of all windows, uses
+    transformers' own cache, and adds the gradients to the parameters."""
     cache, logits = DynamicCache(config=model.config), []
     for number, seed in enumerate(seeds):
         stop = min((number + 1) * length, NUM_TOKENS)
@@ -160,7 +163,8 @@ def one_graph(model: Any, inputs: dict[str, torch.Tensor], length: int, seeds: l
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_dropout_is_the_same_in_both_passes_of_a_window(kind: str) -> None:
-    """Windows draw from seeds of their own, so the reference is one graph over windows with the same seeds."""
+    """Each window seeds its dropout with a number of its own. The gradients are compared with those of one graph over
+    all windows with the same seeds."""
     config = ALL_KINDS[kind].__class__.from_dict(ALL_KINDS[kind].to_dict())
     for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
         if hasattr(config, name):
@@ -206,7 +210,8 @@ def test_contexts_of_a_windows_two_passes() -> None:
 
 
 def test_no_copies_of_earlier_keys_are_kept() -> None:
-    """What autograd keeps of a late window: one mask for all layers, and no key or value for each head."""
+    """For the last window, autograd keeps one attention mask for all layers, and no copies of keys and values repeated
+    for each head."""
     model, inputs = make("llama"), padded_batch()
     windows, kept = Windows(model, 2), set()
 

@@ -66,8 +66,8 @@ def test_a_file_other_than_announced(liar: Liar, client: TenantClient, tmp_path:
 
 
 def test_a_forged_file_list(liar: Liar, client: TenantClient, tmp_path: Path) -> None:
-    """The provider announces the digest of the honest bundle, but other files. Without a check, these would be cached
-    as the honest bundle."""
+    """A provider that announces the honest bundle's digest with other files is refused. Otherwise these files would be
+    cached as the honest bundle."""
     honest = liar.manifest().bundle_digest
     liar.change_json("config.json", hidden_act="gelu")
     liar.announce(bundle_digest=honest)
@@ -167,7 +167,7 @@ def test_a_context_that_is_not_named(liar: Liar, tmp_path: Path) -> None:
 
 
 def test_a_manifest_with_another_config_than_the_bundle(liar: Liar, client: TenantClient) -> None:
-    """No digest covers the manifest's copy of the config."""
+    """The manifest's copy of the config must equal the config in the bundle, since no digest covers the copy."""
     liar.announce(config=json.loads(liar.files["config.json"]) | {"max_position_embeddings": 3})
     with pytest.raises(MalformedFrame, match="config in the provider's manifest is not the one in its bundle"):
         client.load_model()

@@ -172,7 +172,8 @@ def with_config(folder: Path, where: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
-    """The file holds fp32 numbers, and the config says 16 bits. Both sides must round before they quantise."""
+    """The file holds fp32 numbers, and the config says 16 bits. Provider and tenant must both round to 16 bits before
+    they quantise, so that their weights agree."""
     folder = with_config(folders["llama"], tmp_path / "model", dtype=dtype)
     offer = offer_of(folder, tmp_path)
     assert load_file(offer.bundle / "model.safetensors")["model.norm.weight"].dtype == getattr(torch, dtype)
@@ -184,7 +185,7 @@ def test_a_checkpoint_that_is_converted_when_loaded(folders: dict[str, Path], tm
 
 
 def test_layers_that_are_not_served(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Such layers are in the bundle, and are compared there."""
+    """Layers that the provider does not serve come with the bundle. A wrong number in one of them is noticed there."""
     offer = offer_of(folders["llama"], tmp_path, patterns="*self_attn*")
     projections_hold(check(folders["llama"], offer)[0], offer)
     offer.tensors(lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].neg_())
@@ -217,7 +218,7 @@ def test_a_checkpoint_that_only_transformers_can_read(
 
 
 def test_the_same_tied_tensor_twice(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Some checkpoints also store a tied head."""
+    """A checkpoint may store a tied head beside the embedding. It is accepted if both are the same."""
     folder = with_tensors(
         folders["gpt2"], tmp_path / "model",
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
@@ -397,7 +398,8 @@ def test_a_provider_of_another_model(folders: dict[str, Path], honest: dict[str,
 
 
 def test_a_checkpoint_without_a_tokenizer(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
-    """Without a tokenizer in the checkpoint, the provider's tokenizer cannot be trusted."""
+    """A checkpoint without a tokenizer fails the check, because there is nothing to compare the provider's tokenizer
+    with."""
     AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path)
     with pytest.raises(VerificationFailed, match=r"tokenizer|chat template"):
         check(tmp_path, honest["llama"])

@@ -1,4 +1,5 @@
-"""Unencrypted messages over one socket of this host: whole, in order, and however they are cut; ends and floods."""
+"""Tests unencrypted messages over a Unix socket: they arrive whole and in order, however they are cut. Also tests ends
+and floods."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def ends() -> Iterator[tuple[ClearSocket, ClearSocket]]:
 
 @pytest.fixture
 def raw() -> Iterator[tuple[socket.socket, ClearSocket]]:
-    """A peer that sends whatever bytes it likes, and our end."""
+    """Yields a plain socket, for a peer that sends arbitrary bytes, and the `ClearSocket` at the other end."""
     near, far = socket.socketpair()
     end = ClearSocket(far, b"certificate")
     yield near, end
@@ -76,7 +77,8 @@ def test_a_message_arrives_as_it_was_both_ways(ends: tuple[ClearSocket, ClearSoc
 
 
 def test_what_crosses_is_the_length_and_the_message(raw: tuple[socket.socket, ClearSocket]) -> None:
-    """Nothing is encrypted: what other tests look for in a recording would be seen here."""
+    """The bytes sent are the message's length and the message, unencrypted. This is the control of tests that look for
+    plain text in recorded bytes."""
     near, far = raw
     far.send(b"VEIL")
     assert near.recv(100) == LENGTH.pack(4) + b"VEIL"
@@ -150,7 +152,8 @@ def test_a_peer_that_ends_in_order(ends: tuple[ClearSocket, ClearSocket]) -> Non
 
 
 def test_a_peer_that_ends_without_a_word(ends: tuple[ClearSocket, ClearSocket]) -> None:
-    """A peer that was killed is no peer that has said that it is done."""
+    """If the peer is killed and so does not announce its end, reading raises an error, once all messages were
+    received."""
     near, far = ends
     send_all(near, b"last")
     near.release()

@@ -1,4 +1,4 @@
-"""Which folder a tenant takes for a provider's: who owns it and who could put another in its place."""
+"""Tests which folders a tenant accepts as a provider's, by their owner and by who could replace them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_a_folder_of_another_user_than_expected_is_refused(folder: Path) -> None
 
 @root_only
 def test_a_folder_that_a_stranger_made_in_a_sticky_one_has_to_be_expected(folder: Path) -> None:
-    """Anybody can make a folder of the provider's name in /tmp while there is none."""
+    """In a sticky folder such as /tmp, any user can make a folder with the provider's name first. So another user's
+    folder there is accepted only if the tenant names this user."""
     folder.parent.chmod(0o1777)
     os.chown(folder, OTHER_UID, OTHER_UID)
     with pytest.raises(ConfigurationError, match=f"say so with peer_uid={OTHER_UID}"):

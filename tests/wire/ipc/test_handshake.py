@@ -1,4 +1,4 @@
-"""The handshake on a socket of this host: who may go on without encryption, and that nobody else does."""
+"""Tests the handshake on a Unix socket: only a peer that completes it may go on without encryption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def outcome_of(work: Callable[[], ClearSocket]) -> Outcome:
 
 
 def meet(one: Callable[[], ClearSocket], other: Callable[[], ClearSocket]) -> tuple[Outcome, Outcome]:
-    """What became of both ends."""
+    """Runs a handshake's two ends, one of them in another thread, and returns the outcome of each."""
     found: list[Outcome] = []
     thread = threading.Thread(target=lambda: found.append(outcome_of(other)), daemon=True)
     thread.start()
@@ -90,7 +90,8 @@ def test_another_process_than_stated_ends_the_connection_at_both_ends(
     difference: Credentials,
     end: str,
 ) -> None:
-    """As if something stood between the two: the kernel names its ids at one end."""
+    """At one end, the kernel reports other process or user ids than the peer states, as if a relay stood between the
+    two. Both ends then raise an error and close."""
     near, far = socket.socketpair()
     seen = credentials.of_peer(near)
     relay = Credentials(abs(seen.pid + difference.pid), (seen.uid + difference.uid) % (1 << 32))
@@ -152,7 +153,8 @@ def test_a_silent_peer_has_until_the_deadline(provider: ssl.SSLContext, monkeypa
 
 
 def raw_tenant(plain: socket.socket, context: ssl.SSLContext) -> RawPeer:
-    """A tenant that has made true statements, and not said `clear`."""
+    """Returns a tenant that has sent and checked the statements of process and user ids, but has not sent `clear`
+    yet."""
     peer = RawPeer(plain, context, "localhost")
     mine, seen = credentials.own(), credentials.of_peer(plain)
     peer.shake_hands()
@@ -213,7 +215,8 @@ def test_an_end_does_not_do_this_handshake_over_tcp(tenant: ssl.SSLContext, prov
 
 @pytest.mark.parametrize(("asked", "spoken"), [(IPC_ALPN, ALPN), (ALPN, IPC_ALPN)])
 def test_neither_port_speaks_the_others_protocol(authority: Authority, asked: str, spoken: str) -> None:
-    """So a tenant that is led from one to the other finds out before it says anything."""
+    """A tenant that reaches the socket instead of the TCP port, or the port instead of the socket, notices this in the
+    handshake, before any frame is sent."""
     near, far = tcp_pair() if spoken == ALPN else socket.socketpair()
     context = server_context(*authority.server, spoken)
 

@@ -42,7 +42,7 @@ def memory_of(view: memoryview) -> weakref.ref[Any]:
 
 
 def there(memories: Iterable[weakref.ref[Any]]) -> list[Any]:
-    """Returns the objects that still exist, each once."""
+    """Returns those objects of weak references that still exist, each once."""
     gc.collect()
     return list({id(found): found for found in (each() for each in memories) if found is not None}.values())
 
@@ -210,8 +210,8 @@ def test_a_forked_child_takes_nothing_from_its_parent() -> None:
 
 @pytest.mark.slow
 def test_nothing_goes_back_because_the_process_ends() -> None:
-    """Other threads may still write to the memory. `weakref.finalize` would run for what is left, so nothing may be
-    left to it."""
+    """When the process ends, memory that is still in use is not returned for reuse, since other threads may still write
+    to it. `weakref.finalize` would return it, so the code must not use this."""
     code = """
 import atexit
 atexit.register(lambda: print("again", buffers.unwritten(300_000).obj.ctypes.data == where))  # called after finalizers

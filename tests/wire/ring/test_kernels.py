@@ -369,7 +369,8 @@ def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
 @needs_products
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
 def test_the_users_default_type_is_not_that_of_the_memory(name: str) -> None:
-    """transformers sets the default dtype for the whole process while it loads a model."""
+    """Results are float32, whatever torch's default dtype is. transformers sets the default for the whole process while
+    it loads a model."""
     rows = torch.randn(64, 300)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, name))
@@ -411,7 +412,7 @@ def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("_loaded_anew")
 @pytest.mark.parametrize("older", [0, 1])
 def test_a_library_of_another_version_is_not_used(older: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`git pull` leaves an old compiled library beside new sources."""
+    """`git pull` may leave a compiled library of an older version beside new sources. It must not be used."""
     load = ctypes.CDLL
 
     def versioned(path: str) -> Any:

@@ -260,8 +260,8 @@ def test_threads_do_not_share_scratch_memory() -> None:
 @pytest.mark.parametrize("d", [2**13, 2**14])
 @pytest.mark.parametrize("row", [LOWEST, HIGHEST])
 def test_sums_at_the_rounders_bound(value: int, d: int, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of 8,192 products of 2^31 and 128 is 2^51. A larger sum would leave the range in which float64 has unit
-    spacing."""
+    """The float64 product is exact up to its limit: 8,192 products of 2^31 and 128 have the sum 2^51, beyond which
+    float64 numbers are no longer spaced finely enough."""
     monkeypatch.setattr(kernels, "_FAST_INNER_ROWS", 2**20)
     rows = torch.full((40, d), row, dtype=torch.int32)
     weight = torch.full((d, 33), value, dtype=torch.int8)

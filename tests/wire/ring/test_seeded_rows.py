@@ -63,8 +63,8 @@ def test_any_range_can_be_made_alone(seed: bytes, first: int, count: int, featur
     ("features", "num_rows"), [(1, 40_000), (4, 16_384), (7, 8_193), (300, 500), (65_536, 2), (70_000, 3)]
 )
 def test_pieces_do_not_show(features: int, num_rows: int) -> None:
-    """Counters are made for as many rows at a time as fit into 256 KiB, and for at least one row. In these cases there
-    are several such pieces."""
+    """A seed is expanded in pieces of 256 KiB, or of one row if a row is larger. With several pieces, the rows are the
+    same."""
     rows = SeededRows(SEED, 2**32 - 5, num_rows)
     parts = torch.cat([part.expand(features) for part in rows.split(max(1, num_rows // 37))])
     assert torch.equal(rows.expand(features), parts)

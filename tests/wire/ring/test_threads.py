@@ -139,8 +139,8 @@ def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_after(allowed: int, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Makes the machine refuse further threads after `allowed` more have started. Returns the work that was queued in
-    vain."""
+    """Makes the machine refuse further threads after `allowed` more have started. Returns a list of the work that was
+    queued for threads that never started."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     submit, left, queued = ThreadPoolExecutor.submit, [allowed], list[Callable[[], object]]()
 

@@ -208,7 +208,8 @@ def test_too_large_for_its_tier(title: str, host_bytes: int, match: str, stock: 
 def test_a_kind_that_is_listed_by_mistake_is_refused_when_it_is_loaded(
     peft_type: str, own: dict[str, Any], match: str, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PEFT's layers of Lily take a mean over rows, and those of HRA read the base weights. Neither can be kept."""
+    """PEFT's layers of Lily take a mean over rows, and those of HRA read the base weights, so the store cannot keep
+    either. It refuses them even if they are in its list of kinds."""
     monkeypatch.setitem(EXAMPLES, peft_type, (peft_type, own))
     save_kind(stock, "llama", tmp_path / "one", peft_type, seed=1)
     checks = dict.fromkeys(json.loads((tmp_path / "one" / CONFIG).read_text()), lambda value: True)
@@ -240,7 +241,8 @@ def test_numbers_that_overflow_are_refused_and_this_is_remembered(
 
 
 def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path: Path) -> None:
-    """IA3's factors near 1 would lose what was trained if they were rounded to the store's bfloat16."""
+    """Numbers keep the file's dtype. IA3's factors, for example, are near 1, and would lose what was trained if they
+    were rounded to the store's bfloat16."""
     shutil.copytree(made / "IA3", tmp_path / "fine")
     tensors(tmp_path / "fine", lambda saved: [each.sub_(1).mul_(0.01).add_(1) for each in saved.values()])
     shutil.copytree(tmp_path / "fine", tmp_path / "coarse")

@@ -22,7 +22,7 @@ SHARED = 2 * 4 + 1
 """The calls of a step: two blocks with qkv, o, gate and up, down (in GPT-2 c_attn, c_proj, c_fc, c_proj), and the head,
 which stays with the tenant in GPT-2."""
 SEPARATE = 2 * 7 + 1
-"""The calls of a step where q, k, v, gate and up have one each."""
+"""The number of calls of a step if q, k, v, gate and up have one call each."""
 
 
 def traffic(client: TenantClient) -> torch.Tensor:

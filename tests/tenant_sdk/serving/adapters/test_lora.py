@@ -150,7 +150,8 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_makes_few_logits_gives_each_its_own_adapter_of_the_head(tmp_path: Path) -> None:
-    """An engine computes the logits only of the rows from which it samples."""
+    """An engine computes the logits only of the rows from which it samples. Each of these rows must still get its own
+    request's adapter of the head."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     save_adapter(model, tmp_path / "head", seed=1, target_modules=["lm_head", "q_proj"])

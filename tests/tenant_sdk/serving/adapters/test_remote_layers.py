@@ -25,7 +25,8 @@ def traffic(client: TenantClient) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "num_calls"), [("llama", GROUPS), ("gpt2", GROUPS - 1)])
 def test_equal_to_stock_peft_and_no_other_call(kind: str, num_calls: int, tmp_path: Path) -> None:
-    """GPT-2's head is tied to its embedding, and stays with the tenant."""
+    """With every adapter, logits equal those of stock PEFT, and the calls are those of the base model. GPT-2's head is
+    tied to its embedding, so it stays with the tenant and makes no call."""
     stock = make_tiny(kind, tmp_path / "tiny")
     for at in range(3):
         save_adapter(stock, tmp_path / "adapters" / f"a{at}", seed=at, r=8 + 5 * at, fan_in_fan_out=kind == "gpt2")

@@ -22,7 +22,8 @@ from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")
 STEP_TOKENS, LENGTHS, ROWS = 32, (0, 3, 64, 130, 200), (1, 1, 4, 2, 1)
-"""Tokens before the first step of each request, and its rows in every step."""
+"""The most tokens that are written at a time, the tokens that each request has before the first step, and the rows of
+each request in every step."""
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled attention on this machine")
 

@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 VOCAB = 5
 DRAWS = 800
 LEAST_P = 1e-3
-"""A distribution that is right fails with this probability; seeds are fixed, so that it does not fail by chance."""
+"""The smallest p-value that passes. The seeds are fixed, so a test that passes once does not fail by chance later."""
 NUMBERS = torch.Generator().manual_seed(5)
 TARGET = torch.randn(VOCAB, VOCAB, generator=NUMBERS)
-"""Logits of the next token after each token, for the request."""
+"""The model's logits for the next token: one row for each last token."""
 DRAFT = TARGET + torch.randn(VOCAB, VOCAB, generator=NUMBERS)
-"""The same for the draft."""
+"""The draft's logits for the next token: one row for each last token."""
 COINS = torch.Generator().manual_seed(6)
 SETTINGS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "top_p": 0.95}
 
@@ -53,7 +53,7 @@ def take_all(own: Sampler, drafted: list[int], logits: torch.Tensor) -> list[int
 
 
 Pass = Callable[[Sampler, int, int], list[int]]
-"""(sampler, last token, tokens to draft) to the tokens that a pass gives."""
+"""A function that maps (sampler, last token, number of tokens to draft) to the tokens that one pass gives."""
 
 
 def coupled(own: Sampler, last: int, num_drafted: int) -> list[int]:

@@ -64,7 +64,7 @@ def test_the_model_itself_has_every_token_accepted(count_steps: Count, itself: P
 
 
 FORCED = 5
-"""The distance of the tokens of an answer that a hook chooses, and that no draft can foretell."""
+"""A logits hook chooses every fifth token of an answer, and no draft can predict these tokens."""
 
 
 def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -108,8 +108,8 @@ def test_after_a_rejected_token_it_drafts_from_the_tokens_that_are_there(kind: s
 def test_what_cannot_draft_costs_nothing_but_its_steps(
     count_steps: Count, itself: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """One draft model gives numbers that are not finite, and the context of the other ends in the middle of the
-    answer."""
+    """With a draft model that gives NaN, or whose context ends in the middle of the answer, the answer is the same and
+    takes no more steps than without a draft."""
     with torch.no_grad():
         next(itself.model.norm.parameters()).fill_(torch.nan)
     assert count_steps(itself) == NEW_TOKENS

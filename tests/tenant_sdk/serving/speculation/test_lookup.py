@@ -24,7 +24,8 @@ def slow(token_ids: list[int], num_wanted: int) -> list[int]:
 
 @given(st.lists(st.sampled_from([0, 1, 256, 65_536, 257]), max_size=40), st.integers(0, 9))
 def test_it_is_what_a_slow_search_finds(token_ids: list[int], num_wanted: int) -> None:
-    """The search compares bytes, and some of these numbers, side by side, contain the bytes of another number."""
+    """The fast search compares bytes. Some of these numbers, side by side, contain the bytes of another number, which
+    must not count as a match."""
     assert continuation(token_ids, num_wanted) == slow(token_ids, num_wanted)
 
 

@@ -23,7 +23,7 @@ NEW_TOKENS = 14
 NUM_DRAFTED = 3
 ASKED = PROMPTS[:4]
 KINDS = ("llama", "gpt2", "gemma2")
-"""The last has a sliding window, which is shorter than the prompts."""
+"""The kinds of models. Gemma 2 has a sliding window, which is shorter than the prompts."""
 DRAFTS = ("lookup", "itself", "random")
 
 

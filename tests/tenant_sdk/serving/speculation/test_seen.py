@@ -30,11 +30,12 @@ from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
-"""Calls of a step: four for each of two layers and one for the head."""
+"""The number of calls of a step: four for each of two layers and one for the head."""
 NUM_DRAFTED = 4
 NEW_TOKENS = 23
 TEXTS = ("abcabcabcabcabcabcab", "copper owl? Nobody..")
-"""Two prompts of one length: the first says again what it said, the second does not."""
+"""Two prompts of the same length. The first repeats itself, so that drafts from its own text are often right; the
+second does not."""
 MASKS: dict[str, dict[str, Any]] = {
     "off": {"mask": "off", "arithmetic": "float"},
     "lattice": {"mask": "lattice", "mask_options": {**TOY_OPTIONS, "hints": "stream", "background": False}},
@@ -48,7 +49,7 @@ class Provider(HonestOffer):
         super().__init__(served_model)
         self.seen: list[tuple[int, int]] = []
         self.spoiled: tuple[int, int] | None = None
-        """(call, row) of the reply that gets NaN; None for no reply."""
+        """The (call, row) of the reply that gets a NaN; None for no reply."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         reply = self.served_model.compute(call, rows)
