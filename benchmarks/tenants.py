@@ -114,7 +114,10 @@ class _Sides:
                 workers.append(self._stack.enter_context(Worker(__name__, *arguments)))
 
     def look(self, rounds: int) -> Found:
-        """Returns medians over `rounds` rounds, after one round that warms up new processes."""
+        """Lets all tenants take steps, and returns the median figures of `rounds` rounds.
+
+        One round before them, which warms up new processes, is not counted.
+        """
         seconds: dict[str, list[float]] = {side: [] for side in self._workers}
         for repeat in range(rounds + 1):
             for side, workers in self._workers.items():

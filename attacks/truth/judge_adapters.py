@@ -1,4 +1,5 @@
-"""Decides whether stolen adapters are right: compares ΔW of each kind of layer with the victim's visible change."""
+"""Decides whether stolen adapters are right. The stolen ΔW of each kind of layer is compared with that part of the
+victim's ΔW that can be seen from the layer's inputs."""
 
 from __future__ import annotations
 

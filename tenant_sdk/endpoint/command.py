@@ -72,7 +72,7 @@ def serve_command(
 
 
 def log_requests() -> None:
-    """Turns on a log on stderr, with one line for each request: time, route, status, a fixed word, and milliseconds."""
+    """Turns on a log on stderr, with one line for each request: its time, route, status, kind of error and duration."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger = logging.getLogger("veilbase.endpoint")

@@ -23,7 +23,7 @@ PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO]
 
 
 class Site:
-    """Holds a state directory with one tenant, a list that has read it, and a clock."""
+    """Holds a provider's state directory with one enrolled tenant, the registry that was read from it, and a clock."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.state, self.now = StateDir(tmp_path / "state"), 1000.0

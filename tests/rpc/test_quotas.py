@@ -197,7 +197,8 @@ def test_classes_that_the_operator_does_not_allow(
 def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
     start: StartWith, tiny_served_model: ServedModel, allowed: str
 ) -> None:
-    """The default mask needs hints, and `shares` sends nothing else to its second provider."""
+    """Tests that a tenant that may decode or prefill may also fetch hints. Without hints, the default mask could not be
+    used."""
     provider = start_with(start, tiny_served_model, EVERYBODY, classes=[allowed])
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)

@@ -79,7 +79,8 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Breaking:
 
 
 def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:
-    """Returns the number of calls of one step, and resets the count."""
+    """Runs one fine-tuning step, returns the number of calls that it makes to the provider, and sets the count of
+    `breaking` back to zero."""
     breaking.count, breaking.at = 0, float("inf")
     run(client, folder / "count", max_steps=1)
     num_calls, breaking.count = breaking.count, 0

@@ -1,5 +1,5 @@
-"""Tests rows, their labels under real and unusual chat templates, and every data set that must be refused with one
-line."""
+"""Tests training rows, their labels under real and unusual chat templates, and that each unusable data set is refused
+with an error of one line."""
 
 from __future__ import annotations
 
