@@ -1,5 +1,5 @@
 """Decides whether stolen adapters are right. The stolen ΔW of each kind of layer is compared with that part of the
-victim's ΔW that can be seen from the layer's inputs."""
+victim's ΔW on which the model's results depend."""
 
 from __future__ import annotations
 
