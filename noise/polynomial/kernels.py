@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from wire.compiled import COUNT, POINTER, Signature, load
 from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
@@ -31,34 +30,27 @@ WIDTH = 16
 
 _VERSION = 2
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
-_POINTER: Any = ctypes.c_void_p
-_COUNT: Any = ctypes.c_int64
+
+
+_FUNCTIONS: dict[str, Signature] = {
+    # rank, degree
+    "veilbase_mask_scratch": ([COUNT] * 2, COUNT),
+    # matrix, stride, rank, degree, features, twiddles, out
+    "veilbase_transform": ([POINTER, *[COUNT] * 4, *[POINTER] * 2], None),
+    # hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes and strides,
+    # out, its strides, scratch
+    "veilbase_combine": (
+        [*[POINTER] * 2, COUNT, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, *[COUNT] * 2,
+         POINTER],
+        ctypes.c_double,
+    ),
+}  # fmt: skip
+"""The compiled functions, with the types of their arguments and results."""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get("VEILBASE_KERNELS", "") == "none":
-        return None
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        if library.veilbase_masks_version() != _VERSION:
-            return None
-        usable, scratch = library.veilbase_masks_usable, library.veilbase_mask_scratch
-        transform, combine = library.veilbase_transform, library.veilbase_combine
-    except (OSError, AttributeError):
-        return None
-    usable.restype = ctypes.c_int
-    scratch.argtypes, scratch.restype = [_COUNT] * 2, _COUNT
-    # Arguments: matrix, stride, rank, degree, features, twiddles, out.
-    transform.argtypes, transform.restype = [_POINTER, *[_COUNT] * 4, *[_POINTER] * 2], None
-    # Arguments: hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes
-    # and strides, out, its strides, scratch.
-    combine.argtypes = [
-        *[_POINTER] * 2, _COUNT, _POINTER, *[_COUNT] * 5, _POINTER, _COUNT, _POINTER, *[_COUNT] * 3, _POINTER,
-        *[_COUNT] * 2, _POINTER,
-    ]  # fmt: skip
-    combine.restype = ctypes.c_double
-    return library if usable() else None
+    return load(LIBRARY, ("veilbase_masks_version", _VERSION), "veilbase_masks_usable", _FUNCTIONS)
 
 
 def available() -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wire.compiled import COUNT, INT, POINTER, Signature, load
 from wire.errors import InvalidTensor
 from wire.ring.pieces import Piece, product_pieces, row_pieces
 from wire.ring.threads import share
@@ -30,46 +31,34 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 
 _VERSION = 5
 """The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
-_POINTER: Any = ctypes.c_void_p
-_COUNT: Any = ctypes.c_int64
 _BYTE: Any = ctypes.c_char
 _FLOAT: Any = ctypes.c_float
 
 _local = threading.local()
 
 
+_FUNCTIONS: dict[str, Signature] = {
+    # d, the inner width
+    "veilbase_scratch_bytes": ([COUNT], COUNT),
+    "veilbase_has_vnni": ([], INT),
+    "veilbase_most_few_rows": ([], COUNT),
+    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI
+    "veilbase_product": ([*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, INT], None),
+    # rows, their stride, replies, how many, weight, its strides, d, m, scratch, whether by VNNI
+    "veilbase_few_product": ([POINTER, COUNT, POINTER, COUNT, POINTER, *[COUNT] * 4, POINTER, INT], None),
+    # rows, stride, alpha, how many, d, budget, smallest, out, betas
+    "veilbase_encode": ([POINTER, COUNT, POINTER, *[COUNT] * 2, *[ctypes.c_double] * 2, *[POINTER] * 2], COUNT),
+    # to, from, how many
+    "veilbase_add": ([POINTER, POINTER, COUNT], None),
+    # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
+    "veilbase_decode": ([*[POINTER, COUNT] * 2, *[POINTER] * 2, *[COUNT] * 2, POINTER, COUNT], None),
+}
+"""The compiled functions, with the types of their arguments and results."""
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get("VEILBASE_KERNELS", "") == "none":
-        return None
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        if library.veilbase_kernels_version() != _VERSION:
-            return None
-        usable = library.veilbase_usable
-        product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
-        encode, decode, has_vnni = library.veilbase_encode, library.veilbase_decode, library.veilbase_has_vnni
-        add, few, most_few = library.veilbase_add, library.veilbase_few_product, library.veilbase_most_few_rows
-    except (OSError, AttributeError):
-        return None
-    usable.restype = ctypes.c_int
-    scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
-    has_vnni.restype = ctypes.c_int
-    # Arguments: rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI.
-    product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER, ctypes.c_int]
-    product.restype = None
-    # Arguments: rows, their stride, replies, how many, weight, its strides, d, m, scratch, whether by VNNI.
-    few.argtypes = [_POINTER, _COUNT, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4, _POINTER, ctypes.c_int]
-    few.restype, most_few.restype = None, _COUNT
-    # Arguments: rows, stride, alpha, how many, d, budget, smallest, out, betas.
-    encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
-    encode.restype = _COUNT
-    # Arguments: to, from, how many.
-    add.argtypes, add.restype = [_POINTER, _POINTER, _COUNT], None
-    # Arguments: reply, stride, effect, stride, alpha, betas, how many, m, out, stride.
-    decode.argtypes = [*[_POINTER, _COUNT] * 2, *[_POINTER] * 2, *[_COUNT] * 2, _POINTER, _COUNT]
-    decode.restype = None
-    return library if usable() else None
+    return load(LIBRARY, ("veilbase_kernels_version", _VERSION), "veilbase_usable", _FUNCTIONS)
 
 
 def available() -> bool:
@@ -166,8 +155,8 @@ class OneRow:
         d, m = weight.shape
         self._product, self._weight = library.veilbase_product, weight  # The weight is kept since its memory is read.
         self._row_bytes, self._reply_bytes, self._scratch_bytes = 4 * d, 4 * m, _scratch_bytes(d)
-        self._described = tuple(map(_COUNT, (row_stride, column_stride, d, 0, m)))
-        self._address, self._has_vnni = _POINTER(weight.data_ptr()), has_vnni()
+        self._described = tuple(map(COUNT, (row_stride, column_stride, d, 0, m)))
+        self._address, self._has_vnni = POINTER(weight.data_ptr()), has_vnni()
 
     def multiply(self, row: memoryview, reply: memoryview) -> None:
         """Computes the product of one row and the weight, mod 2^32, and writes it to `reply`.
@@ -188,7 +177,7 @@ class OneRow:
         if (numbers | written) % 4:
             raise InvalidTensor("bytes that do not lie as numbers do")
         self._product(
-            ctypes.byref(_POINTER(numbers)), ctypes.byref(_POINTER(written)), 0, 1, self._address, *self._described,
+            ctypes.byref(POINTER(numbers)), ctypes.byref(POINTER(written)), 0, 1, self._address, *self._described,
             _scratch(self._scratch_bytes), self._has_vnni,
         )  # fmt: skip
 
@@ -323,9 +312,9 @@ class RowCodec:
         _check_alpha(request_alpha, d)
         _check_alpha(reply_alpha, m)
         self._alphas = request_alpha, reply_alpha  # These tensors are kept, since their memory is read later.
-        self._factors, self._reply_factors = (None if a is None else _POINTER(a.data_ptr()) for a in self._alphas)
+        self._factors, self._reply_factors = (None if a is None else POINTER(a.data_ptr()) for a in self._alphas)
         self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
-        self._d, self._m, self._one = _COUNT(d), _COUNT(m), _COUNT(1)
+        self._d, self._m, self._one = COUNT(d), COUNT(m), COUNT(1)
         self._budget, self._smallest = ctypes.c_double(budget), ctypes.c_double(smallest)
         self._shape, self._reply_shape = (1, d), (1, m)
 

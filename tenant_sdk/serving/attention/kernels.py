@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from wire.compiled import COUNT, POINTER, Signature, load
 from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
@@ -30,8 +29,6 @@ LANES = 8
 _MOST_HEAD_DIM = 512
 _VERSION = 1
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
-_POINTER: Any = ctypes.c_void_p
-_COUNT: Any = ctypes.c_int64
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
 PIECE_FIELDS = 8
@@ -43,8 +40,8 @@ class _Fresh(ctypes.Structure):
     """Mirrors the C type `fresh`, which describes the new keys, or the new values, of all rows of a step."""
 
     _fields_ = (
-        ("numbers", _POINTER), ("head_stride", _COUNT), ("row_stride", _COUNT),
-        ("scales", _POINTER), ("scale_head_stride", _COUNT), ("scale_row_stride", _COUNT),
+        ("numbers", POINTER), ("head_stride", COUNT), ("row_stride", COUNT),
+        ("scales", POINTER), ("scale_head_stride", COUNT), ("scale_row_stride", COUNT),
     )  # fmt: skip
 
 
@@ -52,29 +49,24 @@ class _Setting(ctypes.Structure):
     """Mirrors the C type `setting`, which holds what all pieces of a call share."""
 
     _fields_ = (
-        ("query", _POINTER), ("row_stride", _COUNT), ("head_stride", _COUNT), ("out", _POINTER),
-        ("num_heads", _COUNT), ("num_kv_heads", _COUNT), ("head_dim", _COUNT), ("window", _COUNT), ("dtype", _COUNT),
-        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("decoded", _POINTER), ("scratch", _POINTER),
+        ("query", POINTER), ("row_stride", COUNT), ("head_stride", COUNT), ("out", POINTER),
+        ("num_heads", COUNT), ("num_kv_heads", COUNT), ("head_dim", COUNT), ("window", COUNT), ("dtype", COUNT),
+        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("decoded", POINTER), ("scratch", POINTER),
     )  # fmt: skip
+
+
+_FUNCTIONS: dict[str, Signature] = {
+    # heads that share keys, most rows, head_dim
+    "veilbase_attention_scratch": ([COUNT] * 3, COUNT),
+    # pieces, how many, new keys, new values, setting
+    "veilbase_attend": ([POINTER, COUNT, *[POINTER] * 3], None),
+}
+"""The compiled functions, with the types of their arguments and results."""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get("VEILBASE_KERNELS", "") == "none":
-        return None
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        if library.veilbase_attention_version() != _VERSION:
-            return None
-        usable, scratch, attend = (
-            library.veilbase_attention_usable, library.veilbase_attention_scratch, library.veilbase_attend,
-        )  # fmt: skip
-    except (OSError, AttributeError):
-        return None
-    usable.restype = ctypes.c_int
-    scratch.argtypes, scratch.restype = [_COUNT] * 3, _COUNT
-    attend.argtypes, attend.restype = [_POINTER, _COUNT, _POINTER, _POINTER, _POINTER], None
-    return library if usable() else None
+    return load(LIBRARY, ("veilbase_attention_version", _VERSION), "veilbase_attention_usable", _FUNCTIONS)
 
 
 def available() -> bool:

@@ -1,0 +1,48 @@
+"""This module loads a library that was compiled when the package was built (setup.py), and declares its functions.
+
+Guarantees: a library is used only if it is there, has the expected version, has every declared function, and says that
+the processor has what its code needs. Nothing is loaded if the environment variable VEILBASE_KERNELS is `none`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+POINTER: Any = ctypes.c_void_p
+"""The type of an address in a declaration."""
+COUNT: Any = ctypes.c_int64
+"""The type of a number of items, or of a stride."""
+INT: Any = ctypes.c_int
+Signature = tuple[Sequence[Any], Any]
+"""The types of a function's arguments, and of its result; None as result if it returns nothing."""
+
+
+def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[str, Signature]) -> ctypes.CDLL | None:
+    """Loads a library and declares the signatures of its functions.
+
+    Args:
+        file: the library.
+        version: the name of the function that returns the version of the functions' signatures, and the version that
+            the caller knows.
+        usable: the name of the function that tells whether the processor has what the code needs.
+        functions: the signatures of the functions to declare, by name.
+
+    Returns:
+        The library; None if it cannot be used on this machine.
+    """
+    if os.environ.get("VEILBASE_KERNELS", "") == "none":
+        return None
+    try:
+        library = ctypes.CDLL(str(file))
+        if getattr(library, version[0])() != version[1]:
+            return None
+        for name, (arguments, result) in functions.items():
+            declared = getattr(library, name)
+            declared.argtypes, declared.restype = list(arguments), result
+        return library if getattr(library, usable)() else None
+    except (OSError, AttributeError):
+        return None
