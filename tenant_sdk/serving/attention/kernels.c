@@ -45,10 +45,9 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, window, dtype;
     float scaling, softcap; /* softcap 0: none */
     const float *decoded;   /* the 256 values of FLOAT8 */
-    float *scratch;
 } setting;
 
-int veilbase_attention_version(void) { return 1; }
+int veilbase_attention_version(void) { return 2; }
 
 /* Tells whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
 int veilbase_attention_usable(void) {
@@ -210,11 +209,11 @@ static void keep(char *kept, float *kept_scales, const piece *p, const fresh *ne
     }
 }
 
-AVX2 static void attend_head(const piece *p, int64_t head, const setting *set) {
+AVX2 static void attend_head(const piece *p, int64_t head, const setting *set, float *scratch) {
     int64_t dim = set->head_dim, shared = set->num_heads / set->num_kv_heads, num = shared * p->num_rows;
     int64_t bytes = dim * item_bytes(set->dtype), end = p->at + p->num_rows;
     int64_t begin = set->window > 0 && p->at + 1 > set->window ? p->at + 1 - set->window : 0;
-    float *scores = set->scratch, *keys = scores + CHUNK, *values = keys + CHUNK * dim;
+    float *scores = scratch, *keys = scores + CHUNK, *values = keys + CHUNK * dim;
     float *sums = values + CHUNK * dim, *largest = sums + num * dim, *totals = largest + num;
     memset(sums, 0, (size_t)(num * dim) * sizeof(float));
     for (int64_t m = 0; m < num; m++)
@@ -223,6 +222,11 @@ AVX2 static void attend_head(const piece *p, int64_t head, const setting *set) {
         int64_t count = end - from < CHUNK ? end - from : CHUNK, offset = head * p->capacity + from;
         const float *k = as_floats(p->keys + offset * bytes, count, set, keys);
         const float *v = as_floats(p->values + offset * bytes, count, set, values);
+        if (end - from > CHUNK) /* the next chunk comes from memory while this one is computed */
+            for (int64_t line = 0; line < CHUNK * bytes; line += 64) {
+                _mm_prefetch(p->keys + (offset + CHUNK) * bytes + line, _MM_HINT_T1);
+                _mm_prefetch(p->values + (offset + CHUNK) * bytes + line, _MM_HINT_T1);
+            }
         for (int64_t m = 0; m < num; m++) {
             int64_t row = m / shared, last = p->at + row + 1; /* the row sees tokens before `last` */
             int64_t first = set->window > 0 && last > set->window ? last - set->window : 0;
@@ -251,12 +255,19 @@ AVX2 static void attend_head(const piece *p, int64_t head, const setting *set) {
     }
 }
 
-/* Keeps the new keys and values of every piece, and computes the attention of its rows. */
-void veilbase_attend(const piece *pieces, int64_t num_pieces, const fresh *keys, const fresh *values, const setting *set) {
-    for (const piece *p = pieces; p < pieces + num_pieces; p++)
-        for (int64_t head = 0; head < set->num_kv_heads; head++) {
-            keep(p->keys, p->key_scales, p, keys, head, set);
-            keep(p->values, p->value_scales, p, values, head, set);
-            attend_head(p, head, set);
-        }
+/*
+ * Keeps the new keys and values of some pieces' heads, and computes the attention of their rows. The kv heads of all
+ * pieces are counted through, and those from `first` to `last` are done here; the others may be done by other threads at
+ * the same time, each with its own scratch memory.
+ */
+void veilbase_attend(
+    const piece *pieces, int64_t first, int64_t last, const fresh *keys, const fresh *values, const setting *set, float *scratch
+) {
+    for (int64_t i = first; i < last; i++) {
+        const piece *p = pieces + i / set->num_kv_heads;
+        int64_t head = i % set->num_kv_heads;
+        keep(p->keys, p->key_scales, p, keys, head, set);
+        keep(p->values, p->value_scales, p, values, head, set);
+        attend_head(p, head, set, scratch);
+    }
 }

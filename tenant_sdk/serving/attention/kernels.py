@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 
 from wire.compiled import COUNT, POINTER, Signature, load
 from wire.errors import ConfigurationError
+from wire.ring.threads import share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 MOST_ROWS = 16
@@ -27,7 +29,10 @@ prompts."""
 LANES = 8
 """The size of a head must be a multiple of this number."""
 _MOST_HEAD_DIM = 512
-_VERSION = 1
+_LEAST_SHARED = 1 << 20
+"""The least number of values in a step's keys for which several threads compute the attention of a layer. One thread
+needs about half a millisecond for this number."""
+_VERSION = 2
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
@@ -51,15 +56,15 @@ class _Setting(ctypes.Structure):
     _fields_ = (
         ("query", POINTER), ("row_stride", COUNT), ("head_stride", COUNT), ("out", POINTER),
         ("num_heads", COUNT), ("num_kv_heads", COUNT), ("head_dim", COUNT), ("window", COUNT), ("dtype", COUNT),
-        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("decoded", POINTER), ("scratch", POINTER),
+        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float), ("decoded", POINTER),
     )  # fmt: skip
 
 
 _FUNCTIONS: dict[str, Signature] = {
     # heads that share keys, most rows, head_dim
     "veilbase_attention_scratch": ([COUNT] * 3, COUNT),
-    # pieces, how many, new keys, new values, setting
-    "veilbase_attend": ([POINTER, COUNT, *[POINTER] * 3], None),
+    # pieces, kv heads of all pieces from and to, new keys, new values, setting, scratch
+    "veilbase_attend": ([POINTER, COUNT, COUNT, *[POINTER] * 4], None),
 }
 """The compiled functions, with the types of their arguments and results."""
 
@@ -133,14 +138,24 @@ def attend(
     query = query if query.stride(2) == 1 else query.contiguous()
     fresh = [_fresh(each) for each in (keys, values)]
     most_rows = int(pieces[:, 7].max())
-    scratch = torch.empty(library.veilbase_attention_scratch(num_heads // num_kv_heads, most_rows, head_dim))
+    scratch_size = library.veilbase_attention_scratch(num_heads // num_kv_heads, most_rows, head_dim)
     setting = _Setting(
         query.data_ptr(), query.stride(1), query.stride(0), out.data_ptr(), num_heads, num_kv_heads, head_dim,
-        window or 0, _KINDS[keys.numbers.dtype], scaling, softcap or 0.0, _decoded().data_ptr(), scratch.data_ptr(),
+        window or 0, _KINDS[keys.numbers.dtype], scaling, softcap or 0.0, _decoded().data_ptr(),
     )  # fmt: skip
-    library.veilbase_attend(
-        pieces.ctypes.data, len(pieces), *(ctypes.addressof(each) for each, _ in fresh), ctypes.addressof(setting)
-    )
+    num_items = len(pieces) * num_kv_heads
+    addresses = (*(ctypes.addressof(each) for each, _ in fresh), ctypes.addressof(setting))
+    held = pieces, query, fresh, setting, out  # A helper thread may go on after an interrupt; see `share`.
+
+    def work(items: Iterator[tuple[int, int]], _held: object = held) -> None:
+        scratch = torch.empty(scratch_size)
+        for first, last in items:
+            library.veilbase_attend(pieces.ctypes.data, first, last, *addresses, scratch.data_ptr())
+
+    if int(pieces[:, 5].sum()) * num_kv_heads * head_dim < _LEAST_SHARED:
+        work(iter([(0, num_items)]))
+    else:
+        share(work, [(item, item + 1) for item in range(num_items)])
 
 
 def _check(
