@@ -216,7 +216,9 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
     order = sorted(whole, key=lambda one: one[1])  # the adversaries that take longest come first
     context = multiprocessing.get_context("fork")  # a forked process has views and models already
     others = {process.pid for process in multiprocessing.active_children()}
-    with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
+    with _sigterm_waits():  # the forked processes inherit this
+        pool = context.Pool(num_processes, _set_work, (cases, chosen, out))
+    with pool:
         started = {process.pid for process in multiprocessing.active_children()} - others
         waiting = pool.map_async(_attack_part, order, chunksize=1)
         while not waiting.ready():
@@ -227,15 +229,27 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
     return [result for one in whole for result in found[one]]
 
 
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Within this context SIGTERM is not delivered to this thread. It is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
 
 
 def _set_work(*work: Any) -> None:
     # On SIGTERM this process ends at once. If the signal raised an exception instead, the exception could be lost, and
-    # the pool would wait for this process. The process also gets a process group of its own, so that only the pool ends
-    # it. A signal to the old group could end it while it holds a lock for which the pool waits.
+    # the pool would wait for this process. Until here the signal is held back, since the pool ends a process that has
+    # not come this far when the others have done all the work. The process also gets a process group of its own, so
+    # that only the pool ends it. A signal to the old group could end it while it holds a lock for which the pool waits.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgrp()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _work[:] = [work]
 
 

@@ -40,7 +40,7 @@ class Monitor:
         self._servers: list[socketserver.BaseServer] = []
         self._health: grpc.Server | None = None
         self._servicer: Any = None
-        self._socket: tuple[Path, int] | None = None
+        self._socket: tuple[Path, tuple[int, int]] | None = None
         self._closed = threading.Event()
 
     def serve_metrics(self, port: int) -> int:
@@ -85,7 +85,7 @@ class Monitor:
             return False
         path.unlink(missing_ok=True)
         self._start(_UnixServer(str(path), _handler(self._metrics)))
-        self._socket = path, path.stat().st_ino
+        self._socket = path, _identity(path)
         return True
 
     def _take_later(self, path: Path) -> None:
@@ -135,12 +135,19 @@ class Monitor:
             server.shutdown()
             server.server_close()
         if self._socket is not None:
-            path, inode = self._socket
+            path, identity = self._socket
             with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:  # Otherwise the socket is another provider's.
+                if _identity(path) == identity:  # Otherwise the socket is another provider's.
                     path.unlink()
         if self._health is not None:
             self._health.stop(0).wait()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Returns what tells a file from one that took its path later. A file system may give the later one the same inode
+    number, so the time of the last change of its contents counts as well; a socket's does not change."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_metrics(folder: Path) -> str:

@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -33,31 +30,35 @@ command_line._attack_all(["quick", "slow"], [], Path("."), 2)
 """
 
 
-@pytest.fixture
-def exit_at_sigterm() -> Iterator[None]:
-    """Sets the signal handler that the command line sets."""
+SIDE_BY_SIDE = """
+import signal, sys
+from pathlib import Path
+from attacks.report import command_line
+from attacks.report import evaluate
+blocked = []
+set_work = command_line._set_work
+def set_work_and_look(*work):
+    blocked.append(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    set_work(*work)
+    blocked.append(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+def seen(case, *others):
+    return [(case, blocked, signal.getsignal(signal.SIGTERM).name)]
+evaluate.attack, command_line._set_work = seen, set_work_and_look
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+for result in command_line._attack_all(["a", "b"], [], Path("."), 2):
+    print(*result)
+print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(143)
 
-    before = signal.signal(signal.SIGTERM, leave)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_processes_side_by_side_end_at_once(
-    exit_at_sigterm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_side_by_side_end_at_once() -> None:
     """If a process turned the signal into an exception and lost this exception, the parent would wait for it without
-    end."""
-
-    def seen(case: Any, *others: object) -> list[Any]:
-        return [(case, signal.getsignal(signal.SIGTERM))]
-
-    monkeypatch.setattr(evaluate, "attack", seen)
-    found: list[Any] = list(command_line._attack_all(["a", "b"], [], tmp_path, 2))  # type: ignore[list-item]
+    end. As in a real run, the processes are forked from one that has no other threads."""
+    command = [sys.executable, "-c", SIDE_BY_SIDE]
+    folder = Path(command_line.__file__).parents[2]
+    lines = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT_S).stdout.splitlines()
     parts = len(evaluate.parts([]))
-    assert found == [(case, signal.SIG_DFL) for case in "ab" for _ in range(parts)]
+    assert lines == [f"{case} [True, False] SIG_DFL" for case in "ab" for _ in range(parts)] + ["False"]
 
 
 @pytest.mark.slow
