@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import threading
 import time
@@ -200,7 +201,7 @@ def test_a_batch_that_breaks_the_thread_is_survived(
 
 def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
     """The latency model times some products when it is made. Its predictions are within a factor of four of products
-    timed here. A guess from the number of multiplications would be less than a quarter of them."""
+    timed here, and closer than a guess from the number of multiplications."""
     latency, guess = latency_model(served_model.served), latency_model(served_model.served, profiled=False)
     ratios, guesses = [], []
     for group in served_model.manifest().groups:
@@ -215,7 +216,8 @@ def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
             ratios.append(latency.predict_s(call, 64) / statistics.median(seconds))
             guesses.append(guess.predict_s(call, 64) / statistics.median(seconds))
     assert 0.25 < statistics.median(ratios) < 4
-    assert statistics.median(guesses) < 0.25
+    off, guessed_off = (statistics.median(abs(math.log(one)) for one in each) for each in (ratios, guesses))
+    assert off < guessed_off
 
 
 def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> None:

@@ -85,8 +85,10 @@ def assert_same(got: tuple[float, dict[str, torch.Tensor]], want: tuple[float, d
     assert got[0] == pytest.approx(want[0], rel=CLOSE)
     assert got[1].keys() == want[1].keys()
     assert len(want[1]) >= 2
+    # Where a gradient is a small difference of large terms, as in OPT's query projections, the terms' rounding shows.
+    least = 1e-3 * max(float(gradient.norm()) for gradient in want[1].values())
     for name, gradient in want[1].items():
-        assert float((got[1][name] - gradient).norm()) <= 5 * CLOSE * float(gradient.norm()), name
+        assert float((got[1][name] - gradient).norm()) <= 5 * CLOSE * max(float(gradient.norm()), least), name
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
