@@ -7,6 +7,7 @@ the reply to the last one. Manifest and bundle come by the provider's socket (`w
 
     python -m benchmarks.shared_tensor serve OPTIONS...     `provider serve OPTIONS...`, which needs --ipc DIR
     use()                                                   lets `TenantClient("ipc:DIR", ...)` use the shared tensor
+    reach("shared:DIR")                                     calls `use` and returns "ipc:DIR"; returns other URLs as is
 
 Guarantees: a payload is copied into shared memory when its mask has been added, so plain rows are never there (without
 a mask, the provider may read them anyway). A reply is copied out before it is checked, since the provider may change it
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from provider.net.service import ProviderService
     from provider.schedule.request_class import RequestClass
 
+SCHEME = "shared:"
 LISTENER_NAME = "shared-tensor.sock"
 """The socket's name in the provider's folder at which a tenant hands over its memory."""
 FIRST_ROWS = 512
@@ -284,6 +286,14 @@ class _Channel:
 def use() -> None:
     """Lets every `ipc:DIR` of this process, which has not connected yet, send its requests through shared memory."""
     ipc.IpcConnection = SharedTensorConnection  # type: ignore[misc]
+
+
+def reach(url: str) -> str:
+    """Returns the URL for a `TenantClient` in this process; for `shared:DIR` the client will use shared memory."""
+    if not url.startswith(SCHEME):
+        return url
+    use()
+    return ipc.SCHEME + url.removeprefix(SCHEME)
 
 
 # ---- the provider's end ---------------------------------------------------------------------------------------------
