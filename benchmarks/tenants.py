@@ -2,10 +2,10 @@
 
 The command is `python -m benchmarks.tenants [throughput | saving]`. With `--carrier ipc` or `--carrier "shared tensor"`
 tenants reach the provider in another way than by the tensor port; `--tenants 4` measures four tenants only. For
-`throughput`, local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA
-steps of 2 × 256 tokens on SmolLM2-135M. All processes of a side, the provider included, run at the same time on this
-machine. With up to four tenants, both sides take turns, round after round. Memory is the PSS of processes, so that a
-page that several of them share is counted once in their sum.
+`throughput`, local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes
+LoRA steps of 2 × 256 tokens on SmolLM2-135M. All processes of a side, the provider included, run at the same time on
+this machine. With up to four tenants, both sides take turns, round after round. Memory is the PSS of processes, so that
+a page that several of them share is counted once in their sum.
 
 `saving` repeats a comparison of memory from the papers on shared base models. A provider that saves each layer's input
 from the forward pass to the backward pass, as training code does, is compared with the real provider, which saves
