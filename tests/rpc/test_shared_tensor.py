@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.shared_tensor import FIRST_ROWS, LISTENER_NAME, SharedTensor, SharedTensorConnection, SharedTensorPort
+from benchmarks.shared_tensor import FIRST_ROWS, LISTENER_NAME, SharedTensor, SharedTensorConnection
+from benchmarks.shared_tensor_port import SharedTensorPort
 from provider.model.served_model import ServedModel
 from tests.support.loopback_provider import Provider
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
