@@ -9,8 +9,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @contextlib.contextmanager
 def provider(
-    folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",), core: int | None = None
+    folder: Path,
+    *options: str,
+    tenants: tuple[str, ...] = ("bench",),
+    core: int | None = None,
+    module: str = "provider",
 ) -> Iterator[tuple[str, int]]:
     """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
 
@@ -32,9 +38,10 @@ def provider(
         options: options of `provider serve`.
         tenants: the names to enrol.
         core: the only core that the provider may use; None allows all.
+        module: the module that runs as the `provider` command.
     """
     state = folder / "state"
-    command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
+    command = [sys.executable, "-m", module, "serve", "--tls", "--port", "0", "--state", str(state), *options]
     with (folder / "provider.log").open("w") as log:
         before = os.sched_getaffinity(0)
         try:
@@ -58,6 +65,51 @@ def provider(
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
+
+
+@dataclass(frozen=True)
+class Started:
+    """Says where a provider is.
+
+    Attributes:
+        url: the URL that tenants use.
+        folder: the folder with the tenants' identities.
+        pid: the provider's process id.
+    """
+
+    url: str
+    folder: str
+    pid: int
+
+
+class Providers:
+    """Starts one provider for each way of reaching it and each set of options, when it is first asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack, tenants: tuple[str, ...] = ("bench",)) -> None:
+        """Keeps the stack whose end ends the providers, and the names of the tenants to enrol."""
+        self._stack, self._tenants = stack, tenants
+        self._started: dict[tuple[str, ...], Started] = {}
+
+    def of(self, carrier: str = "", *options: str) -> Started:
+        """Returns a provider for tenants that reach it in one way.
+
+        Args:
+            carrier: "gRPC", "ipc" or "shared tensor"; "" is the tensor port. The last two have `ipc:DIR` and
+                `shared:DIR` (`benchmarks.shared_tensor.reach`) as URL.
+            options: further options of `provider serve`.
+        """
+        is_shared, is_grpc = carrier == "shared tensor", carrier == "gRPC"
+        key = (str(is_shared), str(is_grpc), *options)
+        if key not in self._started:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+            given = ("--ipc", f"{folder}/ipc", "--tensor-port", "none" if is_grpc else "0", *options)
+            module = "benchmarks.shared_tensor" if is_shared else "provider"
+            running = provider(Path(folder), *given, tenants=self._tenants, module=module)
+            url, pid = self._stack.enter_context(running)
+            self._started[key] = Started(url, folder, pid)
+        found = self._started[key]
+        scheme = {"ipc": "ipc", "shared tensor": "shared"}.get(carrier)
+        return found if scheme is None else replace(found, url=f"{scheme}:{found.folder}/ipc")
 
 
 def local_model() -> Any:

@@ -1,4 +1,5 @@
-"""Measures greedy decoding of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
+"""Measures greedy decoding of one sequence by a provider on this machine, without a mask and with masks ready, against
+local fp32.
 
 With the mask `lattice`, the masks of a run are made before the clock starts. None are made in the background, so that
 no run uses the processor during another run.
@@ -6,17 +7,26 @@ no run uses the processor during another run.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, interleaved, local_model, provider, ratios, serve_worker
+from benchmarks.common import Providers, Worker, interleaved, local_model, ratios, serve_worker
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 24
+VARIANTS = {
+    # name: (carrier, mask)
+    "int8 ring, off": ("", "off"),
+    "int8 ring, off, by gRPC": ("gRPC", "off"),
+    "int8 ring, off, by ipc": ("ipc", "off"),
+    "lattice, masks ready": ("", "lattice"),
+    "lattice, masks ready, by ipc": ("ipc", "lattice"),
+    "lattice, masks ready, by shared tensor": ("shared tensor", "lattice"),
+}
 
 
 def decode_of(model: Any) -> Callable[[], Any]:
@@ -39,9 +49,11 @@ def remote(url: str, folder: str, mask: str) -> None:
     import tenant_sdk
 
     tenant_sdk.tune()
+    from benchmarks.shared_tensor import reach
+
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
+        reach(url), identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
     ) as client:
         if mask == "lattice":
             client.fetch_hints()
@@ -49,20 +61,16 @@ def remote(url: str, folder: str, mask: str) -> None:
         serve_worker(decode_of(client.load_model()), prepare)
 
 
-def run(repeats: int = 9) -> dict[str, Any]:
-    """Measures all runs. Returns the median seconds of each run, and its median ratio to the local fp32 run."""
+def run(repeats: int = 9, names: Sequence[str] = tuple(VARIANTS)) -> dict[str, Any]:
+    """Measures the variants and the local peer. Returns the median seconds of each run, and its median ratio to the
+    local fp32 run."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        url, _ = stack.enter_context(provider(Path(folder)))
-        other = stack.enter_context(tempfile.TemporaryDirectory())
-        by_grpc, _ = stack.enter_context(provider(Path(other), "--tensor-port", "none"))
-        for name, *where in (
-            ("int8 ring, off", url, folder, "off"),
-            ("int8 ring, off, by gRPC", by_grpc, other, "off"),
-            ("lattice, masks ready", url, folder, "lattice"),
-        ):
-            workers[name] = stack.enter_context(Worker(__name__, "remote", *where))
+        providers = Providers(stack)
+        for name in names:
+            carrier, mask = VARIANTS[name]
+            where = providers.of(carrier)
+            workers[name] = stack.enter_context(Worker(__name__, "remote", where.url, where.folder, mask))
         before = {name: worker.prepare for name, worker in workers.items()}
         seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats, before=before)
     return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
@@ -70,7 +78,11 @@ def run(repeats: int = 9) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the benchmark and prints its results as a table."""
-    result = run()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    given = parser.parse_args()
+    result = run(given.repeats, given.variants)
     print("| greedy decode | tokens/s | speed against local fp32 |\n|---|---|---|")
     for name, value in result["seconds"].items():
         print(f"| {name} | {NEW_TOKENS / value:.1f} | {1 / result['ratios'][name]:.2f} |")

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, interleaved, local_model, provider, ratios, serve_worker
+from benchmarks.common import Providers, Worker, interleaved, local_model, ratios, serve_worker
 
 SHAPE = (2, 256)
 CYCLE = 3
@@ -32,10 +31,23 @@ VARIANTS = {
     "native float, off": ("native", "off", "", ""),
     "int8 ring, off": ("int8", "off", "", ""),
     "int8 ring, off, by gRPC": ("int8", "off", "", ""),
+    "int8 ring, off, by ipc": ("int8", "off", "", ""),
     "lattice, masks made in the step": ("int8", "lattice", "", ""),
     "lattice, masks ready": ("int8", "lattice", "ready", ""),
+    "lattice, masks ready, by ipc": ("int8", "lattice", "ready", ""),
+    "lattice, masks ready, by shared tensor": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, verified": ("int8", "lattice", "ready", "verified"),
 }
+DEFAULT = tuple(name for name in VARIANTS if not name.endswith(("by ipc", "by shared tensor")))
+"""The variants that are measured if none are named. All of them at once would need more than 24 GiB of memory."""
+PAIRS = (
+    ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
+    ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
+    ("ipc / tensor port, off", "int8 ring, off, by ipc", "int8 ring, off"),
+    ("ipc / tensor port, masks ready", "lattice, masks ready, by ipc", "lattice, masks ready"),
+    ("shared tensor / ipc, masks ready", "lattice, masks ready, by shared tensor", "lattice, masks ready, by ipc"),
+)
+"""Pairs of variants whose ratio is reported, each with the ratio's name."""
 
 
 def step_of(model: Any) -> Callable[[], float]:
@@ -66,9 +78,11 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
     import tenant_sdk
 
     tenant_sdk.tune()
+    from benchmarks.shared_tensor import reach
+
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
+        reach(url), identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
     ) as client:  # fmt: skip
         client.fetch_hints(backward=True)
@@ -79,7 +93,7 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
         serve_worker(step if ready or mask == "off" else lambda: [step() for _ in range(CYCLE)], prepare)
 
 
-def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = True) -> dict[str, Any]:
+def run(repeats: int = 5, names: Sequence[str] = DEFAULT, bf16: bool = True) -> dict[str, Any]:
     """Measures the variants and the local peers.
 
     Args:
@@ -89,22 +103,17 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
 
     Returns:
         `seconds`: the median seconds of a step. `ratios` and `ratios to bf16`: the median ratios to the local steps.
-            `pairs`: the median ratios between a run with masks ready and one without a mask, and between a run that
-            verifies replies and one that does not.
+            `pairs`: the median ratios of `PAIRS`.
     """
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}
         if bf16:
             workers["local bf16"] = stack.enter_context(Worker(__name__, "local", "bfloat16"))
-        urls: dict[str, tuple[str, str]] = {}
+        providers = Providers(stack)
         for name in names:
             weights, *settings = VARIANTS[name]
-            port = "none" if name.endswith("by gRPC") else "0"
-            if weights + port not in urls:
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
-                options = ("--weights", weights, "--tensor-port", port)
-                urls[weights + port] = stack.enter_context(provider(Path(folder), *options))[0], folder
-            workers[name] = stack.enter_context(Worker(__name__, "remote", *urls[weights + port], *settings))
+            where = providers.of(name.rpartition(", by ")[2] if ", by " in name else "", "--weights", weights)
+            workers[name] = stack.enter_context(Worker(__name__, "remote", where.url, where.folder, *settings))
         runs = {name: worker.run for name, worker in workers.items()}
         seconds = interleaved(runs, repeats, before={name: worker.prepare for name, worker in workers.items()})
     for name in seconds.keys() & {"lattice, masks made in the step"}:
@@ -114,10 +123,7 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
         "ratios": ratios(seconds, "local fp32"),
         "ratios to bf16": ratios(seconds, "local bf16") if bf16 else {},
     }
-    for label, one, other in (
-        ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
-        ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
-    ):
+    for label, one, other in PAIRS:
         if one in seconds and other in seconds:
             found.setdefault("pairs", {})[label] = ratios(seconds, other)[one]
     return found
@@ -127,7 +133,7 @@ def main() -> None:
     """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME")
     parser.add_argument("--no-bf16", action="store_true", help="where the processor has none")
     given = parser.parse_args()
     result = run(given.repeats, given.variants, not given.no_bf16)

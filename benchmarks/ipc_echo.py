@@ -4,11 +4,16 @@ The tensor port uses TLS on TCP; on the Unix socket, nothing is encrypted after 
 every message, with the loop in which the provider serves a connection (`provider.net.carrier`). Both ends poll before
 they sleep, as in normal use. The two kinds of socket take turns in every round, so that changes of the machine's speed
 affect both alike. A small message has the size of one row of a decode step; a large one is a tensor in chunks.
+
+The small echo is also measured on a bare Unix socket: two loops of Python that poll, receive and send, and do nothing
+else. No transport in Python between two processes can take less.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import statistics
 import subprocess
@@ -36,6 +41,7 @@ BARS = {"2.3 KB": 0.4, "4 MB": 0.5}
 """The targets, by size of message: an echo on the Unix socket may take at most this share of the time that an echo on
 the tensor port takes in the same round."""
 CALLS = {"2.3 KB": 400, "4 MB": 12}
+_BARE_NAME = "bare.sock"
 
 
 def serve(state: str, folder: str) -> None:
@@ -47,9 +53,8 @@ def serve(state: str, folder: str) -> None:
     from wire.transport.tls_socket import handshake
 
     key, chain, ca = issue_server_certificate(StateDir(Path(state)), "127.0.0.1")
-    tcp, here = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
-    here.bind(str(Path(folder) / SOCKET_NAME))
-    here.listen()
+    tcp = socket.create_server(("127.0.0.1", 0))
+    here, bare = (_listen(Path(folder) / name) for name in (SOCKET_NAME, _BARE_NAME))
     ipc_context, tls_context = server_context(ca, chain, key, IPC_ALPN), server_context(ca, chain, key)
 
     def accept() -> None:
@@ -60,10 +65,32 @@ def serve(state: str, folder: str) -> None:
         plain, _ = tcp.accept()
         _echo(handshake(plain, tls_context))
 
-    for work in (accept, accept_tcp):
+    def accept_bare() -> None:
+        plain, _ = bare.accept()
+        buffer = bytearray(SMALL_BYTES)
+        while _bare_receive(plain, buffer):
+            plain.sendall(buffer)
+
+    for work in (accept, accept_tcp, accept_bare):
         threading.Thread(target=work, daemon=True).start()
     print(f"ready {tcp.getsockname()[1]}", flush=True)
     sys.stdin.read()
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def _bare_receive(plain: socket.socket, buffer: bytearray) -> int:
+    """Polls until a whole small message has come, and receives it; returns 0 at the end."""
+    poll = select.poll()
+    poll.register(plain, select.POLLIN)
+    while not poll.poll(0):
+        os.sched_yield()
+    return plain.recv_into(buffer, 0, socket.MSG_WAITALL)
 
 
 class _Echo:
@@ -110,11 +137,19 @@ def _round_trip(connection: MessageSocket, messages: list[bytes]) -> float:
     return time.perf_counter() - began
 
 
+def _bare_round_trip(plain: socket.socket, message: bytes) -> float:
+    began, buffer = time.perf_counter(), bytearray(SMALL_BYTES)
+    plain.sendall(message)
+    _bare_receive(plain, buffer)
+    return time.perf_counter() - began
+
+
 def run(repeats: int = 7) -> dict[str, dict[str, float]]:
     """Returns, for each size of message, the median microseconds of an echo on the tensor port ("tensor port") and on
-    the Unix socket ("ipc"), and the median over the rounds of "ipc" divided by "tensor port" ("ratio")."""
+    the Unix socket ("ipc"), and the median over the rounds of "ipc" divided by "tensor port" ("ratio"). For the small
+    message, "bare" is the median of an echo on a bare socket."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        tcp, here = _connect(Path(scratch), stack)
+        tcp, here, bare = _connect(Path(scratch), stack)
         header = Header(FrameType.REPLY).pack()
         large = [header + bytes(CHUNK_BYTES)] * NUM_CHUNKS
         messages = {"2.3 KB": [header + bytes(SMALL_BYTES - HEADER_BYTES)], "4 MB": large}
@@ -122,20 +157,24 @@ def run(repeats: int = 7) -> dict[str, dict[str, float]]:
         for size, parts in messages.items():
             rounds = []
             for repeat in range(repeats + 1):
-                pair = [
+                each = [
                     statistics.median(_round_trip(one, parts) for _ in range(CALLS[size])) * 1e6 for one in (tcp, here)
                 ]
+                if len(parts) == 1:
+                    each.append(statistics.median(_bare_round_trip(bare, parts[0]) for _ in range(CALLS[size])) * 1e6)
                 if repeat:  # the first round warms up
-                    rounds.append(pair)
+                    rounds.append(each)
             found[size] = {
                 "tensor port": statistics.median(pair[0] for pair in rounds),
                 "ipc": statistics.median(pair[1] for pair in rounds),
                 "ratio": statistics.median(pair[1] / pair[0] for pair in rounds),
             }
+            if len(parts) == 1:
+                found[size]["bare"] = statistics.median(pair[2] for pair in rounds)
         return found
 
 
-def _connect(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, MessageSocket]:
+def _connect(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, MessageSocket, socket.socket]:
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll
     from wire.transport.identity import load_identity
@@ -157,7 +196,9 @@ def _connect(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, Me
     plain.connect(str(root / SOCKET_NAME))
     here = tenant_handshake(plain, client_context(*given, IPC_ALPN), MOST_S)
     stack.callback(here.release)
-    return tcp, here
+    bare = stack.enter_context(socket.socket(socket.AF_UNIX))
+    bare.connect(str(root / _BARE_NAME))
+    return tcp, here, bare
 
 
 def report(found: dict[str, dict[str, float]], tell: Callable[[str], None] = print) -> None:
@@ -169,6 +210,9 @@ def report(found: dict[str, dict[str, float]], tell: Callable[[str], None] = pri
             f"| {size} | {one['tensor port']:.0f} | {one['ipc']:.0f} | {one['ratio']:.2f} | "
             f"{bar}: {'met' if is_met else '**missed**'} |"
         )
+    for size, one in found.items():
+        if "bare" in one:
+            tell(f"\nA bare socket, {size}: {one['bare']:.1f} µs")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Compares fine-tuning tenants of one provider with as many local processes, by tokens per second and by memory.
 
-The command is `python -m benchmarks.tenants [throughput | saving]`. For `throughput`, local processes run
-transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on
-SmolLM2-135M. All processes of a side, the provider included, run at the same time on this machine. With up to four
-tenants, both sides take turns, round after round. Memory is the PSS of processes, so that a page that several of them
-share is counted once in their sum.
+The command is `python -m benchmarks.tenants [throughput | saving]`. With `--carrier ipc` or `--carrier "shared tensor"`
+tenants reach the provider in another way than by the tensor port; `--tenants 4` measures four tenants only. For
+`throughput`, local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes
+LoRA steps of 2 × 256 tokens on SmolLM2-135M. All processes of a side, the provider included, run at the same time on
+this machine. With up to four tenants, both sides take turns, round after round. Memory is the PSS of processes, so that
+a page that several of them share is counted once in their sum.
 
 `saving` repeats a comparison of memory from the papers on shared base models. A provider that saves each layer's input
 from the forward pass to the backward pass, as training code does, is compared with the real provider, which saves
@@ -13,9 +14,9 @@ nothing. Only this benchmark has a provider that keeps inputs.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ModelPasses, Worker, local_model, provider, pss_mb, serve_worker
+from benchmarks.common import ModelPasses, Providers, Worker, local_model, pss_mb, serve_worker
 from benchmarks.finetune_step import SHAPE, step_of
 
 NUM_TENANTS = (1, 2, 4, 8)
@@ -64,11 +65,12 @@ def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> flo
     return time.perf_counter() - began
 
 
-def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS) -> dict[int, Found]:
-    """Returns the results by number of tenants, and prints a line of the table for each number."""
+def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS, carrier: str = "") -> dict[int, Found]:
+    """Returns the results by number of tenants, and prints a line of the table for each number. For `carrier` see
+    `Providers`."""
     found = {}
     with ExitStack() as stack:
-        sides = _Sides(stack, ("provider", "local"), max(numbers))
+        sides = _Sides(stack, ("provider", "local"), max(numbers), carrier)
         for number in numbers:
             if number > _MOST_IN_TURNS:
                 continue
@@ -77,16 +79,16 @@ def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS) -> di
             print(_line(number, found[number]), flush=True)
     for number in numbers:
         if number > _MOST_IN_TURNS:
-            found[number] = _one_after_the_other(number, rounds)
+            found[number] = _one_after_the_other(number, rounds, carrier)
             print(_line(number, found[number]), flush=True)
     return found
 
 
-def _one_after_the_other(number: int, rounds: int) -> Found:
+def _one_after_the_other(number: int, rounds: int, carrier: str) -> Found:
     looks = []
     for side in ("provider", "local"):
         with ExitStack() as stack:
-            sides = _Sides(stack, (side,), number)
+            sides = _Sides(stack, (side,), number, carrier)
             sides.grow(number)
             looks.append(sides.look(rounds))
     ours, theirs = looks
@@ -97,20 +99,20 @@ class _Sides:
     """Runs the processes of one side or of both sides. A side is `provider` for tenants or `local` for the peer. Both
     sides take turns."""
 
-    def __init__(self, stack: ExitStack, which: Sequence[str], most: int) -> None:
+    def __init__(self, stack: ExitStack, which: Sequence[str], most: int, carrier: str) -> None:
         self._stack, self._workers = stack, {side: list[Worker]() for side in which}
         self._names = tuple(f"tenant{number}" for number in range(most))
-        self._folder = stack.enter_context(tempfile.TemporaryDirectory())
         self._threads = stack.enter_context(ThreadPoolExecutor(most))
-        self._url, self._pid = "", 0
         if "provider" in which:
-            self._url, self._pid = stack.enter_context(provider(Path(self._folder), tenants=self._names))
+            self._provider = Providers(stack, self._names).of(carrier)
 
     def grow(self, number: int) -> None:
         """Starts processes until each side has `number` of them."""
         for side, workers in self._workers.items():
             for name in self._names[len(workers) : number]:
-                arguments = ("tenant", self._url, self._folder, name) if side == "provider" else ("local",)
+                arguments = (
+                    ("tenant", self._provider.url, self._provider.folder, name) if side == "provider" else ("local",)
+                )
                 workers.append(self._stack.enter_context(Worker(__name__, *arguments)))
 
     def look(self, rounds: int) -> Found:
@@ -125,7 +127,7 @@ class _Sides:
                 if repeat:
                     seconds[side].append(took)
         memory = {side: sum(pss_mb(worker.pid) for worker in each) for side, each in self._workers.items()}
-        own = pss_mb(self._pid) if self._pid else 0.0
+        own = pss_mb(self._provider.pid) if "provider" in memory else 0.0
         if "provider" in memory:
             memory["provider"] += own
         tokens = SHAPE[0] * SHAPE[1]
@@ -150,8 +152,10 @@ def tenant(url: str, folder: str, name: str) -> None:
     tenant_sdk.tune()
     import torch
 
+    from benchmarks.shared_tensor import reach
+
     torch.set_num_threads(1)
-    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+    with tenant_sdk.TenantClient(reach(url), identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
@@ -247,14 +251,20 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
 
 def main() -> None:
     """Runs the comparisons that the command line names, by default both, and prints their tables."""
-    what = sys.argv[1:] or ["throughput", "saving"]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tenants")
+    parser.add_argument("what", nargs="*", help="throughput, saving; by default both")
+    parser.add_argument("--carrier", default="", choices=("", "gRPC", "ipc", "shared tensor"))
+    parser.add_argument("--tenants", nargs="+", type=int, default=NUM_TENANTS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args()
+    what = given.what or ["throughput", "saving"]
     if "throughput" in what:
         print("| tenants | tokens/s, one provider | tokens/s, local processes | ratio | MB, provider and tenants | "
               "MB, local | ratio | provider's own MB |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
-        found = throughput()
+        found = throughput(given.tenants, given.rounds, given.carrier)
         fewest, most = found[min(found)], found[max(found)]
         step = max(found) - min(found)
-        for side, own in (("provider", most.provider_mb), ("local", 0.0)):
+        for side, own in (("provider", most.provider_mb), ("local", 0.0)) if step else ():
             each = (most.memory_mb[side] - fewest.memory_mb[side]) / step
             print(
                 f"{side}: {each:.0f} MB for each further tenant, so {(BUDGET_MB - own) // each:.0f} in {BUDGET_MB} MB"

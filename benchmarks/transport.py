@@ -1,4 +1,5 @@
-"""Compares calls on the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, and with a Unix socket.
+"""Compares calls on the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, with a Unix socket, and
+with the paper's shared tensor.
 
 The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
@@ -8,6 +9,7 @@ the fixed cost of a call.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import queue
 import statistics
@@ -28,13 +30,15 @@ from wire.payload import RowsPayload
 if TYPE_CHECKING:
     from wire.transport.connection import Connection
     from wire.transport.identity import TlsIdentity
+    from wire.transport.stream_connection import StreamConnection
 
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
-KINDS = ("real", "real, by gRPC", "real, by ipc", "identity", "identity, by gRPC", "identity, by ipc")
-"""The kinds of provider: `real` computes products, `identity` returns the rows. The stream uses the tensor port, unless
-the name ends in "by gRPC" or "by ipc"."""
+CARRIERS = ("", ", by gRPC", ", by ipc", ", by shared tensor")
+"""The ends of names of providers that tenants reach in another way than by the tensor port."""
+KINDS = tuple(f"{what}{carrier}" for what in ("real", "identity") for carrier in CARRIERS)
+"""The kinds of provider: `real` computes products, `identity` returns the rows."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
@@ -88,10 +92,17 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
-    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if kind.endswith("by ipc") else None
+    is_shared = kind.endswith("by shared tensor")
+    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if is_shared or kind.endswith("by ipc") else None
     server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0, ipc=ipc)
-    server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
-    print(f"ready {f'grpcs://127.0.0.1:{server.port}' if ipc is None else f'ipc:{ipc}'}", flush=True)
+    service = server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
+    url = f"grpcs://127.0.0.1:{server.port}" if ipc is None else f"ipc:{ipc}"
+    if is_shared and ipc is not None:
+        from benchmarks.shared_tensor_port import SharedTensorPort
+
+        SharedTensorPort(ipc, service)
+        url = f"shared:{ipc}"
+    print(f"ready {url}", flush=True)
     sys.stdin.read()
     server.stop()
 
@@ -182,17 +193,15 @@ def run(repeats: int = 7) -> dict[str, Any]:
     """Returns the medians, over paired rounds, of several figures, by the figure's name.
 
     `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
-    by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` is the
-    time of large calls on a Unix socket divided by that on the tensor port.
+    by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` and
+    `shared tensor` are the times of large calls in these ways divided by those on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # must come before anything imports grpc; the servers inherit this
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll
-    from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import load_identity
-    from wire.transport.ipc.connection import SCHEME, IpcConnection
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         root = Path(scratch)
@@ -206,15 +215,23 @@ def run(repeats: int = 7) -> dict[str, Any]:
         echo_url = start("echo", str(root / "state"))
         urls = {name: start("provider", str(root / "state"), str(root / "model"), name) for name in KINDS}
         connections = {
-            name: stack.enter_context(
-                contextlib.closing((IpcConnection if url.startswith(SCHEME) else GrpcConnection)(url, identity))
-            )
-            for name, url in urls.items()
+            name: stack.enter_context(contextlib.closing(_connect(url, identity))) for name, url in urls.items()
         }
         echo = stack.enter_context(contextlib.closing(_Echo(echo_url, identity)))
         found = _compare(echo, connections, repeats)
         check_carriers({name: connection.carrier for name, connection in connections.items()})
         return found
+
+
+def _connect(url: str, identity: TlsIdentity) -> StreamConnection:
+    from benchmarks.shared_tensor import SCHEME as SHARED
+    from benchmarks.shared_tensor import SharedTensorConnection
+    from wire.transport.grpc_connection import GrpcConnection
+    from wire.transport.ipc.connection import SCHEME, IpcConnection
+
+    if url.startswith(SHARED):
+        return SharedTensorConnection(SCHEME + url.removeprefix(SHARED), identity)
+    return (IpcConnection if url.startswith(SCHEME) else GrpcConnection)(url, identity)
 
 
 def check_carriers(carriers: Mapping[str, str | None]) -> None:
@@ -232,7 +249,6 @@ def check_carriers(carriers: Mapping[str, str | None]) -> None:
 def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:
     import torch
 
-    ours, by_grpc, by_ipc = (connections[name] for name in ("identity", "identity, by gRPC", "identity, by ipc"))
     call = Call(0, Direction.FORWARD, Arithmetic.RING)
     row = RowsPayload(torch.ones(1, FEATURES, dtype=torch.int32))
     rows = {
@@ -249,26 +265,17 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         for size, in_flight in large:
             count = max(16, 64 // size)
             echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
-            ours_s = seconds_of(
-                lambda s=size: ours.submit(call, rows[s], FEATURES),
-                lambda sent: sent.result(),
-                count,
-                in_flight,
-            )
-            by_grpc_s = seconds_of(
-                lambda s=size: by_grpc.submit(call, rows[s], FEATURES),
-                lambda sent: sent.result(),
-                count,
-                in_flight,
-            )
-            by_ipc_s = seconds_of(
-                lambda s=size: by_ipc.submit(call, rows[s], FEATURES),
-                lambda sent: sent.result(),
-                count,
-                in_flight,
+            ours_s, by_grpc_s, by_ipc_s, shared_s = (
+                seconds_of(
+                    lambda s=size, c=connections[f"identity{carrier}"]: c.submit(call, rows[s], FEATURES),
+                    lambda sent: sent.result(),
+                    count,
+                    in_flight,
+                )
+                for carrier in CARRIERS
             )
             rate = (size << 20) / ours_s / 1e6
-            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s)
+            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s, shared_s / ours_s)
         if repeat:  # the first round warms up
             for name, value in times.items():
                 small[name].append(value)
@@ -281,26 +288,34 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
         "share by gRPC": {key: statistics.median(pair[2] for pair in pairs) for key, pairs in large.items()},
         "ipc": {key: statistics.median(pair[3] for pair in pairs) for key, pairs in large.items()},
+        "shared tensor": {key: statistics.median(pair[4] for pair in pairs) for key, pairs in large.items()},
         "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
 
 def main() -> None:
     """Runs the benchmark and prints its results as tables."""
-    result = run()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport")
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    result = run(repeats)
     print("| one row, 576 → 576 | µs | above the echo, median of pairs |\n|---|---|---|")
     for name, value in result["small_us"].items():
         above = result["above_echo_us"].get(name)
         print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
     print(
-        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time |"
-        "\n|---|---|---|---|---|---|"
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time | "
+        "shared tensor |"
+        "\n|---|---|---|---|---|---|---|"
     )
     for key, share in result["share"].items():
         rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
-        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} |")
+        print(
+            f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} | "
+            f"{result['shared tensor'][key]:.2f} |"
+        )
     print()
-    ipc_echo.report(ipc_echo.run())
+    ipc_echo.report(ipc_echo.run(repeats))
 
 
 if __name__ == "__main__":

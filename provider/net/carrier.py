@@ -49,6 +49,10 @@ def _wake_ends() -> tuple[int, int]:
     return wake_end, waker  # pragma: no cover
 
 
+_NEWS = [(-1, 0)]
+"""What a look returns for a frame that another thread has made: no descriptor and no event."""
+
+
 class _Carrier:
     def __init__(self, session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
         self._session, self._connection, self._busy_poll = session, connection, busy_poll
@@ -57,6 +61,8 @@ class _Carrier:
         self._wake_end, self._waker = _wake_ends()
         self._poll = select.poll()
         self._poll.register(self._wake_end, select.POLLIN)
+        self._wanted = -1
+        """The events of the connection that `_poll` is registered for; -1 before the first time."""
         self._lock = threading.Lock()
         session.notify = self._notify
 
@@ -99,18 +105,26 @@ class _Carrier:
         """Waits until the connection is ready or there is a frame to send; returns the connection's poll events."""
         must_send = self._connection.has_unsent
         wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
-        self._poll.register(self._connection, wanted)
+        if wanted != self._wanted:
+            self._poll.register(self._connection, wanted)
+            self._wanted = wanted
         # There is no busy polling while the peer must read first, which may take long, nor if the peer was sent no
         # reply, since it then does not decode.
-        self._busy_poll.look(self._is_wanted, self._has_replied and not must_send and self._connection.took_little)
+        is_likely = self._has_replied and not must_send and self._connection.took_little
         self._has_replied = False
-        self._is_waiting = True
-        ready = dict(self._poll.poll(0 if self._has_news and not must_send else self._most_ms(must_send)))
-        self._is_waiting = False
+        ready = self._busy_poll.look(self._look, is_likely)
+        if not ready:
+            self._is_waiting = True
+            ready = self._poll.poll(0 if self._has_news and not must_send else self._most_ms(must_send))
+            self._is_waiting = False
         self._busy_poll.woke()
-        if self._wake_end in ready:
-            os.read(self._wake_end, 4096)
-        return ready.get(self._connection.fileno(), 0)
+        events = 0
+        for descriptor, found in ready:
+            if descriptor == self._wake_end:
+                os.read(descriptor, 4096)
+            else:
+                events = found
+        return events
 
     def _most_ms(self, must_send: bool) -> float | None:
         """Returns for how many milliseconds to wait at most; None if there is no limit.
@@ -125,8 +139,9 @@ class _Carrier:
             raise ConnectionError("the tenant does not read")
         return left_ms
 
-    def _is_wanted(self) -> object:
-        return self._has_news or self._poll.poll(0)
+    def _look(self) -> list[tuple[int, int]] | None:
+        """Returns what is ready now; `_NEWS` if there is a frame to send."""
+        return self._poll.poll(0) or (_NEWS if self._has_news else None)
 
     def _take(self, events: int) -> None:
         if events & select.POLLOUT:

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,6 +31,7 @@ from wire.transport import busy_poll, message_socket
 from wire.transport.busy_poll import BusyPoll
 
 ENDLESS_S = 10 * WAIT_S
+Found = TypeVar("Found")
 
 
 class Patient(BusyPoll):
@@ -43,10 +44,10 @@ class Patient(BusyPoll):
         super().__init__(ENDLESS_S, may_look)
         self._was_short = True
 
-    def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
+    def look(self, has_come: Callable[[], Found], is_likely: bool) -> Found | None:
         busy_poll._looks_until_s = 0.0  # in this test both ends are in one process, and both must poll
         Patient.looks += is_likely
-        super().look(has_come, is_likely)
+        return super().look(has_come, is_likely)
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_who_is_sent_no_reply_is_not_looked_at(
     waits: list[bool] = []
 
     class Noted(BusyPoll):
-        def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
+        def look(self, has_come: Callable[[], Found], is_likely: bool) -> Found | None:
             waits.append(is_likely)
 
     monkeypatch.setattr(provider_service, "BusyPoll", Noted)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 _CODE = """
 import os, socket, sys, threading
-family, listen_at, target, record = sys.argv[1:]
+family, listen_at, target, record, uid = sys.argv[1:]
+if int(uid):
+    os.setuid(int(uid))
 family = getattr(socket, family)
 address = (lambda text: text) if family == socket.AF_UNIX else (lambda text: ("127.0.0.1", int(text)))
 kept, lock = open(record, "wb", buffering=0), threading.Lock()
@@ -44,17 +46,18 @@ while True:
 class Relay:
     """Runs a relay in a process of its own, until `close` is called."""
 
-    def __init__(self, record: Path, target: str | int, listen_at: Path | None = None) -> None:
+    def __init__(self, record: Path, target: str | int, listen_at: Path | None = None, uid: int = 0) -> None:
         """Starts it.
 
         Args:
             record: the file that gets every byte of either direction.
             target: the provider's socket's path, or its port on this machine.
             listen_at: the path to listen at; None for a port of its own choice.
+            uid: the user as whom it runs; 0 for the test's own user.
         """
         self._record = record
         family = "AF_INET" if listen_at is None else "AF_UNIX"
-        command = [sys.executable, "-c", _CODE, family, str(listen_at or 0), str(target), str(record)]
+        command = [sys.executable, "-c", _CODE, family, str(listen_at or 0), str(target), str(record), str(uid)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         word, self.place = self._process.stdout.readline().split()

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter, sleep
+from typing import TypeVar
 
 from wire.errors import ConfigurationError
 
@@ -36,6 +37,7 @@ _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 """The file in which a container finds its own processor quota: microseconds of processor time, or `max`, and the period
 that they are for."""
 _let_others_go_first: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
+_Found = TypeVar("_Found")
 _looks_until_s = 0.0
 """The time, on `perf_counter`'s clock, at which the running poll of this process ends; a past time if no thread
 polls."""
@@ -83,23 +85,30 @@ class BusyPoll:
         self._was_short = False
         self._began_s = 0.0
 
-    def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
+    def look(self, has_come: Callable[[], _Found], is_likely: bool) -> _Found | None:
         """Polls until a message has come or the thread should sleep. Callers must call this before every sleep.
 
         Args:
-            has_come: tells whether a message has come, without waiting for one.
+            has_come: returns what has come, without waiting for it; anything false says that nothing has.
             is_likely: whether the next message is probably a small one from a peer that decodes.
+
+        Returns:
+            What `has_come` returned, or None if the thread should sleep.
         """
         global _looks_until_s
         now = self._began_s = perf_counter()
         if not is_likely or not self._was_short or now < _looks_until_s:
-            return
+            return None
         give_up_at = _looks_until_s = now + self._most_s
         try:
-            while perf_counter() < give_up_at and self._may_look() and not has_come():
+            while perf_counter() < give_up_at and self._may_look():
+                found = has_come()
+                if found:
+                    return found
                 _let_others_go_first()
         finally:
             _looks_until_s = 0.0
+        return None
 
     def woke(self) -> None:
         """Records whether the last wait was short. Callers must call this after every sleep, when a message has

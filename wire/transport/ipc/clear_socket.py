@@ -8,6 +8,7 @@ module does not check who the peer is.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 
 from wire.transport.message_socket import LENGTH, MessageSocket
@@ -51,28 +52,24 @@ class ClearSocket(MessageSocket):
         If no other message waits to be sent, a small message goes to the kernel without being queued. This saves time,
         since most of a small message's time is spent in this process.
         """
-        if len(message) > self.FIRST_BYTES or not self._send_lock.acquire(blocking=False):
+        if len(message) > self.FIRST_BYTES or not self._send_lock.acquire(False):
             return super().send(message)
         try:
-            self._check_process()
-            if self._is_closed or self.has_unsent:
+            if self._is_closed or self._unsent or self._piece or self._begun or os.getpid() != self._pid:
                 self._unsent.append(message)
             else:
-                self._send_small(b"".join((LENGTH.pack(len(message)), message)))
+                data = LENGTH.pack(len(message)) + message
+                sent = self._plain.send(data, socket.MSG_DONTWAIT)
+                if sent < len(data):
+                    self._piece = memoryview(data)[sent:]
+        except BlockingIOError:
+            self._unsent.append(message)
         finally:
             self._send_lock.release()
         self._has_sent = True
-        if self.has_unsent:
+        if self._unsent or self._piece:
             self.flush()
         return None
-
-    def _send_small(self, data: bytes) -> None:
-        try:
-            sent = self._plain.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        if sent < len(data):
-            self._piece = memoryview(data)[sent:]
 
     def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
         return memoryview(plain)
@@ -84,15 +81,15 @@ class ClearSocket(MessageSocket):
         return self._plain.recv_into(self._body[self._filled :], 0, flags or socket.MSG_WAITALL)
 
     def _take_in(self, count: int) -> None:
-        if self._body is None:
-            if not self._held and count >= LENGTH.size and LENGTH.unpack_from(self._small)[0] == count - LENGTH.size:
-                self._messages.append(memoryview(bytearray(self._small[LENGTH.size : count])))
-                return
-            self._held += count
-            self._split()
-        else:
+        if self._body is not None:
             self._filled += count
             self._end_body()
+        elif not self._held and count >= LENGTH.size and LENGTH.unpack_from(self._small)[0] == count - LENGTH.size:
+            # One small message has come, and nothing else: it needs no search for where it ends.
+            self._messages.append(memoryview(bytearray(self._small[LENGTH.size : count])))
+        else:
+            self._held += count
+            self._split()
 
     def _take_long(self, length: int) -> None:
         if length != END_OF_MESSAGES:

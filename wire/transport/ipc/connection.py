@@ -27,7 +27,7 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.ipc import credentials
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import MANIFEST, fetch
-from wire.transport.ipc.folder import check_folder, check_socket
+from wire.transport.ipc.folder import check_folder, check_name, check_socket
 from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
@@ -47,6 +47,7 @@ def folder_of(url: str) -> Path:
     text = url.removeprefix(SCHEME)
     if not text or "\0" in text or url == text:
         raise ConfigurationError("expected ipc:DIR, with the folder that `provider serve --ipc DIR` has")
+    check_name(text)
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError as exc:  # There is no such user, and so no home.

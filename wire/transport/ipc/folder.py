@@ -37,8 +37,10 @@ def check_folder(folder: Path, peer_uid: int | None = None) -> int:
 
     Raises:
         ConfigurationError: there is no such folder, a part of its path is a symbolic link, the folder belongs to
-            another user, others can write to it or to a parent, or the socket's path is too long.
+            another user, others can write to it or to a parent, the socket's path is too long, or the folder's name
+            cannot be printed.
     """
+    check_name(str(folder))
     _check_length(folder)
     real = os.path.realpath(folder)
     if real != str(folder):
@@ -76,6 +78,13 @@ def check_socket(folder: Path, owner: int) -> str:
     if status.st_uid != owner:
         raise ConfigurationError(f"expected {path} to belong to user {owner}, as its folder does, got {status.st_uid}")
     return str(path)
+
+
+def check_name(text: str) -> None:
+    """Raises ConfigurationError if a folder's name holds characters that cannot be printed, since errors and the log
+    name the folder in one line."""
+    if not text.isprintable():
+        raise ConfigurationError("expected a folder whose name can be printed in one line: choose another name")
 
 
 def _check_length(folder: Path) -> None:
