@@ -1,0 +1,112 @@
+"""Prints the results of the parts as tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.placement.parts import PARTS
+
+Found = dict[str, dict[str, Any]]
+
+
+def read(folder: Path) -> Found:
+    """Returns the results in a folder, by part."""
+    files = {name: folder / f"{name}.json" for name in PARTS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def pairs(found: Found, *names: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns, for each number of clients in the named parts, the row of the provider and that of local processes."""
+    rows = [row for name in names if name in found for row in found[name]["rows"]]
+    local = {row["clients"]: row for row in rows if row["side"] == "local"}
+    return [(row, local[row["clients"]]) for row in rows if row["side"] == "provider"]
+
+
+def show(found: Found) -> None:
+    """Prints a table for each part that has results."""
+    for name, one in found.items():
+        print(f"\n{name}: model {one['model']}, {one['transport']}, {one['date']}, {one['processor']}, {one['cores']} "
+              f"cores, {' '.join(one['instructions'])}; took {one['took_s']} s")  # fmt: skip
+    _scaling("figures 10 to 12, mask off", pairs(found, "figure10", "figure10-many"))
+    _scaling("figures 10 to 12, lattice", pairs(found, "figure10-lattice"))
+    _fits(pairs(found, "figure10", "figure10-many"))
+    if "figure10-mapped" in found:
+        ours = {one["clients"]: one for one, _ in pairs(found, "figure10", "figure10-many")}
+        _mapped(found["figure10-mapped"]["rows"], ours)
+    if "table2" in found:
+        _loras(found["table2"]["rows"])
+    if "figure13" in found:
+        _places(found["figure13"]["rows"])
+    if "figure18" in found:
+        _slow(found["figure18"]["rows"])
+
+
+def _table(title: str, *columns: str) -> None:
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+
+
+def _scaling(title: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    if not rows:
+        return
+    _table(title, "clients", "MB, provider", "MB, clients", "MB, local processes", "ratio", "step, s", "local, s",
+           "ratio", "tokens/s", "local", "ratio")  # fmt: skip
+    for ours, local in rows:
+        memory = (ours["provider_mb"] + ours["clients_mb"]) / local["clients_mb"]
+        print(f"| {ours['clients']} | {ours['provider_mb']:,.0f} | {ours['clients_mb']:,.0f} | "
+              f"{local['clients_mb']:,.0f} | {memory:.2f} | {ours['step_s']:.2f} | {local['step_s']:.2f} | "
+              f"{ours['step_s'] / local['step_s']:.2f} | {ours['tokens_per_s']:.1f} | {local['tokens_per_s']:.1f} | "
+              f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} |")  # fmt: skip
+
+
+def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Prints how many clients fit into the memory of the largest number of local processes."""
+    if len(rows) < 2:
+        return
+    (first, _), (last, local) = rows[0], rows[-1]
+    each = (last["clients_mb"] - first["clients_mb"]) / (last["clients"] - first["clients"])
+    fit = (local["clients_mb"] - last["provider_mb"]) / each
+    print(f"\nA further client takes {each:,.0f} MB, so the memory of {local['clients']} local processes holds "
+          f"{fit:.1f} clients and the provider: {fit / local['clients']:.1f} times as many")  # fmt: skip
+
+
+def _loras(rows: list[dict[str, Any]]) -> None:
+    local = {row["lora"]: row for row in rows if row["side"] == "local"}
+    _table("table 2", "adapter", "step, s", "local, s", "ratio", "MB, client", "MB, local", "calls", "MB up", "MB down")
+    for row in rows:
+        if row["side"] == "provider":
+            peer = local[row["lora"]]
+            print(f"| {row['lora']} | {row['step_s']:.2f} | {peer['step_s']:.2f} | "
+                  f"{row['step_s'] / peer['step_s']:.2f} | {row['clients_mb']:,.0f} | {peer['clients_mb']:,.0f} | "
+                  f"{row['calls']} | {row['mb_up']:.0f} | {row['mb_down']:.0f} |")  # fmt: skip
+
+
+def _places(rows: list[dict[str, Any]]) -> None:
+    local = {row["clients"]: row for row in rows if row["side"] == "local"}
+    _table("figures 13 to 17", "place of the clients", "shards", "clients", "step, s", "relative to local", "tokens/s",
+           "MB, clients", "MB, provider")  # fmt: skip
+    for row in rows:
+        place = row.get("place", "local processes")
+        print(f"| {place} | {row.get('shards', '')} | {row['clients']} | {row['step_s']:.2f} | "
+              f"{row['step_s'] / local[row['clients']]['step_s']:.2f} | {row['tokens_per_s']:.1f} | "
+              f"{row['clients_mb']:,.0f} | {row['provider_mb']:,.0f} |")  # fmt: skip
+
+
+def _mapped(rows: list[dict[str, Any]], ours: dict[int, dict[str, Any]]) -> None:
+    _table("figure 10 where local processes share the mapped checkpoint", "clients", "MB, provider and clients",
+           "MB, local processes", "ratio", "local step, s")  # fmt: skip
+    for row in rows:
+        if one := ours.get(row["clients"]):
+            total = one["provider_mb"] + one["clients_mb"]
+            print(f"| {row['clients']} | {total:,.0f} | {row['clients_mb']:,.0f} | {total / row['clients_mb']:.2f} | "
+                  f"{row['step_s']:.2f} |")  # fmt: skip
+
+
+def _slow(rows: list[dict[str, Any]]) -> None:
+    alone = {row["side"]: row["step_s"] for row in rows if row["slow"] == "none"}
+    _table("figure 18", "steps of", "busy loop on the core of", "the loop's share of it", "step, s", "relative")
+    for row in rows:
+        side = "a client" if row["side"] == "provider" else "a local process"
+        print(f"| {side} | {row['slow']} | {row['loop_share']:.2f} | {row['step_s']:.2f} | "
+              f"{row['step_s'] / alone[row['side']]:.2f} |")  # fmt: skip
