@@ -23,7 +23,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @contextlib.contextmanager
 def provider(
-    folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",), core: int | None = None
+    folder: Path,
+    *options: str,
+    tenants: tuple[str, ...] = ("bench",),
+    core: int | None = None,
+    module: str = "provider",
 ) -> Iterator[tuple[str, int]]:
     """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
 
@@ -32,9 +36,10 @@ def provider(
         options: options of `provider serve`.
         tenants: the names to enrol.
         core: the only core that the provider may use; None allows all.
+        module: the module that runs as the `provider` command.
     """
     state = folder / "state"
-    command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
+    command = [sys.executable, "-m", module, "serve", "--tls", "--port", "0", "--state", str(state), *options]
     with (folder / "provider.log").open("w") as log:
         before = os.sched_getaffinity(0)
         try:
