@@ -81,7 +81,9 @@ def _in_turns(site: Site, numbers: Sequence[int], mask: str) -> Rows:
     return rows
 
 
-def _grown(site: Site, side: str, numbers: Sequence[int], add: Callable[[int], Worker], pids: Sequence[int]) -> Rows:
+def _grown(
+    site: Site, side: str, numbers: Sequence[int], add: Callable[[int], Worker], pids: Sequence[int] = ()
+) -> Rows:
     rows: Rows = []
     workers: list[Worker] = []
     for number in numbers:
@@ -129,8 +131,9 @@ def places(site: Site) -> Rows:
     """Measures one and two clients in each place, with a provider of one process and with one of two shards (Figures 13
     to 17).
 
-    The places are the provider's host, by its socket and by TCP, and another host, which is a network namespace behind
-    a link of 1 Gbit/s with a round trip of 1 ms. Where namespaces cannot be made, the other host is left out.
+    The places are the provider's host, by its socket, by the shared tensor and by TCP, and another host, which is a
+    network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. Where namespaces cannot be made, the other
+    host is left out.
     """
     rows: Rows = []
     with ExitStack() as stack:
@@ -153,7 +156,9 @@ def places(site: Site) -> Rows:
 
 def _at_each_place(site: Site, one: Served, hosts: Hosts | None, shards: int) -> Rows:
     rows: Rows = []
-    ways = {"same host, ipc": "ipc", "same host, TCP": "tcp"} | ({OTHER_HOST: "tcp"} if hosts else {})
+    ways = {"same host, ipc": "ipc", "same host, shared tensor": "shared-tensor", "same host, TCP": "tcp"}
+    if hosts is not None:
+        ways[OTHER_HOST] = "tcp"
     for place, transport in ways.items():
         known: dict[str, Any] = {"side": "provider", "place": place, "shards": shards}
         if hosts is not None and place == OTHER_HOST:

@@ -21,8 +21,9 @@ from typing import Any
 from benchmarks.common import Worker, child_pids, provider, pss_mb
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
-TRANSPORTS = ("tcp", "ipc", "inproc")
-"""The ways from a tenant to its provider: TLS on the tensor port, the socket of one host, or one process for both."""
+TRANSPORTS = ("tcp", "ipc", "shared-tensor", "inproc")
+"""The ways from a tenant to its provider: TLS on the tensor port, the socket of one host, the paper's shared tensor
+(`benchmarks.shared_tensor`), or one process for both."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8")
 
@@ -55,10 +56,13 @@ class Served:
 
     def job(self, site: Site, name: str, transport: str, **changes: Any) -> Job:
         """Returns the job of the tenant `name`, which reaches this provider by `transport`."""
-        url = f"ipc:{self.folder / 'ipc'}" if transport == "ipc" else self.url
+        url = self.url if transport == "tcp" else f"ipc:{self.folder / 'ipc'}"
         # Each tenant keeps hints of its own: hints belong to the seed that their tenant drew.
         cache = str(self.folder / "cache" / name)
-        return Job(str(site.model), url, str(self.folder / name), cache=cache, report=cache + ".json", **changes)
+        return Job(
+            str(site.model), url, str(self.folder / name), cache=cache, report=cache + ".json",
+            has_shared_tensor=transport == "shared-tensor", **changes,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -77,7 +81,11 @@ def served(
     folder = site.scratch / f"provider-{time.monotonic_ns()}"
     (folder / "cache").mkdir(parents=True)
     fixed = ("--model", str(site.model), "--host", host, "--ipc", str(folder / "ipc"))
-    with provider(folder, *fixed, *options, tenants=tuple(names), core=core) as (url, pid):
+    # This is `provider serve`, which offers the shared tensor as well.
+    with provider(folder, *fixed, *options, tenants=tuple(names), core=core, module="benchmarks.shared_tensor") as (
+        url,
+        pid,
+    ):
         yield Served(url, folder, (pid, *child_pids(pid)))
 
 
