@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, child_pids, provider, pss_mb
+from benchmarks.common import Worker, child_pids, processor_s, provider, pss_mb
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
 TRANSPORTS = ("tcp", "ipc", "shared-tensor", "inproc")
@@ -114,24 +114,42 @@ def measure(workers: Sequence[Worker], num_steps: int, provider_pids: Sequence[i
         provider_pids: the ids of the provider's processes; none for local processes.
 
     Returns:
-        The number of clients, the median seconds of a step, the tokens per second of all clients together, and the
-        memory in MB of the clients together and of the provider.
+        The number of clients, the median seconds of a step, the tokens per second of all clients together, the memory
+        in MB of the clients together and of the provider, the processor seconds that a step takes its client and the
+        provider, and the share of the machine's processor time that other processes had meanwhile.
     """
     pids = [one.pid for one in workers]
     with ThreadPoolExecutor(len(workers)) as threads:
         _steps_of_all(threads, workers, 1)
         for pid in (*pids, *provider_pids):
             _forget_peak(pid)
+        before, others = [_used_s(group) for group in (pids, provider_pids)], _used_by_all_s()
         began = time.perf_counter()
         latencies = _steps_of_all(threads, workers, num_steps)
         seconds = time.perf_counter() - began
+    clients_s, provider_s = (_used_s(each) - one for each, one in zip((pids, provider_pids), before, strict=True))
+    others = _used_by_all_s() - others - clients_s - provider_s
     return {
         "clients": len(workers),
         "step_s": statistics.median(latencies),
         "tokens_per_s": len(workers) * num_steps * NUM_TOKENS / seconds,
         "clients_mb": sum(_peak_mb(pid) for pid in pids),
         "provider_mb": sum(_peak_mb(pid) for pid in provider_pids),
+        "clients_cpu_s": clients_s / len(latencies),
+        "provider_cpu_s": provider_s / len(latencies),
+        "others_share": max(0.0, others / seconds / (os.cpu_count() or 1)),
     }
+
+
+def _used_s(pids: Sequence[int]) -> float:
+    """Returns the processor time that some processes have used, in seconds."""
+    return sum(processor_s(pid) for pid in pids)
+
+
+def _used_by_all_s() -> float:
+    """Returns the processor time that all processes of this machine have used, in seconds (proc(5), stat)."""
+    user, nice, system, _, _, interrupts, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def _steps_of_all(threads: ThreadPoolExecutor, workers: Sequence[Worker], num_steps: int) -> list[float]:

@@ -116,16 +116,17 @@ def test_in_a_process_group_of_its_own(root: Root, expected: str, tmp_path: Path
 
 def test_two_process_groups_on_one_host(model: Path, expected: str, tmp_path: Path) -> None:
     """The provider's ranks are a group, each with a part of every layer, and the tenant's ranks are another one."""
-    command = [sys.executable, *TORCHRUN, "-m", "provider", "serve", "--model", str(model), "--port", "0"]
+    state, here = StateDir(tmp_path / "state"), tmp_path / "ipc"
+    options = ["--tls", "--port", "0", "--model", str(model), "--state", str(state.path), "--ipc", str(here)]
+    command = [sys.executable, *TORCHRUN, "-m", "provider", "serve", *options, "--parallel", "tensor"]
     with (tmp_path / "log").open("w") as log:
-        provider = subprocess.Popen(
-            [*command, "--parallel", "tensor"], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
-        )
+        provider = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
     try:
         assert provider.stdout is not None
         line = provider.stdout.readline()
         assert line.startswith("ready "), (tmp_path / "log").read_text()
-        assert digest(line.split()[1], None, tmp_path, TORCHRUN) == expected
+        enroll(state, "acme", tmp_path / "acme", line.split()[1])
+        assert digest(f"ipc:{here}", tmp_path / "acme", tmp_path / "cache", TORCHRUN) == expected
     finally:
         provider.send_signal(signal.SIGTERM)
         provider.communicate(timeout=WAIT_S)
