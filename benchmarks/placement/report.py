@@ -51,13 +51,16 @@ def _scaling(title: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> N
     if not rows:
         return
     _table(title, "clients", "MB, provider", "MB, clients", "MB, local processes", "ratio", "step, s", "local, s",
-           "ratio", "tokens/s", "local", "ratio")  # fmt: skip
+           "ratio", "tokens/s", "local", "ratio", "processor s a step: client, provider", "local",
+           "others' share of the machine")  # fmt: skip
     for ours, local in rows:
         memory = (ours["provider_mb"] + ours["clients_mb"]) / local["clients_mb"]
         print(f"| {ours['clients']} | {ours['provider_mb']:,.0f} | {ours['clients_mb']:,.0f} | "
               f"{local['clients_mb']:,.0f} | {memory:.2f} | {ours['step_s']:.2f} | {local['step_s']:.2f} | "
               f"{ours['step_s'] / local['step_s']:.2f} | {ours['tokens_per_s']:.1f} | {local['tokens_per_s']:.1f} | "
-              f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} |")  # fmt: skip
+              f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} | {ours['clients_cpu_s']:.2f}, "
+              f"{ours['provider_cpu_s']:.2f} | {local['clients_cpu_s']:.2f} | "
+              f"{ours['others_share']:.2f}, {local['others_share']:.2f} |")  # fmt: skip
 
 
 def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
