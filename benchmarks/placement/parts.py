@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from benchmarks.common import Worker, processor_s
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 from benchmarks.placement.model import LORAS
-from benchmarks.placement.sides import Served, Site, in_process, measure, on_core, served, start
+from benchmarks.placement.sides import Served, Site, available_mb, in_process, measure, on_core, served, start
 from benchmarks.placement.worker import Job
 
 FEW, MANY = (1, 2, 3, 4), (5, 6)
@@ -27,6 +27,8 @@ turns; with more they would take more than 20 GB, so one side is measured after 
 MASKED, PLACED = (1, 2), (1, 2)
 """The numbers of clients with `lattice`, and at each place of Figures 13 to 17."""
 OTHER_HOST, ROUND_TRIP_MS = "other host", 1.0
+LEAST_MB = 3500
+"""The memory in MB that has to be free before a further process is started, which takes at most 3,000."""
 Rows = list[dict[str, Any]]
 SAY = print
 """Tells the user how far a part is."""
@@ -87,7 +89,11 @@ def _grown(
     rows: Rows = []
     workers: list[Worker] = []
     for number in numbers:
-        workers += [add(index) for index in range(len(workers), number)]
+        for index in range(len(workers), number):
+            if available_mb() < LEAST_MB:
+                SAY(f"{side}: the machine has no room for process {index + 1}")
+                return rows
+            workers.append(add(index))
         rows.append(_said({"side": side, "mask": "off"} | measure(workers, site.num_steps, pids)))
     return rows
 

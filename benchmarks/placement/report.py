@@ -29,8 +29,8 @@ def show(found: Found) -> None:
     for name, one in found.items():
         print(f"\n{name}: model {one['model']}, {one['transport']}, {one['date']}, {one['processor']}, {one['cores']} "
               f"cores, {' '.join(one['instructions'])}; took {one['took_s']} s")  # fmt: skip
-    _scaling("figures 10 to 12, mask off", pairs(found, "figure10", "figure10-many"))
-    _scaling("figures 10 to 12, lattice", pairs(found, "figure10-lattice"))
+    _scaling("mask off", pairs(found, "figure10", "figure10-many"))
+    _scaling("lattice", pairs(found, "figure10-lattice"))
     _fits(pairs(found, "figure10", "figure10-many"))
     if "figure10-mapped" in found:
         ours = {one["clients"]: one for one, _ in pairs(found, "figure10", "figure10-many")}
@@ -47,20 +47,24 @@ def _table(title: str, *columns: str) -> None:
     print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
 
 
-def _scaling(title: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _scaling(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     if not rows:
         return
-    _table(title, "clients", "MB, provider", "MB, clients", "MB, local processes", "ratio", "step, s", "local, s",
-           "ratio", "tokens/s", "local", "ratio", "processor s a step: client, provider", "local",
-           "others' share of the machine")  # fmt: skip
+    _table(f"figure 10, {mask}: MB", "clients", "provider", "clients together", "local processes", "ratio")
     for ours, local in rows:
-        memory = (ours["provider_mb"] + ours["clients_mb"]) / local["clients_mb"]
+        ratio = (ours["provider_mb"] + ours["clients_mb"]) / local["clients_mb"]
         print(f"| {ours['clients']} | {ours['provider_mb']:,.0f} | {ours['clients_mb']:,.0f} | "
-              f"{local['clients_mb']:,.0f} | {memory:.2f} | {ours['step_s']:.2f} | {local['step_s']:.2f} | "
+              f"{local['clients_mb']:,.0f} | {ratio:.2f} |")  # fmt: skip
+    _table(f"figures 11 and 12, {mask}", "clients", "step, s", "local", "ratio", "tokens/s", "local", "ratio",
+           "processor s a step: client + provider", "local", "tokens per processor s, ratio",
+           "others' share of the machine: ours, local")  # fmt: skip
+    for ours, local in rows:
+        used, least = ours["clients_cpu_s"] + ours["provider_cpu_s"], local["clients_cpu_s"]
+        print(f"| {ours['clients']} | {ours['step_s']:.2f} | {local['step_s']:.2f} | "
               f"{ours['step_s'] / local['step_s']:.2f} | {ours['tokens_per_s']:.1f} | {local['tokens_per_s']:.1f} | "
-              f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} | {ours['clients_cpu_s']:.2f}, "
-              f"{ours['provider_cpu_s']:.2f} | {local['clients_cpu_s']:.2f} | "
-              f"{ours['others_share']:.2f}, {local['others_share']:.2f} |")  # fmt: skip
+              f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} | {ours['clients_cpu_s']:.2f} + "
+              f"{ours['provider_cpu_s']:.2f} | {least:.2f} | {least / used:.2f} | {ours['others_share']:.2f}, "
+              f"{local['others_share']:.2f} |")  # fmt: skip
 
 
 def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -76,40 +80,48 @@ def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 def _loras(rows: list[dict[str, Any]]) -> None:
     local = {row["lora"]: row for row in rows if row["side"] == "local"}
-    _table("table 2", "adapter", "step, s", "local, s", "ratio", "MB, client", "MB, local", "calls", "MB up", "MB down")
+    _table("table 2", "adapter", "step, s", "local", "ratio", "processor s a step: client + provider", "local",
+           "MB, client", "local", "calls", "MB up", "MB down")  # fmt: skip
     for row in rows:
         if row["side"] == "provider":
             peer = local[row["lora"]]
             print(f"| {row['lora']} | {row['step_s']:.2f} | {peer['step_s']:.2f} | "
-                  f"{row['step_s'] / peer['step_s']:.2f} | {row['clients_mb']:,.0f} | {peer['clients_mb']:,.0f} | "
-                  f"{row['calls']} | {row['mb_up']:.0f} | {row['mb_down']:.0f} |")  # fmt: skip
+                  f"{row['step_s'] / peer['step_s']:.2f} | {_used(row)} | {_used(peer)} | {row['clients_mb']:,.0f} | "
+                  f"{peer['clients_mb']:,.0f} | {row['calls']} | {row['mb_up']:.0f} | "
+                  f"{row['mb_down']:.0f} |")  # fmt: skip
+
+
+def _used(row: dict[str, Any]) -> str:
+    both = f"{row['clients_cpu_s']:.2f} + {row['provider_cpu_s']:.2f}"
+    return both if row["side"] == "provider" else f"{row['clients_cpu_s']:.2f}"
 
 
 def _places(rows: list[dict[str, Any]]) -> None:
     local = {row["clients"]: row for row in rows if row["side"] == "local"}
     _table("figures 13 to 17", "place of the clients", "shards", "clients", "step, s", "relative to local", "tokens/s",
-           "MB, clients", "MB, provider")  # fmt: skip
+           "processor s a step: client + provider", "MB, clients", "MB, provider",
+           "others' share of the machine")  # fmt: skip
     for row in rows:
         place = row.get("place", "local processes")
         print(f"| {place} | {row.get('shards', '')} | {row['clients']} | {row['step_s']:.2f} | "
-              f"{row['step_s'] / local[row['clients']]['step_s']:.2f} | {row['tokens_per_s']:.1f} | "
-              f"{row['clients_mb']:,.0f} | {row['provider_mb']:,.0f} |")  # fmt: skip
+              f"{row['step_s'] / local[row['clients']]['step_s']:.2f} | {row['tokens_per_s']:.1f} | {_used(row)} | "
+              f"{row['clients_mb']:,.0f} | {row['provider_mb']:,.0f} | {row['others_share']:.2f} |")  # fmt: skip
 
 
 def _mapped(rows: list[dict[str, Any]], ours: dict[int, dict[str, Any]]) -> None:
-    _table("figure 10 where local processes share the mapped checkpoint", "clients", "MB, provider and clients",
-           "MB, local processes", "ratio", "local step, s")  # fmt: skip
+    _table("figure 10 where local processes share the mapped checkpoint: MB", "clients", "provider and clients",
+           "local processes", "ratio")  # fmt: skip
     for row in rows:
         if one := ours.get(row["clients"]):
             total = one["provider_mb"] + one["clients_mb"]
-            print(f"| {row['clients']} | {total:,.0f} | {row['clients_mb']:,.0f} | {total / row['clients_mb']:.2f} | "
-                  f"{row['step_s']:.2f} |")  # fmt: skip
+            print(f"| {row['clients']} | {total:,.0f} | {row['clients_mb']:,.0f} | {total / row['clients_mb']:.2f} |")
 
 
 def _slow(rows: list[dict[str, Any]]) -> None:
     alone = {row["side"]: row["step_s"] for row in rows if row["slow"] == "none"}
-    _table("figure 18", "steps of", "busy loop on the core of", "the loop's share of it", "step, s", "relative")
+    _table("figure 18", "steps of", "busy loop on the core of", "the loop's share of it", "step, s", "relative",
+           "processor s a step: client + provider")  # fmt: skip
     for row in rows:
         side = "a client" if row["side"] == "provider" else "a local process"
         print(f"| {side} | {row['slow']} | {row['loop_share']:.2f} | {row['step_s']:.2f} | "
-              f"{row['step_s'] / alone[row['side']]:.2f} |")  # fmt: skip
+              f"{row['step_s'] / alone[row['side']]:.2f} | {_used(row)} |")  # fmt: skip

@@ -177,6 +177,12 @@ def _peak_mb(pid: int) -> float:
     return pss_mb(pid) + max(0.0, highest - present)
 
 
+def available_mb() -> float:
+    """Returns the memory in MB that new processes may take (proc(5), meminfo)."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) / 1000
+
+
 def on_core(job: Job, core: int | None) -> Job:
     """Returns a job whose process may use one core only."""
     return replace(job, core=core)
