@@ -43,12 +43,25 @@ def _names(most: int) -> tuple[str, ...]:
 
 def few_clients(site: Site) -> Rows:
     """Measures 1 to 4 clients, in turns with as many local processes (Figures 10 to 12)."""
-    return _in_turns(site, FEW, "off")
+    rows: Rows = []
+    with ExitStack() as stack:
+        add, pids = _tenants(stack, site, max(FEW), "off")
+        tenants: list[Worker] = []
+        locals_: list[Worker] = []
+        for number in FEW:
+            tenants += [add(index) for index in range(len(tenants), number)]
+            locals_ += [start(stack, Job(str(site.model))) for _ in range(len(locals_), number)]
+            rows.append(_said({"side": "provider", "mask": "off"} | measure(tenants, site.num_steps, pids)))
+            rows.append(_said({"side": "local"} | measure(locals_, site.num_steps)))
+    return rows
 
 
 def masked_clients(site: Site) -> Rows:
-    """Measures 1 and 2 clients with `lattice`, in turns with as many local processes."""
-    return _in_turns(site, MASKED, "lattice")
+    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. Compare with the local processes of
+    `few_clients`."""
+    with ExitStack() as stack:
+        add, pids = _tenants(stack, site, max(MASKED), "lattice")
+        return _grown(site, {"side": "provider", "mask": "lattice"}, MASKED, add, pids)
 
 
 def many_clients(site: Site) -> Rows:
@@ -56,9 +69,9 @@ def many_clients(site: Site) -> Rows:
     rows: Rows = []
     with ExitStack() as stack:
         add, pids = _tenants(stack, site, max(MANY), "off")
-        rows += _grown(site, "provider", MANY, add, pids)
+        rows += _grown(site, {"side": "provider", "mask": "off"}, MANY, add, pids)
     with ExitStack() as stack:
-        rows += _grown(site, "local", MANY, lambda _: start(stack, Job(str(site.model))))
+        rows += _grown(site, {"side": "local"}, MANY, lambda _: start(stack, Job(str(site.model))))
     return rows
 
 
@@ -66,35 +79,21 @@ def mapped_locals(site: Site) -> Rows:
     """Measures 1 to 6 local processes that share the mapped checkpoint, as transformers loads it on a CPU."""
     with ExitStack() as stack:
         job = Job(str(site.model), is_mapped=True)
-        return _grown(site, "local, mapped", (*FEW, *MANY), lambda _: start(stack, job))
-
-
-def _in_turns(site: Site, numbers: Sequence[int], mask: str) -> Rows:
-    rows: Rows = []
-    with ExitStack() as stack:
-        add, pids = _tenants(stack, site, max(numbers), mask)
-        tenants: list[Worker] = []
-        locals_: list[Worker] = []
-        for number in numbers:
-            tenants += [add(index) for index in range(len(tenants), number)]
-            locals_ += [start(stack, Job(str(site.model))) for _ in range(len(locals_), number)]
-            rows.append(_said({"side": "provider", "mask": mask} | measure(tenants, site.num_steps, pids)))
-            rows.append(_said({"side": "local"} | measure(locals_, site.num_steps)))
-    return rows
+        return _grown(site, {"side": "local, mapped"}, (*FEW, *MANY), lambda _: start(stack, job))
 
 
 def _grown(
-    site: Site, side: str, numbers: Sequence[int], add: Callable[[int], Worker], pids: Sequence[int] = ()
+    site: Site, known: dict[str, Any], numbers: Sequence[int], add: Callable[[int], Worker], pids: Sequence[int] = ()
 ) -> Rows:
     rows: Rows = []
     workers: list[Worker] = []
     for number in numbers:
         for index in range(len(workers), number):
             if available_mb() < LEAST_MB:
-                SAY(f"{side}: the machine has no room for process {index + 1}")
+                SAY(f"{known['side']}: the machine has no room for process {index + 1}")
                 return rows
             workers.append(add(index))
-        rows.append(_said({"side": side, "mask": "off"} | measure(workers, site.num_steps, pids)))
+        rows.append(_said(known | measure(workers, site.num_steps, pids)))
     return rows
 
 
@@ -156,7 +155,7 @@ def places(site: Site) -> Rows:
             with inside, served(site, _names(max(PLACED)), *options, host=host) as one:
                 rows += _at_each_place(site, one, hosts, shards)
     with ExitStack() as stack:
-        rows += _grown(site, "local", PLACED, lambda _: start(stack, Job(str(site.model))))
+        rows += _grown(site, {"side": "local"}, PLACED, lambda _: start(stack, Job(str(site.model))))
     return rows
 
 

@@ -13,8 +13,8 @@ Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def draw(found: Found, folder: Path) -> None:
     """Writes scaling.svg and places.svg to a folder, as far as there are results for them."""
-    if plain := pairs(found, "figure10", "figure10-many"):
-        _scaling(plain, pairs(found, "figure10-lattice"), folder / "scaling.svg")
+    if plain := pairs(found, "off"):
+        _scaling(plain, pairs(found, "lattice"), folder / "scaling.svg")
     if "figure13" in found or "figure18" in found:
         _bars(found, folder / "places.svg")
 

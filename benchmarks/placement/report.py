@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.placement.parts import PARTS
 
 Found = dict[str, dict[str, Any]]
+FIGURES_10_TO_12 = ("figure10", "figure10-many", "figure10-lattice")
 
 
 def read(folder: Path) -> Found:
@@ -17,11 +18,13 @@ def read(folder: Path) -> Found:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
-def pairs(found: Found, *names: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns, for each number of clients in the named parts, the row of the provider and that of local processes."""
-    rows = [row for name in names if name in found for row in found[name]["rows"]]
+def pairs(found: Found, mask: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns, for each number of clients of Figures 10 to 12 with a mask, the row of the provider and that of as many
+    local processes."""
+    rows = [row for name in FIGURES_10_TO_12 if name in found for row in found[name]["rows"]]
     local = {row["clients"]: row for row in rows if row["side"] == "local"}
-    return [(row, local[row["clients"]]) for row in rows if row["side"] == "provider"]
+    ours = [row for row in rows if row["side"] == "provider" and row["mask"] == mask]
+    return [(row, local[row["clients"]]) for row in ours if row["clients"] in local]
 
 
 def show(found: Found) -> None:
@@ -29,12 +32,12 @@ def show(found: Found) -> None:
     for name, one in found.items():
         print(f"\n{name}: model {one['model']}, {one['transport']}, {one['date']}, {one['processor']}, {one['cores']} "
               f"cores, {' '.join(one['instructions'])}; took {one['took_s']} s")  # fmt: skip
-    _scaling("mask off", pairs(found, "figure10", "figure10-many"))
-    _scaling("lattice", pairs(found, "figure10-lattice"))
-    _fits(pairs(found, "figure10", "figure10-many"))
+    plain = pairs(found, "off")
+    _scaling("mask off", plain)
+    _scaling("lattice", pairs(found, "lattice"))
+    _fits(plain)
     if "figure10-mapped" in found:
-        ours = {one["clients"]: one for one, _ in pairs(found, "figure10", "figure10-many")}
-        _mapped(found["figure10-mapped"]["rows"], ours)
+        _mapped(found["figure10-mapped"]["rows"], {one["clients"]: one for one, _ in plain})
     if "table2" in found:
         _loras(found["table2"]["rows"])
     if "figure13" in found:
