@@ -326,3 +326,9 @@ def rss_mb(pid: int) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1000
     return float("nan")
+
+
+def child_pids(pid: int) -> list[int]:
+    """Returns the ids of a process's children."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import ModelPasses, interleaved, pss_mb
+from benchmarks.common import ModelPasses, child_pids, interleaved, pss_mb
 
 NUM_ROWS = (1, 512)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -55,15 +55,10 @@ def serve_without_tls(folder: Path, launcher: tuple[str, ...], options: tuple[st
         line = process.stdout.readline() if process.stdout else ""
         if not line.startswith("ready "):
             raise SystemExit((folder / "log").read_text()[-2000:])
-        yield Served(line.split()[1], [*([] if launcher else [process.pid]), *_children(process.pid)])
+        yield Served(line.split()[1], [*([] if launcher else [process.pid]), *child_pids(process.pid)])
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
 def run(repeats: int) -> dict[str, Served]:

@@ -71,7 +71,7 @@ class TenantClient:
 
         Args:
             url: grpcs://host:port, ipc:DIR for a provider on this host, grpc://127.0.0.1:port without TLS, or
-                inproc:MODEL for a provider in this process; for mask="shares" a list of two.
+                inproc:MODEL or inproc:MODEL?shards=N for a provider in this process; for mask="shares" a list of two.
             identity: folder made by `provider enroll`, needed for grpcs and ipc; a list if `url` is a list.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
             verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m). Every reply and the whole

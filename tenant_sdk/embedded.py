@@ -6,23 +6,45 @@ only for such a URL. The rules of import-linter list this exception.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from wire.errors import ConfigurationError
 from wire.transport.connection import Connection
-from wire.transport.inproc import InprocConnection
+from wire.transport.inproc import Handler, InprocConnection
 
 SCHEME = "inproc:"
 
 
 def connect_inproc(url: str, weights: str | None = None) -> Connection:
-    """Loads the model that `inproc:MODEL` names, and returns a connection to a provider of this model.
+    """Loads the model that a URL names, and returns a connection to a provider of this model.
 
     Args:
-        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.
+        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id. With ?shards=N at
+            its end, N processes hold the weights and compute, which end when the connection is closed.
         weights: `int8` (default) or `native`.
+
+    Raises:
+        ConfigurationError: the model is unknown, or `weights` or the number of shards is impossible.
     """
     from provider.embedded import serve_in_process
 
     if weights not in (None, "int8", "native"):
         raise ConfigurationError(f"weights is int8 or native, got {weights!r}")
+    model, has_shards, given = url.removeprefix(SCHEME).partition("?shards=")
+    if has_shards and not re.fullmatch(r"[1-9]\d{0,3}", given):
+        raise ConfigurationError(f"expected inproc:MODEL?shards=N with N from 1, got {given[:40]!r} as N")
+    served_model = serve_in_process(model, "native" if weights == "native" else "int8", num_shards=int(given or 1))
+    return _Owner(served_model, served_model.close) if has_shards else InprocConnection(served_model)
 
-    return InprocConnection(serve_in_process(url.removeprefix(SCHEME), "native" if weights == "native" else "int8"))
+
+class _Owner(InprocConnection):
+    """Calls a provider that ends with the connection."""
+
+    def __init__(self, handler: Handler, end: Callable[[], None]) -> None:
+        super().__init__(handler)
+        self._end = end
+
+    def close(self) -> None:
+        """Ends the provider's processes."""
+        self._end()

@@ -1,27 +1,46 @@
-"""Tests a tenant that is in the provider's process, on its host, or connected by TCP (docs/placement.md), with and
-without shards: products are the same."""
+"""Tests that a tenant's step is the same, to the last bit, in every place of docs/placement.md: in the provider's
+process, on its host, in a process group of its own, on another host, and on a core that the provider may not use. Each
+place is tested with a provider of one process and with one of two shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
+from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from tenant_sdk.embedded import connect_inproc
 from tests.support.provider_command import Serving
+from tests.support.repository import ROOT
 from tests.support.tiny_models import make_tiny
-from wire.frame import Arithmetic, Call, Direction
-from wire.payload import RowsPayload
-from wire.transport.connection import Connection
-from wire.transport.grpc_connection import GrpcConnection
-from wire.transport.identity import TlsIdentity
-from wire.transport.ipc.connection import IpcConnection
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@dataclass(frozen=True)
+class Root:
+    """Describes a running provider.
+
+    Attributes:
+        folder: the folder with the provider's socket, in `ipc`, and a tenant's identity, `acme`.
+        url: the provider's URL.
+        hosts: the two hosts, of which the provider is on the first; None if this user or kernel cannot make hosts.
+    """
+
+    folder: Path
+    url: str
+    hosts: Hosts | None
 
 
 @pytest.fixture(scope="module")
@@ -31,39 +50,95 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[1, 2], ids=["plain", "2 shards"])
-def root(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """Runs a provider and enrolls a tenant. Yields a folder, which has the socket's folder `ipc` and the identity
-    `acme` in it, and the provider's URL."""
-    options = ["--tls", "--port", 0, "--model", model, "--state", tmp_path / "state", "--ipc", tmp_path / "ipc"]
-    serving = Serving(*options, "--shards", request.param)
-    try:
-        enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", serving.url)
-        yield tmp_path, serving.url
-    finally:
-        code, _, err = serving.stop()
+@pytest.fixture(scope="module", params=[1, 2], ids=["plain", "2 shards"])
+def root(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    folder = tmp_path_factory.mktemp("root")
+    with contextlib.ExitStack() as stack:
+        hosts: Hosts | None = None
+        with contextlib.suppress(NoNamespaces):
+            hosts = stack.enter_context(Hosts())
+        options = ["--tls", "--port", 0, "--model", model, "--state", folder / "state", "--ipc", folder / "ipc"]
+        with contextlib.nullcontext() if hosts is None else hosts.inside(0):
+            host = "127.0.0.1" if hosts is None else ADDRESSES[0]
+            serving = Serving(*options, "--host", host, "--shards", request.param)
+        try:
+            enroll(StateDir(folder / "state"), "acme", folder / "acme", serving.url)
+            yield Root(folder, serving.url, hosts)
+        finally:
+            code, _, err = serving.stop()
     assert code == 0, err
-    assert not (tmp_path / "ipc" / "veilbase.sock").exists()
+    assert not (folder / "ipc" / "veilbase.sock").exists()
 
 
-def products(connection: Connection) -> list[torch.Tensor]:
-    """Returns the product of every layer group with fixed rows, in both directions."""
-    replies = []
-    for group in connection.manifest().groups:
-        for direction in Direction:
-            cols, reply_cols = group.widths(direction)
-            rows = torch.randint(-(2**31), 2**31, (3, cols), generator=torch.Generator().manual_seed(group.id))
-            call = Call(group.id, direction, Arithmetic.RING)
-            replies.append(connection.submit(call, RowsPayload(rows.to(torch.int32)), reply_cols).result())
-    return replies
+def digest(url: str, identity: Path | None, cache: Path, launcher: Sequence[str] = (), core: int | None = None) -> str:
+    """Returns the digest of a tenant's step, which is taken by a process of its own without a GPU.
+
+    Args:
+        url, identity: the provider and the tenant's identity.
+        cache: an empty folder.
+        launcher: the arguments of Python that start the module, torchrun's for several ranks.
+        core: the only core that the process may use; None allows all.
+    """
+    command = [sys.executable, *launcher, "-m", "tests.support.placed_tenant", url, str(identity or ""), str(cache)]
+    if core is not None:
+        command = ["taskset", "--cpu-list", str(core), *command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def test_every_place_gives_the_same_products(root: tuple[Path, str], model: Path) -> None:
-    folder, url = root
-    identity = TlsIdentity.read(folder / "acme")
-    here = products(connect_inproc(f"inproc:{model}"))
-    assert len(here) > 4
-    for connection in (IpcConnection(f"ipc:{folder / 'ipc'}", identity), GrpcConnection(url, identity)):
-        there = products(connection)
-        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
-        connection.close()
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Provides the digest of a step with the provider in the tenant's process."""
+    found = digest(f"inproc:{model}", None, tmp_path_factory.mktemp("cache"))
+    assert len(found) == 64
+    return found
+
+
+def test_in_the_providers_process_with_shards(model: Path, expected: str, tmp_path: Path) -> None:
+    assert digest(f"inproc:{model}?shards=2", None, tmp_path) == expected
+
+
+def test_on_the_providers_host_by_the_socket(root: Root, expected: str, tmp_path: Path) -> None:
+    assert digest(f"ipc:{root.folder / 'ipc'}", root.folder / "acme", tmp_path) == expected
+
+
+def test_on_the_providers_host_by_tcp(root: Root, expected: str, tmp_path: Path) -> None:
+    with contextlib.nullcontext() if root.hosts is None else root.hosts.inside(0):
+        assert digest(root.url, root.folder / "acme", tmp_path) == expected
+
+
+def test_in_a_process_group_of_its_own(root: Root, expected: str, tmp_path: Path) -> None:
+    """Two ranks are one tenant, and compare their results through their group."""
+    assert digest(f"ipc:{root.folder / 'ipc'}", root.folder / "acme", tmp_path, TORCHRUN) == expected
+
+
+def test_two_process_groups_on_one_host(model: Path, expected: str, tmp_path: Path) -> None:
+    """The provider's ranks are a group, each with a part of every layer, and the tenant's ranks are another one."""
+    state, here = StateDir(tmp_path / "state"), tmp_path / "ipc"
+    options = ["--tls", "--port", "0", "--model", str(model), "--state", str(state.path), "--ipc", str(here)]
+    command = [sys.executable, *TORCHRUN, "-m", "provider", "serve", *options, "--parallel", "tensor"]
+    with (tmp_path / "log").open("w") as log:
+        provider = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+    try:
+        assert provider.stdout is not None
+        line = provider.stdout.readline()
+        assert line.startswith("ready "), (tmp_path / "log").read_text()
+        enroll(state, "acme", tmp_path / "acme", line.split()[1])
+        assert digest(f"ipc:{here}", tmp_path / "acme", tmp_path / "cache", TORCHRUN) == expected
+    finally:
+        provider.send_signal(signal.SIGTERM)
+        provider.communicate(timeout=WAIT_S)
+
+
+def test_on_another_host(root: Root, expected: str, tmp_path: Path) -> None:
+    if root.hosts is None:
+        pytest.skip("this user or kernel cannot make network namespaces")
+    with root.hosts.inside(1):
+        assert digest(root.url, root.folder / "acme", tmp_path) == expected
+
+
+def test_without_a_gpu_on_one_core(root: Root, expected: str, tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    assert digest(f"ipc:{root.folder / 'ipc'}", root.folder / "acme", tmp_path, core=core) == expected

@@ -19,6 +19,7 @@ import torch
 from provider.embedded import serve_in_process
 from provider.engine.replica import ReplicaLost
 from provider.model.served_model import ServedModel
+from provider.shards.in_process import ShardedModel
 from provider.shards.local import LocalShards
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
@@ -308,3 +309,34 @@ def test_a_plan_is_whole_and_even(served_model: ServedModel) -> None:
         assert largest <= sum(sizes) / num_shards + max(sizes)
     with pytest.raises(ConfigurationError, match="as many as layer groups"):
         make_plan(groups, len(groups) + 1)
+
+
+def test_a_model_in_the_tenants_process_computes_in_shards_of_its_own(
+    served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A process that is killed is started again, and gets the same rows."""
+    folder: Path = tmp_path_factory.mktemp("sharded") / "gpt2"
+    make_tiny("gpt2", folder)
+    sharded = serve_in_process(str(folder), num_shards=2)
+    assert isinstance(sharded, ShardedModel)
+    try:
+        assert sharded.manifest().groups == served_model.manifest().groups
+        assert not sharded.served.groups, "the weights are in the processes only"
+        call = Call(0, Direction.BACKWARD, Arithmetic.RING)
+        rows = rows_of(served_model, call, 5)
+        expected = served_model.compute(call, rows)
+        assert torch.equal(sharded.compute(call, rows), expected)
+        (lost, *_), *others = sharded._shards.replicas
+        assert lost.pid is not None
+        os.kill(lost.pid, signal.SIGKILL)
+        assert torch.equal(sharded.compute(call, rows), expected)
+        with pytest.raises(UnknownLayer):
+            sharded.compute(Call(1000, Direction.FORWARD, Arithmetic.RING), rows)
+        with pytest.raises(InvalidTensor):
+            sharded.compute(call, rows[:, :3])
+        pids = [lost.pid, others[0][0].pid]
+    finally:
+        sharded.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    with pytest.raises(RemoteFault):
+        sharded.compute(call, rows)

@@ -74,6 +74,8 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
     assert "takes no identity" in refused(inproc, identity=identity)
     assert "inproc: only" in refused("grpc://127.0.0.1:1", weights="int8")
     assert "int8 or native" in refused(inproc, weights="int4")
+    for number in ("", "0", "two", "-1", "2&x"):
+        assert "with N from 1" in refused(f"{inproc}?shards={number}"), number
     assert "needs an identity" in refused("grpcs://127.0.0.1:1")
     for options in ({"mask": "invisible"}, {"arithmetic": "complex"}, {"mask_options": {"pool_size": 3}}):
         assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
