@@ -306,6 +306,9 @@ class RemoteGroup:
         self.planned_calls = planned
         self.spec = spec
         self.member_features = list(member_features)
+        self.base_biases: list[torch.Tensor | None] = [None] * len(self.member_features)
+        """The frozen biases of the members, which the provider adds in float arithmetic; None for each without a bias
+        and until the member is attached."""
         self._local = threading.local()
 
     @property

@@ -81,7 +81,17 @@ class _Remote(nn.Module):
         bundle's tensors, which include the bias."""
         self._group, self._index, self._device = group, index, device
         if self.bias is not None:
-            self.base_bias = self.bias.detach().clone()
+            self.base_bias = group.base_biases[index] = self.bias.detach().clone()
+
+    @property
+    def group(self) -> RemoteGroup | None:
+        """Returns the layer group that this layer belongs to; None before `attach`."""
+        return self._group
+
+    @property
+    def index(self) -> int:
+        """Returns the layer's number in its group, from 0."""
+        return self._index
 
     @property
     def planned_calls(self) -> PlannedCalls | None:
