@@ -4,9 +4,9 @@ own calls.
 The weights stay with the provider. The rows go through the same masked calls as a model's activations or gradients.
 
 Guarantees: every call masks its rows with fresh slots (unused rows of the mask), and its reply is checked with
-`verify`. The number of rows shows to the provider, so callers must choose it without looking at contents. A call neither
-uses nor replaces the outputs that the layers of a group share (tenant_sdk/model/remote_group.py). No gradient is
-recorded.
+`verify`. A call neither uses nor replaces the outputs that the layers of a group share
+(tenant_sdk/model/remote_group.py). No gradient is recorded. The provider sees how many rows a call has, so callers must
+choose this number without looking at contents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from tenant_sdk.model.remote_group import RemoteGroup
-from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model.remote_linear import NOT_ATTACHED, RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 
@@ -28,7 +28,7 @@ def group_of(layer: RemoteLayer) -> RemoteGroup:
         ConfigurationError: the layer does not belong to a model of `TenantClient.load_model`.
     """
     if layer.group is None:
-        raise ConfigurationError("a remote layer was used before TenantClient.load_model attached it")
+        raise ConfigurationError(NOT_ATTACHED)
     return layer.group
 
 

@@ -357,6 +357,10 @@ class RemoteGroup:
         self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None
         return mine
 
+    def output_alone(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Returns the same as `output`, by a call of its own, which leaves alone what the members share."""
+        return _apply(x, self, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Returns this same group, since a copied model uses it too."""
         return self
