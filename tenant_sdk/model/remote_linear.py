@@ -46,9 +46,9 @@ class RemoteWeight(torch.Tensor):
         """Raises RemoteWeightError for every operation that needs the data."""
         raise RemoteWeightError(
             f"{func} needs the data of a base weight, which stays with the provider: "
-            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), for DoRA in stock "
-            "PEFT pass tenant_sdk.for_remote_base(config), or, where the model itself reads it, a provider that excludes "
-            "this layer with --base-layers"
+            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not); for DoRA in "
+            "stock PEFT, pass tenant_sdk.for_remote_base(config); or, where the model itself reads it, choose a "
+            "provider that excludes this layer with --base-layers"
         )
 
 

@@ -15,7 +15,7 @@ from tenant_sdk.serving.adapters.lora import SlotNumbers, Stack
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
-IDS = torch.randint(3, 128, (10, 5), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 128, (12, 5), generator=torch.Generator().manual_seed(1))
 LLAMA: list[dict[str, Any]] = [
     {"r": 8},
     {"r": 3, "lora_alpha": 5},
@@ -26,11 +26,14 @@ LLAMA: list[dict[str, Any]] = [
     {"r": 16, "target_modules": ["gate_proj"]},
     {"r": 5, "target_modules": ["up_proj"]},
     {"r": 9, "target_modules": ["lm_head", "k_proj"]},
+    {"r": 8, "use_dora": True},
+    {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "lm_head"]},
 ]
 GPT2: list[dict[str, Any]] = [
     {"r": 8, "fan_in_fan_out": True},
     {"r": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]},
     {"r": 40, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"], "use_rslora": True},
+    {"r": 8, "fan_in_fan_out": True, "use_dora": True},
 ]
 
 
