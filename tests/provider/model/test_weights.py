@@ -43,7 +43,15 @@ def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) ->
     expected = load_file(tmp_path / "secret" / kind / "model.safetensors")
     assert set(kept) == {name for name in expected if name.removesuffix(".weight") not in served}
     assert all(torch.equal(kept[name], expected[name]) for name in kept)
-    assert set(load(read(served_model, "scales.safetensors"))) == served
+    scales, norms = (load(read(served_model, f"{file}.safetensors")) for file in ("scales", "column_norms"))
+    assert set(scales) == served
+    assert set(norms) == served | {f"native/{name}" for name in served}
+    for name in served:
+        weight = expected[f"{name}.weight"].double()
+        weight = weight if kind == "gpt2" else weight.t()
+        rounded = torch.round(weight / scales[name]).clamp(-127, 127) * scales[name].double()
+        assert torch.allclose(norms[f"native/{name}"].double(), weight.norm(dim=0), rtol=1e-6)
+        assert torch.allclose(norms[name].double(), rounded.norm(dim=0), rtol=1e-6)
     assert json.loads(read(served_model, "config.json"))["architectures"] == [type(model).__name__]
 
 
