@@ -64,7 +64,8 @@ class RemoteDora(DoraLinearVariant):  # type: ignore[misc]
             norm = module.get_base_layer().column_norms()
         else:
             norm = module.norm_caches[adapter_name].norm(module, adapter_name)
-        magnitude.weight = nn.Parameter(norm.to(lora_a.dtype, copy=True), requires_grad=True)
+        # float32 also in a model of bfloat16, whose rounding would be as large as what training changes at first
+        magnitude.weight = nn.Parameter(norm.to(torch.float32, copy=True), requires_grad=True)
         module.lora_magnitude_vector[adapter_name] = magnitude
 
     @staticmethod

@@ -167,7 +167,9 @@ def _is_stale(layer: Any, adapter: str, course: Course) -> bool:
 
 
 def _ask(group: RemoteGroup, layers: list[Any], adapter: str, course: Course) -> None:
-    """Asks for the products of several layers of a group by one call."""
+    """Asks for the products of several layers of a group by one call, once it is known that the layers have norms."""
+    for layer in layers:
+        layer.get_base_layer().column_norms()
     factors = [layer.lora_A[adapter].weight for layer in layers]
     versions = [_version(lora_a) for lora_a in factors]
     products = group_products(group, torch.cat([lora_a.detach().to(torch.float32) for lora_a in factors]))

@@ -82,6 +82,7 @@ def _remote_norms(factors: _Factors, layers: Mapping[str, Layer]) -> dict[str, t
     for module in factors:
         like = layers[module].like
         if isinstance(like, RemoteLinear | RemoteConv1D):
+            like.column_norms()  # refuses false norms before anything is sent
             by_group.setdefault(group_of(like), []).append(module)
     norms = {}
     with contextlib.ExitStack() as stack:

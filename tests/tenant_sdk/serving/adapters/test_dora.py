@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from attacks.programs.overflow import Fault, Overflower
 from tenant_sdk import TenantClient, embedded
@@ -17,6 +17,7 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.folder import WEIGHTS
 from tests.support.client_seams import before_requests
 from tests.support.dequantised import dequantised
+from tests.support.lying_bundle import Liar
 from tests.support.mask_site import MODEL_NOISE
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.serving import make_served_model
@@ -150,6 +151,28 @@ def test_an_answer_that_is_not_finite_fails_the_adapter_and_nothing_else(
         assert isinstance(ticket.failure, NotFinite)
         assert "\n" not in str(ticket.failure)
         held(store, bell, "lora")
+        store.close()
+
+
+def test_false_norms_fail_the_adapter_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny"
+    stock = make_tiny("llama", folder)
+    save_adapter(stock, tmp_path / "adapters" / "dora", seed=1, use_dora=True)
+    liar = Liar(make_served_model(folder, "int8"))
+    norms = load(liar.files["column_norms.safetensors"])
+    norms["model.layers.1.mlp.down_proj"][3] = math.nan
+    liar.files["column_norms.safetensors"] = save(norms)
+    liar.announce()
+    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(liar))
+    bell = Bell()
+    with TenantClient("inproc:x", cache=tmp_path / "cache", mask="off") as client:
+        store = AdapterStore(client.load_model(), tmp_path / "adapters", on_ready=bell)
+        ticket = store.reserve("dora")
+        bell.wait_for(ticket)
+        assert str(ticket.failure) == (
+            "the bundle's column norms of model.layers.1.mlp.down_proj are no norms that this layer can have"
+        )
+        assert liar.num_rows == []
         store.close()
 
 
