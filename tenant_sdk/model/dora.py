@@ -85,10 +85,11 @@ class RemoteDora(DoraLinearVariant):  # type: ignore[misc]
         base: RemoteLayer = module.get_base_layer()
         if module.training and not isinstance(dropout, nn.Identity):
             x = dropout(x)
-            return result + (gain - 1) * base.without_bias(x) + gain * (lora_b(lora_a(x)) * scaling)
-        if base.bias is None:
-            return gain * (result + lora_b(lora_a(x)) * scaling)
-        return base.bias + gain * (result - base.bias + lora_b(lora_a(x)) * scaling)
+            output: torch.Tensor = result + (gain - 1) * base.without_bias(x) + gain * (lora_b(lora_a(x)) * scaling)
+            return output
+        plain = result if base.bias is None else result - base.bias
+        output = gain * (plain + lora_b(lora_a(x)) * scaling)
+        return output if base.bias is None else output + base.bias
 
 
 class RemoteLora(Linear):  # type: ignore[misc]
@@ -119,9 +120,10 @@ def features_of_dora(model: nn.Module) -> tuple[int, int]:
         (the number of values that autograd keeps, the number of values that the provider answers in second calls).
     """
     kept = answered = 0
-    for module in model.modules():
-        for name in module.norm_caches if isinstance(module, RemoteLora) else ():
-            kept += module.out_features
-            if not isinstance(module.lora_dropout[name], nn.Identity):
-                answered += group_of(module.get_base_layer()).spec.out_features
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, RemoteLora)]
+    for layer in layers:
+        for name in layer.norm_caches:
+            kept += layer.out_features
+            if not isinstance(layer.lora_dropout[name], nn.Identity):
+                answered += group_of(layer.get_base_layer()).spec.out_features
     return kept, answered

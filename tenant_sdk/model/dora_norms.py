@@ -8,7 +8,8 @@ the first term comes with the provider's bundle and the last is the tenant's own
 through the masked call that gives A·W.
 
 Guarantees: A·W is asked for when A is new or an optimizer has made a step with it, whatever the numbers are, and never
-when an activation is computed again. The layers of a group are asked for together, in one call. A norm is positive and
+when an activation is computed again. The layers of a group are asked for in one call, and the groups of a model one
+after the other without waiting. A norm is positive and
 finite whatever the provider answers: the middle term cannot exceed what Cauchy and Schwarz allow. A product that is not
 finite counts as such in the run (tenant_sdk/model/planned_calls.py).
 """
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tenant_sdk.model import product_source
 from tenant_sdk.model.base_products import group_of, group_products
-from tenant_sdk.model.planned_calls import Course
+from tenant_sdk.model.planned_calls import Course, PlannedCalls, are_finite
 from tenant_sdk.model.remote_group import RemoteGroup
 
 SMALLEST_SHARE = 1e-6
@@ -125,36 +126,36 @@ class NormCache:
 
 
 class _Readers:
-    """Holds the DoRA layers of one group, and the lock under which the group's products are asked for."""
+    """Holds the DoRA layers of one model, and the lock under which their products are asked for."""
 
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.lock = threading.Lock()
 
 
-_READERS: weakref.WeakKeyDictionary[RemoteGroup, _Readers] = weakref.WeakKeyDictionary()
+_READERS: weakref.WeakKeyDictionary[PlannedCalls, _Readers] = weakref.WeakKeyDictionary()
+"""Maps a loaded model, by its courses (run states), to its DoRA layers."""
 _READERS_LOCK = threading.Lock()
 
 
-def _readers(group: RemoteGroup) -> _Readers:
+def _readers(planned: PlannedCalls) -> _Readers:
     with _READERS_LOCK:
-        return _READERS.setdefault(group, _Readers())
+        return _READERS.setdefault(planned, _Readers())
 
 
 def watch(layer: Any) -> None:
-    """Lets a LoRA layer over a remote layer be asked for together with the other layers of its group."""
-    _readers(group_of(layer.get_base_layer())).layers.add(layer)
+    """Lets a LoRA layer over a remote layer be asked for together with the model's other layers."""
+    _readers(group_of(layer.get_base_layer()).planned_calls).layers.add(layer)
 
 
 def _product_of(layer: Any, adapter: str) -> _Product:
-    """Returns A·W of a layer; if it has to be asked for, those of the group's other layers are asked for with it."""
-    group = group_of(layer.get_base_layer())
-    readers, course = _readers(group), group.planned_calls.course
+    """Returns A·W of a layer; if it has to be asked for, those of the model's other layers are asked for with it."""
+    planned = group_of(layer.get_base_layer()).planned_calls
+    readers, course = _readers(planned), planned.course
     with readers.lock:
         readers.layers.add(layer)  # a copied model's layers were never announced
         if _is_stale(layer, adapter, course):
-            stale = [each for each in readers.layers if _is_stale(each, adapter, course)]
-            _ask(group, sorted(stale, key=lambda each: int(each.get_base_layer().index)), adapter, course)
+            _ask([each for each in readers.layers if _is_stale(each, adapter, course)], adapter, course)
         asked: _Product = layer.norm_caches[adapter].asked
         return asked
 
@@ -166,21 +167,34 @@ def _is_stale(layer: Any, adapter: str, course: Course) -> bool:
     return cache.asked is None or not cache.asked.is_of(layer.lora_A[adapter].weight, course)
 
 
-def _ask(group: RemoteGroup, layers: list[Any], adapter: str, course: Course) -> None:
-    """Asks for the products of several layers of a group by one call, once it is known that the layers have norms."""
-    for layer in layers:
+def _ask(layers: list[Any], adapter: str, course: Course) -> None:
+    """Asks for the products of several layers of a model, once it is known that the layers have norms."""
+    by_group: dict[RemoteGroup, list[Any]] = {}
+    for layer in sorted(layers, key=_place):
         layer.get_base_layer().column_norms()
-    factors = [layer.lora_A[adapter].weight for layer in layers]
-    versions = [_version(lora_a) for lora_a in factors]
-    products = group_products(group, torch.cat([lora_a.detach().to(torch.float32) for lora_a in factors]))
-    if not all(bool(torch.isfinite(each).all()) for each in products):
+        by_group.setdefault(group_of(layer.get_base_layer()), []).append(layer)
+    factors = {layer: layer.lora_A[adapter].weight for layer in layers}
+    versions = {layer: _version(lora_a) for layer, lora_a in factors.items()}
+    products = group_products(
+        [(group, torch.cat([factors[layer].to(torch.float32) for layer in own])) for group, own in by_group.items()]
+    )
+    if not are_finite(part for parts in products for part in parts):
         course.not_finite()
-    begin = 0
-    for layer, lora_a, version in zip(layers, factors, versions, strict=True):
-        rows = products[layer.get_base_layer().index][begin : begin + lora_a.shape[0]].clone()
-        begin += lora_a.shape[0]
-        spoilt = course if course.sends_zeros else None
-        layer.norm_caches[adapter].asked = _Product(weakref.ref(lora_a), version, rows, spoilt)
+    spoilt = course if course.sends_zeros else None
+    for own, parts in zip(by_group.values(), products, strict=True):
+        begin = 0
+        for layer in own:
+            rank = factors[layer].shape[0]
+            rows = parts[layer.get_base_layer().index][begin : begin + rank].clone()
+            begin += rank
+            kept = _Product(weakref.ref(factors[layer]), versions[layer], rows, spoilt)
+            layer.norm_caches[adapter].asked = kept
+
+
+def _place(layer: Any) -> tuple[int, int]:
+    """Returns the numbers of a layer's group, and of the layer in its group."""
+    base = layer.get_base_layer()
+    return group_of(base).spec.id, base.index
 
 
 def _version(parameter: torch.Tensor) -> tuple[int, int]:

@@ -155,7 +155,9 @@ def test_several_adapters_and_none(kind_and_folder: tuple[str, Path]) -> None:
         for base in (client.load_model(), dequantised(folder)):
             model = adapted(base, for_remote_base(dora(kind)))
             torch.manual_seed(11)
-            model.add_adapter("second", for_remote_base(dora(kind, init_lora_weights=False, r=2)))
+            targets = ["c_attn"] if kind == "gpt2" else ["k_proj", "down_proj"]
+            second = dora(kind, init_lora_weights=False, r=2, target_modules=targets)
+            model.add_adapter("second", for_remote_base(second))
             models.append(model)
         with torch.no_grad():
             for name in ("default", "second", "default"):

@@ -9,7 +9,6 @@ nothing else. They mask their rows with fresh slots. Gains are finite and bounde
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,35 +77,28 @@ def _local_norms(factors: _Factors, layers: Mapping[str, Layer]) -> dict[str, to
 
 def _remote_norms(factors: _Factors, layers: Mapping[str, Layer]) -> dict[str, torch.Tensor]:
     """Returns the norms of layers at the provider, which is asked for A·W by one call for each group of layers."""
+    likes: dict[str, Any] = {
+        module: layers[module].like
+        for module in factors
+        if isinstance(layers[module].like, RemoteLinear | RemoteConv1D)
+    }
+    if not likes:
+        return {}
+    norms = {module: like.column_norms().cpu() for module, like in likes.items()}  # before anything is sent
     by_group: dict[RemoteGroup, list[str]] = {}
-    for module in factors:
-        like = layers[module].like
-        if isinstance(like, RemoteLinear | RemoteConv1D):
-            like.column_norms()  # refuses false norms before anything is sent
-            by_group.setdefault(group_of(like), []).append(module)
-    norms = {}
-    with contextlib.ExitStack() as stack:
-        for group in sorted(by_group, key=lambda each: each.spec.id):
-            if not norms:  # the groups of a model have the same courses
-                stack.enter_context(group.planned_calls.own_course(may_stop=True))
-            norms |= _group_norms(group, by_group[group], factors, layers)
-    return norms
-
-
-def _group_norms(
-    group: RemoteGroup, modules: list[str], factors: _Factors, layers: Mapping[str, Layer]
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    likes: dict[str, Any] = {module: layers[module].like for module in modules}
-    ordered = sorted(modules, key=lambda module: int(likes[module].index))
-    rows = torch.cat([factors[module][1].to(torch.float32) for module in ordered])
-    products = group_products(group, rows.to(likes[ordered[0]].weight.device))
-    group.planned_calls.course.check(products)
-    norms, begin = {}, 0
-    for module in ordered:
-        layer, lora_a, lora_b = factors[module]
-        cross = products[likes[module].index][begin : begin + layer.rank].cpu()
-        begin += layer.rank
-        norms[module] = column_norms_of_sum(
-            likes[module].column_norms().cpu(), cross, lora_a, lora_b.t(), layer.scaling
-        )
+    for module in sorted(likes, key=lambda module: (group_of(likes[module]).spec.id, int(likes[module].index))):
+        by_group.setdefault(group_of(likes[module]), []).append(module)
+    device = next(iter(likes.values())).weight.device
+    rows = [torch.cat([factors[module][1].to(torch.float32) for module in own]) for own in by_group.values()]
+    planned = next(iter(by_group)).planned_calls  # those of the model, and so of all its groups
+    with planned.own_course(may_stop=True) as course:
+        products = group_products([(group, each.to(device)) for group, each in zip(by_group, rows, strict=True)])
+        course.check(part for parts in products for part in parts)
+    for own, parts in zip(by_group.values(), products, strict=True):
+        begin = 0
+        for module in own:
+            layer, lora_a, lora_b = factors[module]
+            cross = parts[likes[module].index][begin : begin + layer.rank].cpu()
+            begin += layer.rank
+            norms[module] = column_norms_of_sum(norms[module], cross, lora_a, lora_b.t(), layer.scaling)
     return norms

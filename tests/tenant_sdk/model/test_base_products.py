@@ -43,7 +43,7 @@ def test_one_call_serves_a_whole_group_and_leaves_its_shared_outputs(
         attention: Any = client.load_model().get_submodule("model.layers.0.self_attn")
         x = torch.randn(5, 32)
         attention.q_proj(x)
-        parts = group_products(group_of(attention.q_proj), torch.randn(4, 32))
+        (parts,) = group_products([(group_of(attention.q_proj), torch.randn(4, 32))])
         attention.k_proj(x)
     assert calls == [5, 4]
     assert [tuple(part.shape) for part in parts] == [(4, 32), (4, 16), (4, 16)]

@@ -20,6 +20,7 @@ from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import RELATIVE, adapted, batch, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.windowed_models import gradients_of, padded_batch, whole_gradients
+from wire.errors import Unavailable
 from wire.frame import Call, Direction
 from wire.payload import Payload
 
@@ -127,10 +128,10 @@ def test_training_goes_on_where_it_stopped(chat_client: Any, tmp_path: Path, mon
         stop["rows"] = stop.get("rows", 0) + (payload.num_rows == 9)
         if stop["rows"] > 2 * stop["at"] and "done" not in stop:
             stop["done"] = 1
-            raise ConnectionError("the provider is away")
+            raise Unavailable("the provider is away")
 
     before_requests(monkeypatch, fail)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(Unavailable):
         chat_client.finetune(ROWS, dora(), tmp_path / "out", **QUICK)
     result = chat_client.finetune(ROWS, dora(), tmp_path / "out", **QUICK)
     assert result.resumed_from_step == 4

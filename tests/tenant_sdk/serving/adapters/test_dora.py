@@ -179,7 +179,7 @@ def test_false_norms_fail_the_adapter_before_anything_is_sent(tmp_path: Path, mo
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
 Change = Callable[[dict[str, torch.Tensor]], object]
 DAMAGED: dict[str, tuple[Change, str]] = {
-    "no magnitudes": (lambda tensors: tensors.pop(KEY), "needs 32 magnitudes for .*q_proj, and has none"),
+    "no magnitudes": (lambda tensors: tensors.pop(KEY), "needs 32 magnitudes for .*q_proj', and has none"),
     "too few": (lambda tensors: tensors.update({KEY: torch.ones(31)}), r"and has the shape \(31,\)"),
     "a matrix": (lambda tensors: tensors.update({KEY: torch.ones(1, 32)}), r"and has the shape \(1, 32\)"),
     "NaN": (lambda tensors: tensors.update({KEY: torch.full((32,), math.nan)}), "no numbers, or more than"),
