@@ -9,9 +9,9 @@ through the masked call that gives A·W.
 
 Guarantees: A·W is asked for when A is new or an optimizer has made a step with it, whatever the numbers are, and never
 when an activation is computed again. The layers of a group are asked for in one call, and the groups of a model one
-after the other without waiting. A norm is positive and
-finite whatever the provider answers: the middle term cannot exceed what Cauchy and Schwarz allow. A product that is not
-finite counts as such in the run (tenant_sdk/model/planned_calls.py).
+after the other without waiting. A norm is positive and finite whatever the provider answers: the middle term cannot
+exceed what Cauchy and Schwarz allow. A product that is not finite counts as such in the run
+(tenant_sdk/model/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def column_norms_of_sum(
     middle = (b * cross.t().to(torch.float64)).sum(dim=1) * scaling
     middle = torch.nan_to_num(middle, nan=0.0).clamp(-bound, bound)
     smallest = ((base + own) * SMALLEST_SHARE).clamp_min(torch.finfo(torch.float32).tiny)
-    return (base**2 + 2 * middle + own**2).clamp_min(0).sqrt().clamp_min(smallest).to(torch.float32)
+    found = (base**2 + 2 * middle + own**2).clamp_min(0).sqrt().maximum(smallest)
+    return found.clamp_max(torch.finfo(torch.float32).max).to(torch.float32)
 
 
 @dataclass(eq=False)
