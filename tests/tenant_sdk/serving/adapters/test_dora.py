@@ -106,21 +106,6 @@ def test_many_dora_adapters_in_one_product(tmp_path: Path) -> None:
         assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_slot_keeps_no_gain_of_the_adapter_before(tmp_path: Path) -> None:
-    model, bell = base_model(), Bell()
-    for at, settings in enumerate(({"use_dora": True}, {}, {"target_modules": ["q_proj"]}, {"use_dora": True})):
-        save_adapter(model, tmp_path / f"a{at}", seed=at, **settings)
-    stock = base_model()
-    store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
-    for at in (0, 1, 0, 2, 3, 2, 1):
-        (ticket,) = held(store, bell, f"a{at}")
-        (got,) = stepped(store, model, [(ticket.slot, IDS[at])])
-        expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
-        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
-        ticket.release()
-    store.close()
-
-
 def test_memory_counts_the_gains(tmp_path: Path) -> None:
     model, bell = base_model(), Bell()
     for name, use_dora in (("dora", True), ("lora", False)):
