@@ -50,15 +50,17 @@ PAIRS = (
 """Pairs of variants whose ratio is reported, each with the ratio's name."""
 
 
-def step_of(model: Any) -> Callable[[], float]:
-    """Returns a function that takes one LoRA step: forward pass, backward pass, AdamW."""
+def step_of(model: Any, use_dora: bool = False) -> Callable[[], float]:
+    """Returns a function that takes one LoRA or DoRA step: forward pass, backward pass, AdamW."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    from tenant_sdk import for_remote_base
+
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=use_dora)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft_model = get_peft_model(model, config)
+        peft_model = get_peft_model(model, for_remote_base(config))
     optimizer = torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(100, 40_000, SHAPE, generator=torch.Generator().manual_seed(0))
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from noise.ledger.ledger import SeedExhausted
     from tenant_sdk.client import TenantClient
     from tenant_sdk.generate import TemplateRefuses
+    from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.serving.engine import Engine
@@ -114,6 +115,7 @@ __all__ = [
     "WrongPeer",
     "check_run",
     "chunk_loss",
+    "for_remote_base",
     "tune",
 ]
 
@@ -135,6 +137,7 @@ _MODULE_OF = {
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
     "chunk_loss": "tenant_sdk.training.chunked_loss",
+    "for_remote_base": "tenant_sdk.model.dora",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
 takes seconds."""

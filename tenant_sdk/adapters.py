@@ -9,16 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
 from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.plain_values import positive
 from tenant_sdk.session_protocol import ModelSource
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, VeilbaseError
 from wire.loading import loading
 
 
@@ -31,7 +32,10 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
         if adapter is not None:
             try:
                 with loading():
-                    model = PeftModel.from_pretrained(model, str(adapter)).eval()
+                    config = for_remote_base(PeftConfig.from_pretrained(str(adapter)))
+                    model = PeftModel.from_pretrained(model, str(adapter), config=config).eval()
+            except VeilbaseError:
+                raise
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
                 # `from None`: PEFT's frames hold the adapter's tensors, and its error may quote the adapter's settings.
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None

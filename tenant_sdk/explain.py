@@ -27,6 +27,10 @@ _VISIBLE = (
     "token counts, lengths and timing; which layers are called in which direction (the depth of the backward pass "
     "shows the lowest adapted layer); who you are; whatever can be inferred from outputs you show the provider"
 )
+_DORA = (
+    "an adapter with DoRA shows as one, with its rank in each layer group: the rows of its A go through a masked call "
+    "when it is first used, and in training after each optimizer step"
+)
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
@@ -48,6 +52,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
+        lines["DoRA"] = _DORA
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)

@@ -39,10 +39,14 @@ BUNDLE_FILE_NAMES = frozenset(
         "vocab.json",
         "merges.txt",
         "scales.safetensors",
+        "column_norms.safetensors",
     }
 )
 """The only files that a bundle may hold. None of them is code or a pickle."""
 
+NATIVE_NORMS = "native/"
+"""What precedes a layer's name in column_norms.safetensors if the norms are those of the checkpoint's own weight. No
+layer's name holds a slash."""
 _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)

@@ -85,7 +85,11 @@ def _close_all(fds: list[int]) -> None:
 
 
 def build_bundle(
-    model: Any, tokenizer: Any | None, scales: dict[str, torch.Tensor], parent: Path | None
+    model: Any,
+    tokenizer: Any | None,
+    scales: dict[str, torch.Tensor],
+    norms: dict[str, torch.Tensor],
+    parent: Path | None,
 ) -> tuple[Bundle, dict[str, Any]]:
     """Writes the bundle of a model from which the base layers' weights were removed.
 
@@ -93,6 +97,7 @@ def build_bundle(
         model: a PreTrainedModel whose base layers have `weight` None.
         tokenizer: the model's tokenizer, or None.
         scales: by layer name, α, the quantiser's scale of each output feature; shape (out_features,), float32.
+        norms: by layer name, the norms of the weight's columns, as wire/SPEC.md, section 2, defines them.
         parent: the folder in which a temporary folder is made; None for the system's folder of temporary files.
 
     Returns:
@@ -107,6 +112,7 @@ def build_bundle(
         config = _write_config(model, folder)
         save_file(client_tensors(model), folder / "model.safetensors", {"format": "pt"})
         save_file(scales, folder / "scales.safetensors")
+        save_file(norms, folder / "column_norms.safetensors")
         if tokenizer is not None:
             _write_tokenizer(tokenizer, folder)
         return Bundle(folder), config

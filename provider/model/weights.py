@@ -24,8 +24,8 @@ from provider.model.trace import base_layers, group_name, layer_kind, trace_grou
 from wire.errors import ConfigurationError
 from wire.frame import PROTOCOL_VERSION
 from wire.limits import MAX_GROUPS, Limits
-from wire.manifest import GroupInfo, LayerInfo, Manifest
-from wire.ring.quantise import digest, max_norms, quantise
+from wire.manifest import NATIVE_NORMS, GroupInfo, LayerInfo, Manifest
+from wire.ring.quantise import column_norms, digest, max_norms, quantise
 
 WeightsKind = Literal["int8", "native"]
 _LOGGER = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def serve_model(
     groups = tuple(
         _serve_group(index, {name: layers[name] for name in members}, weights) for index, members in enumerate(names)
     )
-    bundle, config = build_bundle(model, tokenizer, _scales(groups), bundle_parent)
+    bundle, config = build_bundle(model, tokenizer, _scales(groups), _norms(groups), bundle_parent)
     manifest = Manifest(
         protocol=PROTOCOL_VERSION,
         model_id=loaded.model_id,
@@ -200,6 +200,21 @@ def _layer_info(name: str, module: nn.Module, quantised: torch.Tensor, alpha: to
 def _scales(groups: tuple[ServedGroup, ...]) -> dict[str, torch.Tensor]:
     scales: dict[str, torch.Tensor] = {}
     for group in groups:
-        parts = group.alpha.split([layer.out_features for layer in group.info.layers])
-        scales.update({layer.name: part.clone() for layer, part in zip(group.info.layers, parts, strict=True)})
+        scales.update(_by_layer(group, group.alpha))
     return scales
+
+
+def _norms(groups: tuple[ServedGroup, ...]) -> dict[str, torch.Tensor]:
+    """Returns the contents of column_norms.safetensors (wire/SPEC.md, section 2)."""
+    norms: dict[str, torch.Tensor] = {}
+    for group in groups:
+        norms.update(_by_layer(group, column_norms(group.quantised, group.alpha)))
+        if group.native is not None:
+            norms.update(_by_layer(group, column_norms(group.native), NATIVE_NORMS))
+    return norms
+
+
+def _by_layer(group: ServedGroup, values: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Returns a copy of each layer's part of a tensor that has a value for each column of a group."""
+    parts = values.split([layer.out_features for layer in group.info.layers])
+    return {prefix + layer.name: part.clone() for layer, part in zip(group.info.layers, parts, strict=True)}

@@ -8,6 +8,7 @@ changed, and transformers fills buffers such as those of RoPE.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from pathlib import Path
@@ -24,12 +25,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
+from tenant_sdk.model.column_norms import ColumnNorms
 from tenant_sdk.model.decode_threads import watch
 from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause
+from wire.frame import Arithmetic
 from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
@@ -140,7 +143,9 @@ def load_remote_model(
     _forget_quantized(model)
     model.name_or_path = model.config.name_or_path = manifest.model_id
     model.to(device)
-    _attach(model, manifest, executor, load_alphas(folder, manifest), device)
+    alphas = load_alphas(folder, manifest)
+    norms = ColumnNorms(folder, manifest, alphas, executor.scheme.arithmetic is Arithmetic.FLOAT)
+    _attach(model, manifest, executor, alphas, norms, device)
     watch(model.base_model)
     return model.requires_grad_(False).eval()
 
@@ -214,6 +219,7 @@ def _attach(
     manifest: Manifest,
     executor: RemoteExecutor,
     alphas: dict[str, torch.Tensor],
+    norms: ColumnNorms,
     device: torch.device,
 ) -> None:
     planned = executor.planned_calls()
@@ -224,7 +230,7 @@ def _attach(
             module = model.get_submodule(layer.name)
             if not isinstance(module, RemoteLinear | RemoteConv1D):
                 raise MalformedFrame(f"{layer.name} was not swapped for a remote layer")
-            module.attach(group, index, device)
+            module.attach(group, index, device, functools.partial(norms.of, layer.name))
 
 
 def generation_settings(text: TenantText | None, config: Any) -> GenerationConfig:

@@ -43,6 +43,11 @@ def product(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Te
     return ask() if source is None else source(ask, shape)
 
 
+def sends_nothing() -> bool:
+    """Returns whether this thread's forward products are zeros, so that it must not ask the provider for others."""
+    return getattr(_local, "source", None) is zeros
+
+
 def zeros(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
     """Returns zeros in place of a product, without asking the provider. With this source only a model's own code
     runs."""

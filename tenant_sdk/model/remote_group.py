@@ -108,19 +108,44 @@ class RemoteExecutor:
             self._check_honest()
             raise
 
+    def run_together(
+        self, calls: Sequence[tuple[GroupSpec, torch.Tensor]], planned: PlannedCalls = AT_ONCE
+    ) -> list[torch.Tensor]:
+        """Returns forward products of several groups. All calls are sent before the first reply is waited for, so that
+        a provider far away delays them only once.
+
+        Args:
+            calls: the groups, each with its rows, as for `run`.
+            planned: as for `run`.
+
+        Raises:
+            VeilbaseError: a product could not be computed or failed its check.
+        """
+        with self.in_session():
+            course = planned.course
+            asked = [self._ask_all(group, Direction.FORWARD, rows, course) for group, rows in calls]
+            products = [self._joined(each, rows) for each, (_, rows) in zip(asked, calls, strict=True)]
+            return [course.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
+
     def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
         return course.product_of(rows, self._product(group, direction, rows, course))
 
     def _product(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
+        if rows.shape[0] == 0:
+            return torch.empty(0, group.widths(direction)[1], dtype=torch.float32, device=rows.device)
+        return self._joined(self._ask_all(group, direction, rows, course), rows)
+
+    def _ask_all(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> list[_Asked]:
+        """Sends the rows of a call, in as many requests as the limits need."""
         request_cols, reply_cols = group.widths(direction)
-        num_rows = rows.shape[0]
-        if num_rows == 0:
-            return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
         most_rows = self._rows_per_request(request_cols, reply_cols)
-        if num_rows <= most_rows:
-            return self._result(self._ask(group, direction, rows, reply_cols, course), rows)
-        waiting = [self._ask(group, direction, part, reply_cols, course) for part in rows.split(most_rows)]
-        return torch.cat([self._result(each, rows) for each in waiting])
+        parts = [rows] if rows.shape[0] <= most_rows else rows.split(most_rows)
+        return [self._ask(group, direction, part, reply_cols, course) for part in parts]
+
+    def _joined(self, asked: list[_Asked], like: torch.Tensor) -> torch.Tensor:
+        if len(asked) == 1:
+            return self._result(asked[0], like)
+        return torch.cat([self._result(each, like) for each in asked])
 
     def _ask(
         self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int, course: Course
@@ -306,6 +331,9 @@ class RemoteGroup:
         self.planned_calls = planned
         self.spec = spec
         self.member_features = list(member_features)
+        self.base_biases: list[torch.Tensor | None] = [None] * len(self.member_features)
+        """The frozen biases of the members, which the provider adds in float arithmetic; None for each without a bias
+        and until the member is attached."""
         self._local = threading.local()
 
     @property
@@ -320,6 +348,17 @@ class RemoteGroup:
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
         with torch.autocast(kind, enabled=False):
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
+
+    @staticmethod
+    def run_together(calls: Sequence[tuple[RemoteGroup, torch.Tensor]]) -> list[torch.Tensor]:
+        """Returns the products that `RemoteExecutor.run_together` gives for groups of one model, computed in float32
+        with autocast off."""
+        if not calls:
+            return []
+        first, rows = calls[0]
+        with torch.autocast(rows.device.type, enabled=False):
+            given = [(group.spec, rows.to(torch.float32)) for group, rows in calls]
+            return first._executor.run_together(given, first.planned_calls)
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of the group's layer number `index`.
@@ -353,6 +392,10 @@ class RemoteGroup:
         outputs[index] = None
         self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None
         return mine
+
+    def output_alone(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Returns the same as `output`, by a call of its own, which leaves alone what the members share."""
+        return _apply(x, self, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Returns this same group, since a copied model uses it too."""

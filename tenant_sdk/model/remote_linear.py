@@ -2,11 +2,12 @@
 and Conv1D.
 
 PEFT and transformers can read a remote layer's type, shapes, dtype and device. Code that reads the weight's data gets
-an error. If there were a weight of zeros instead, DoRA, PiSSA and HRA would be silently wrong.
+an error. If there were a weight of zeros instead, PiSSA, HRA and stock PEFT's DoRA would be silently wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from tenant_sdk.model.planned_calls import PlannedCalls
 from tenant_sdk.model.remote_group import RemoteGroup
 from wire.errors import ConfigurationError
+
+NOT_ATTACHED = "a remote layer was used before TenantClient.load_model attached it"
+"""The error text for a layer that does not belong to a model of `TenantClient.load_model`."""
 
 
 class RemoteWeightError(ConfigurationError, RuntimeError):
@@ -42,8 +46,9 @@ class RemoteWeight(torch.Tensor):
         """Raises RemoteWeightError for every operation that needs the data."""
         raise RemoteWeightError(
             f"{func} needs the data of a base weight, which stays with the provider: "
-            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), or, where the "
-            "model itself reads it, a provider that excludes this layer with --base-layers"
+            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not); for DoRA in "
+            "stock PEFT, pass tenant_sdk.for_remote_base(config); or, where the model itself reads it, choose a "
+            "provider that excludes this layer with --base-layers"
         )
 
 
@@ -61,6 +66,7 @@ class _Remote(nn.Module):
         self.register_buffer("base_bias", None, persistent=False)
         self._group: RemoteGroup | None = None
         self._index = 0
+        self._norms: Callable[[], torch.Tensor] | None = None
         self._is_hf_initialized = True
 
     @property
@@ -76,12 +82,39 @@ class _Remote(nn.Module):
         self._anchor_dtype, self._device = probe.dtype, probe.device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def attach(self, group: RemoteGroup, index: int, device: torch.device) -> None:
-        """Assigns this module to a layer group, as the group's layer number `index`; callers must first load the
-        bundle's tensors, which include the bias."""
-        self._group, self._index, self._device = group, index, device
+    def attach(self, group: RemoteGroup, index: int, device: torch.device, norms: Callable[[], torch.Tensor]) -> None:
+        """Assigns this module to a layer group; callers must first load the bundle's tensors, which include the bias.
+
+        Args:
+            group: the group.
+            index: the layer's number in the group, from 0.
+            device: the model's device.
+            norms: a function that returns the norms of the weight's columns, float32, shape (out_features,).
+        """
+        self._group, self._index, self._device, self._norms = group, index, device, norms
         if self.bias is not None:
-            self.base_bias = self.bias.detach().clone()
+            self.base_bias = group.base_biases[index] = self.bias.detach().clone()
+
+    @property
+    def group(self) -> RemoteGroup | None:
+        """Returns the layer group that this layer belongs to; None before `attach`."""
+        return self._group
+
+    @property
+    def index(self) -> int:
+        """Returns the layer's number in its group, from 0."""
+        return self._index
+
+    def column_norms(self) -> torch.Tensor:
+        """Returns the Euclidean norms of the columns of W, one for each output: float32, shape (out_features,).
+
+        Raises:
+            ConfigurationError: the provider gives no norms, or the layer is not attached.
+            MalformedFrame: the provider's norms cannot be norms.
+        """
+        if self._norms is None:
+            raise ConfigurationError(NOT_ATTACHED)
+        return self._norms().to(self._device)
 
     @property
     def planned_calls(self) -> PlannedCalls | None:
@@ -105,12 +138,28 @@ class _Remote(nn.Module):
             shape (..., out_features), in the dtype of a local layer's output.
         """
         if self._group is None:
-            raise ConfigurationError("a remote layer was used before TenantClient.load_model attached it")
+            raise ConfigurationError(NOT_ATTACHED)
         product = self._group.output(self._index, x)
         if self.bias is None:
             return product
         own = self.bias - self.base_bias if self._group.provider_adds_bias else self.bias
         return product + own.to(product.dtype)
+
+    def without_bias(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x·W without the bias, by a call that is not shared with the other layers of the group.
+
+        Args:
+            x: shape (..., in_features).
+
+        Returns:
+            shape (..., out_features), in the dtype of a local layer's output.
+        """
+        if self._group is None:
+            raise ConfigurationError(NOT_ATTACHED)
+        product = self._group.output_alone(self._index, x)
+        if self.bias is None or not self._group.provider_adds_bias:
+            return product
+        return product - self.base_bias.to(product.dtype)
 
 
 class RemoteLinear(_Remote, nn.Linear):  # type: ignore[misc]

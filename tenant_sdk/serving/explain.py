@@ -12,6 +12,10 @@ _VISIBLE = (
     "the rows of every step, summed over all requests: prompts that join, as far as lengths and numbers show in the "
     "sums, and answers that end; not which row is whose, nor which adapter"
 )
+_DORA = (
+    "show when they are brought into host memory, by calls with as many rows as their ranks add up to in each layer "
+    "group; steps with them look like any other"
+)
 _TIMES = "show, and with them the tenant's own work between calls, which takes longer with some kinds of adapters"
 _ENDS = (
     "show, unless fixed_length=True: then the rows go on to the length limit, and only the limit and the time of the "
@@ -53,6 +57,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
         "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
         "the provider sees": _VISIBLE,
+        "adapters with DoRA": _DORA,
         "times of calls": _TIMES,
         "ends of answers": _ENDS_EARLIER if drafted else _ENDS,
     }

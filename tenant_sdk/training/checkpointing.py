@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from tenant_sdk.model.dora import features_of_dora
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.reply_store import ReplyStore
@@ -83,7 +84,7 @@ def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
     """Returns an estimate of the memory that a training step takes for a batch.
 
     Args:
-        base: the model without adapters.
+        base: the model, whose layers may have adapters.
         num_rows: the batch's rows times their length, in tokens.
         has_dropout: whether an adapter has dropout.
     """
@@ -95,6 +96,8 @@ def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
     num_blocks = max(1, int(getattr(config, "num_hidden_layers", 1)))
     kept = both * (_KEPT_WITH_DROPOUT if has_dropout else _KEPT)
     inputs = int(getattr(config, "hidden_size", 0)) * num_blocks * item_bytes
+    kept_by_dora, second_outputs = features_of_dora(base)
+    kept, outputs = kept + kept_by_dora * item_bytes, outputs + second_outputs * item_bytes
     return Estimate(int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs)
 
 

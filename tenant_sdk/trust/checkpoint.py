@@ -30,7 +30,15 @@ from transformers.core_model_loading import rename_source_key
 
 from noise.verify import Verifier
 from tenant_sdk.text.source import LocalSource
-from tenant_sdk.trust.compare import check_files, check_group, check_scale_names, check_tensors, same_bits, write_files
+from tenant_sdk.trust.compare import (
+    check_files,
+    check_group,
+    check_norm_names,
+    check_scale_names,
+    check_tensors,
+    same_bits,
+    write_files,
+)
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
@@ -141,9 +149,9 @@ class TrustedCheckpoint:
                 write_files(weights.model, self._tokenizer(), Path(scratch))
                 check_files(Path(scratch), bundle_folder, manifest)
             check_tensors(bundle_folder, weights.model, weights.read, manifest)
-            scales = check_scale_names(bundle_folder, manifest)
+            scales, norms = check_scale_names(bundle_folder, manifest), check_norm_names(bundle_folder, manifest)
             for done, group in enumerate(manifest.groups, start=1):
-                quantised = check_group(group, self.layer, weights.model, scales)
+                quantised = check_group(group, self.layer, weights.model, scales, norms)
                 verifier.add_group(group.id, quantised)
                 if keep is not None:
                     keep(group.id, quantised)

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 from tenant_sdk.trust.bundle import without_unsafe
 from wire.errors import MalformedFrame, VerificationFailed, os_cause
-from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
-from wire.ring.quantise import digest, max_norms, quantise
+from wire.manifest import BUNDLE_FILE_NAMES, NATIVE_NORMS, GroupInfo, LayerInfo, Manifest
+from wire.ring.quantise import column_norms, digest, max_norms, quantise
 
-_TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors"})
+_TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors", "column_norms.safetensors"})
 _JSON_FILES = frozenset({"config.json", "generation_config.json", "tokenizer_config.json"})
 """The files that are compared as JSON values, because tenant_sdk/trust/bundle.py rewrites them without unsafe keys."""
 _PARTS = {
@@ -213,7 +213,35 @@ def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tenso
     return scales
 
 
-def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+def check_norm_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Returns the bundle's column norms of the int8 weights, by layer name; `check_group` checks the values. Returns an
+    empty dict if the bundle has none, as wire/SPEC.md allows.
+
+    Norms of native weights are not compared: only float arithmetic uses them, which cannot be verified.
+
+    Raises:
+        VerificationFailed: the norms cannot be read, or are not those of exactly the manifest's layers.
+    """
+    if not (bundle / "column_norms.safetensors").exists():
+        return {}
+    try:
+        norms: dict[str, torch.Tensor] = load_file(bundle / "column_norms.safetensors")
+    except (SafetensorError, OSError) as exc:
+        raise differs("the bundle's column_norms.safetensors") from os_cause(exc)
+    layers = {layer.name for group in manifest.groups for layer in group.layers}
+    native = {NATIVE_NORMS + name for name in layers} if manifest.weights == "native" else set()
+    if norms.keys() != layers | native:
+        raise differs("the bundle's list of column norms")
+    return norms
+
+
+def check_group(
+    group: GroupInfo,
+    layer: ReadLayer,
+    model: Any,
+    scales: dict[str, torch.Tensor],
+    norms: dict[str, torch.Tensor],
+) -> torch.Tensor:
     """Quantises the trusted weights of one group, and compares the result with the manifest and the bundle.
 
     Args:
@@ -221,6 +249,7 @@ def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str
         layer: a function that returns a layer's trusted weight for the layer's name and kind.
         model: the trusted model, which shows which layers have a bias.
         scales: the bundle's scales of the int8 weights, by layer name.
+        norms: what `check_norm_names` returned.
 
     Returns:
         W̃, the int8 weight of the group, shape (in_features, out_features); the layers' columns are concatenated.
@@ -234,6 +263,8 @@ def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str
         _check_layer(info, quantised, alpha, model)
         if not same_bits(alpha, scales[info.name]):
             raise differs(f"the scales of {info.name}")
+        if norms and not same_bits(column_norms(quantised, alpha), norms[info.name]):
+            raise differs(f"the column norms of {info.name}")
         parts.append(quantised)
         alphas.append(alpha)
     joined, alpha = (parts[0], alphas[0]) if len(parts) == 1 else (torch.cat(parts, dim=1), torch.cat(alphas))

@@ -22,7 +22,9 @@ from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
-NO_ERRORS = {"TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss"}
+NO_ERRORS = {
+    *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
+}
 NAMES = {
     *NO_ERRORS,
     # errors, as wire/errors.py draws them

@@ -67,5 +67,23 @@ def max_norms(quantised: torch.Tensor) -> tuple[float, float]:
     return _norm_bound(columns), _norm_bound(float(rows.max()))
 
 
+def column_norms(weight: torch.Tensor, alpha: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the Euclidean norms of the columns of W̃·diag(α), or of a weight that is not quantised.
+
+    Both sides of a verified session get the same bits from W̃ and α: the sums of squares of integers are exact in
+    float64, and the square root, the product and the rounding to float32 are those of IEEE arithmetic.
+
+    Args:
+        weight: W̃, int8, or a weight of any float dtype; shape (in_features, out_features).
+        alpha: α, float32, shape (out_features,); None for a weight that is not quantised.
+
+    Returns:
+        float32, shape (out_features,).
+    """
+    parts = weight.split(4096, dim=1)  # Splitting bounds the scratch memory on wide layers.
+    norms = torch.cat([part.to(torch.float64).square_().sum(dim=0).sqrt_() for part in parts])
+    return (norms if alpha is None else norms * alpha.to(torch.float64)).to(torch.float32)
+
+
 def _norm_bound(squared: float) -> float:
     return max(1.0, math.nextafter(math.sqrt(squared), math.inf))

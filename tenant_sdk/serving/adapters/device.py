@@ -158,7 +158,7 @@ class DeviceTier:
         values = packed.values if self.device.type == "cpu" else packed.values.to(self.device)
         own = dict(zip(packed.layers, values.split([layer.num_weights for layer in packed.layers]), strict=True))
         for layer, factors in own.items():
-            _fill(self._stack(self._layers[layer.module], rank), place, layer, factors)
+            _fill(self._stack(self._layers[layer.module], rank), place, layer, factors, packed.gains.get(layer.module))
         return {layer.module for layer in own}
 
     def _put_modules(self, place: int, packed: PackedModules) -> set[str]:
@@ -172,7 +172,8 @@ class DeviceTier:
         """Returns a layer's stack (the factors in all slots) for a rank; makes the stack if the layer has none yet."""
         found = layer.stacks.get(rank)
         if found is None:
-            found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
+            bias = getattr(layer.like, "bias", None)
+            found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device, bias)
             with self._lock:
                 taken = [self.numbers.place(slot) for slot in self._slots]
             for place in (place for its_rank, place in taken if its_rank == rank):
@@ -181,8 +182,11 @@ class DeviceTier:
         return found
 
 
-def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) -> None:
-    """Writes a layer's LoRA factors A and B, padded with zeros to the stack's rank, into a slot of the stack."""
+def _fill(
+    stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor, gain: torch.Tensor | None
+) -> None:  # fmt: skip
+    """Writes a layer's factors A and B, padded with zeros to the stack's rank, and its gains, if the adapter is DoRA,
+    into a slot of the stack."""
     target_a, target_b = stack.lora_a[place], stack.lora_b[place]
     if layer.rank == target_a.shape[0]:
         stack.places[place].copy_(values)  # The stack has the same layout as the packed factors.
@@ -194,4 +198,7 @@ def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) ->
         target_b[layer.rank :].zero_()
     if layer.scaling != 1.0:
         target_b[: layer.rank].mul_(layer.scaling)
+    if gain is not None:
+        target_b[: layer.rank].mul_(gain.to(target_b))
+    stack.set_gain(place, gain)
     stack.adapted.add(place)

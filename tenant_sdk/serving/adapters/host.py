@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -58,11 +59,14 @@ class PackedAdapter:
         digest: the SHA-256 of the adapter's files, in hex.
         layers: the layers whose factors are in `values`, in order.
         values: A and then Bᵀ of each layer, as one flat tensor, shape (num_weights of all layers,).
+        gains: for DoRA, the factors of each layer's outputs by module, float32, shape (out_features,), which are also
+            factors of B; empty for LoRA.
     """
 
     digest: str
     layers: tuple[PackedLayer, ...]
     values: torch.Tensor = field(repr=False)
+    gains: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -71,12 +75,19 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes that the adapter's factors A and B take."""
-        return self.values.numel() * self.values.itemsize
+        """Returns the bytes that the adapter's factors and gains take."""
+        gains = sum(each.numel() * each.itemsize for each in self.gains.values())
+        return self.values.numel() * self.values.itemsize + gains
 
 
-def pack(reading: Reading, contents: LoraFile, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
-    """Reads a LoRA adapter's weights into one flat tensor.
+Magnitudes = dict[str, torch.Tensor]
+"""The type of a table of DoRA's magnitudes, shape (out_features,), by module."""
+
+
+def pack(
+    reading: Reading, contents: LoraFile, dtype: torch.dtype, pinned: bool = False
+) -> tuple[PackedAdapter, Magnitudes]:  # fmt: skip
+    """Reads a LoRA adapter's factors into one flat tensor, and returns them with DoRA's magnitudes, if it has any.
 
     Args:
         reading: the adapter's open files.
@@ -90,7 +101,10 @@ def pack(reading: Reading, contents: LoraFile, dtype: torch.dtype, pinned: bool 
     stored = contents.layers
     layers = tuple(_packed_layer(each, dtype) for each in stored)
     values = torch.empty(sum(layer.num_weights for layer in layers), dtype=dtype, pin_memory=pinned)
-    places: dict[int, tuple[torch.Tensor, float]] = {}
+    magnitudes = {each.module: torch.empty(each.magnitude.shape) for each in stored if each.magnitude is not None}
+    places: dict[int, tuple[torch.Tensor, float]] = {
+        each.magnitude.begin: (magnitudes[each.module], 1.0) for each in stored if each.magnitude is not None
+    }
     for layer, piece, each in zip(layers, values.split([layer.num_weights for layer in layers]), stored, strict=True):
         lora_a, lora_b = layer.factors(piece)
         places[each.lora_a.begin] = (lora_a, 1.0)
@@ -101,7 +115,7 @@ def pack(reading: Reading, contents: LoraFile, dtype: torch.dtype, pinned: bool 
         if factor != 1.0:
             place.mul_(factor)
     _check_finite(reading.found.name, values)
-    return PackedAdapter(reading.digest(), layers, values)
+    return PackedAdapter(reading.digest(), layers, values), magnitudes
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:

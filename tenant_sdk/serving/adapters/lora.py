@@ -1,5 +1,8 @@
 """This module keeps LoRA factors in stacks, layer by layer, and adds the products B·A·x of many adapters at once.
 
+DoRA adapters are in the same stacks. Their layers' outputs are multiplied by gains (dora_gains.py) first, and their B
+has these gains as factors.
+
 Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding.
 """
 
@@ -32,10 +35,12 @@ class Stack:
         lora_b: Bᵀ times the scaling, shape (slots, rank, outputs).
         places: for each slot, A and then Bᵀ as one flat tensor.
         adapted: the slots whose adapter adds to this layer. The factors of a slot with another adapter are zero.
+        scaled: the slots whose adapter is DoRA.
     """
 
     def __init__(
-        self, num_slots: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, num_slots: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+        bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Allocates memory without writing to it. On a CPU, the system then gives memory only to slots that are
         written."""
@@ -45,14 +50,31 @@ class Stack:
         self.lora_b = whole[:, rank * inputs :].view(num_slots, rank, outputs)
         self.places = whole.unbind(0)
         self.adapted: set[int] = set()
+        self.scaled: set[int] = set()
+        self._bias = bias  # of the layer, which gains do not multiply
+        self._gains: torch.Tensor | None = None  # gains − 1, shape (slots, outputs); zeros without DoRA
 
     def clear(self, place: int) -> None:
         """Makes a slot add nothing to this layer."""
         self.places[place].zero_()
+        self.set_gain(place, None)
         self.adapted.discard(place)
 
+    def set_gain(self, place: int, gain: torch.Tensor | None) -> None:
+        """Sets the factors of the layer's outputs for a slot, shape (outputs,); None for an adapter without DoRA."""
+        if gain is None:
+            self.scaled.discard(place)
+            if self._gains is not None:
+                self._gains[place].zero_()
+            return
+        if self._gains is None:
+            num_slots, _, outputs = self.lora_b.shape
+            self._gains = torch.zeros(num_slots, outputs, dtype=torch.float32, device=self.lora_b.device)
+        self._gains[place].copy_(gain - 1)
+        self.scaled.add(place)
+
     def apply(self, rows: torch.Tensor, flat: torch.Tensor, segment: Segment, inputs: torch.Tensor) -> None:
-        """Adds B·A·x of their adapters to the rows of a segment.
+        """Adds B·A·x of their adapters to the rows of a segment, after DoRA's gains.
 
         Args:
             rows: the input of the layer, shape (rows of the step, inputs).
@@ -60,6 +82,7 @@ class Stack:
             segment: the rows with adapters of this stack.
             inputs: the same as `rows`, since LoRA does not change inputs.
         """
+        self._scale(flat, segment)
         lora_a, lora_b = self.lora_a, self.lora_b
         if segment.offs is None:
             for run in segment.runs:
@@ -69,6 +92,14 @@ class Stack:
         part = rows[segment.begin : segment.end].to(lora_a.dtype)
         inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (rows of the segment, rank)
         flat[segment.begin : segment.end].add_(F.grouped_mm(inner, lora_b, offs=segment.offs))
+
+    def _scale(self, flat: torch.Tensor, segment: Segment) -> None:
+        """Multiplies the layer's outputs, without its bias, by the gains of the rows' own adapters."""
+        if self._gains is None or not any(run.place in self.scaled for run in segment.runs):
+            return
+        part = flat[segment.begin : segment.end]
+        gains = self._gains[segment.place_of_row]  # (rows of the segment, outputs)
+        part.add_((part if self._bias is None else part - self._bias) * gains)
 
 
 @dataclass(frozen=True)
@@ -91,6 +122,7 @@ class Segment:
         runs: the runs of rows with one adapter, in order.
         offs: for each slot, the end of its rows within the segment, int32, shape (slots,); None if there are at most
             `MOST_RUNS` runs.
+        place_of_row: the index of each row's adapter, int64, shape (rows of the segment,).
     """
 
     rank: int
@@ -98,6 +130,7 @@ class Segment:
     end: int
     runs: tuple[Run, ...]
     offs: torch.Tensor | None
+    place_of_row: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -170,4 +203,7 @@ class SlotNumbers:
             for run in runs:
                 counts[run.place] = run.end - run.begin
             offs = counts.cumsum(0).int().to(device)
-        return Segment(rank, runs[0].begin, runs[-1].end, runs, offs)
+        rows = torch.tensor([run.place for run in runs]).repeat_interleave(
+            torch.tensor([run.end - run.begin for run in runs])
+        )
+        return Segment(rank, runs[0].begin, runs[-1].end, runs, offs, rows.to(device))

@@ -28,16 +28,16 @@ overflow, and so spoil the step of other requests."""
 
 _HARMLESS = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "eva_config",
-    "megatron_core", "qalora_group_size", "runtime_config",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "bias", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
+    "eva_config", "megatron_core", "qalora_group_size", "runtime_config",
 })  # fmt: skip
 """The settings that this module reads, or that change nothing once an adapter is trained."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """The values of init_lora_weights that leave the base weights unchanged. With PiSSA, OLoRA and others, PEFT changes the
 base weights."""
 _LORA_KINDS = {
-    "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
+    "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
 """Maps a setting of LoraConfig to the kind of adapter, other than plain LoRA, that PEFT makes if the setting is on."""
@@ -53,6 +53,7 @@ class LoraSettings:
         ranks, alphas: pairs of a pattern and the rank or alpha of the layers that it matches; the first pattern that
             matches a layer's name counts.
         rslora: whether alpha is divided by the square root of the rank, instead of the rank.
+        dora: whether each layer has magnitudes, too (DoRA).
     """
 
     rank: int
@@ -60,6 +61,7 @@ class LoraSettings:
     ranks: Sequence[tuple[re.Pattern[str], int]]
     alphas: Sequence[tuple[re.Pattern[str], float]]
     rslora: bool
+    dora: bool = False
 
     def rank_of(self, module: str) -> int:
         """Returns the rank that the adapter has in a layer."""
@@ -98,6 +100,7 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | Modu
             (pattern, _alpha(name, value)) for _, pattern, value in bounded_patterns(name, config, "alpha_pattern")
         ],
         rslora=config.get("use_rslora") is True,
+        dora=config.get("use_dora") is True,
     )
 
 
@@ -126,8 +129,9 @@ def _check_settings(name: str, config: dict[str, Any]) -> None:
     for setting, value in config.items():
         if setting not in _HARMLESS and value:
             raise ConfigurationError(f"the adapter {name} sets {ascii(setting)[:60]}, which is not served")
-    if not isinstance(config.get("use_rslora"), bool | None):
-        raise ConfigurationError(f"the adapter {name} has a use_rslora that is neither true nor false")
+    for flag in ("use_rslora", "use_dora"):
+        if not isinstance(config.get(flag), bool | None):
+            raise ConfigurationError(f"the adapter {name} has a {flag} that is neither true nor false")
     if config.get("bias", "none") != "none":
         raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
     how = config.get("init_lora_weights")

@@ -8,10 +8,11 @@ before its numbers are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from tenant_sdk.serving.adapters.dora_gains import gains_of
 from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
 from tenant_sdk.serving.adapters.known import Known
 from tenant_sdk.serving.adapters.lora import SlotNumbers
@@ -108,7 +109,10 @@ class AdapterReader:
     def _pack(self, reading: Reading) -> PackedAdapter | PackedModules:
         found = reading.found
         if isinstance(found.contents, LoraFile):
-            return pack(reading, found.contents, self._limits.dtype, self._pinned)
+            packed, magnitudes = pack(reading, found.contents, self._limits.dtype, self._pinned)
+            if not magnitudes:
+                return packed
+            return replace(packed, gains=gains_of(found.name, packed, magnitudes, self._layers))
         check_shapes(found.name, found.contents, self._layers, self._host.budget_bytes)
         return pack_modules(reading, found.contents)
 

@@ -33,6 +33,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes in which PEFT saves adapters."""
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+_MAGNITUDE = re.compile(r"(.+)\.lora_(magnitude_vector)(?:\.weight)?")
+"""Finds DoRA's magnitudes; PEFT writes their names without an ending."""
 _ADAPTER_WIDE = re.compile(r"base_model\.[A-Za-z0-9_]{1,64}")
 """Finds the names of tensors that all layers of an adapter share, such as VeRA's projections."""
 MAX_DEPTH = 64
@@ -40,7 +42,8 @@ MAX_DEPTH = 64
 MAX_DIMENSIONS = 4
 """The most dimensions of a tensor."""
 _OTHER_KINDS = {
-    "lora_magnitude_vector": "DoRA", "lora_embedding_": "LoRA of an embedding", "prompt_embeddings": "prompt learning",
+    "lora_magnitude_vector": "DoRA (use_dora is not set)", "lora_embedding_": "LoRA of an embedding",
+    "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
 }  # fmt: skip
 """Maps parts of tensor names that plain LoRA does not have to what has such tensors."""
@@ -68,12 +71,20 @@ class LoraLayer:
         module: the layer's name in the model.
         lora_a, lora_b: the tensors A, shape (rank, inputs), and B, shape (outputs, rank).
         scaling: the factor for B·A·x.
+        magnitude: DoRA's magnitudes, shape (outputs,); None for LoRA.
     """
 
     module: str
     lora_a: StoredTensor
     lora_b: StoredTensor
     scaling: float
+    magnitude: StoredTensor | None = None
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Returns the descriptions of the layer's tensors."""
+        factors = (self.lora_a, self.lora_b)
+        return factors if self.magnitude is None else (*factors, self.magnitude)
 
     @property
     def rank(self) -> int:
@@ -95,11 +106,13 @@ class LoraFile:
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
         """Returns the descriptions of all tensors."""
-        return tuple(each for layer in self.layers for each in (layer.lora_a, layer.lora_b))
+        return tuple(each for layer in self.layers for each in layer.tensors)
 
     def packed_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes that the adapter takes in host memory if its numbers have this dtype."""
-        return sum(math.prod(each.shape) for each in self.tensors) * dtype.itemsize
+        """Returns the bytes that the adapter takes in host memory if its factors have this dtype."""
+        factors = sum(math.prod(each.shape) for layer in self.layers for each in (layer.lora_a, layer.lora_b))
+        gains = sum(layer.magnitude.shape[0] for layer in self.layers if layer.magnitude is not None)
+        return factors * dtype.itemsize + gains * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,8 @@ def parse_weights(
     Raises:
         ConfigurationError: a check failed; the error states the expected and the found value in one line.
     """
-    tensors = _tensors(name, header, file_bytes, 2 if isinstance(settings, LoraSettings) else MAX_DIMENSIONS)
+    only_matrices = isinstance(settings, LoraSettings) and not settings.dora
+    tensors = _tensors(name, header, file_bytes, 2 if only_matrices else MAX_DIMENSIONS)
     if not tensors:
         raise ConfigurationError(f"the adapter {name} holds no tensors")
     if isinstance(settings, ModuleSettings):
@@ -186,14 +200,15 @@ def _lora_layers(
 ) -> tuple[LoraLayer, ...]:  # fmt: skip
     factors: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in tensors.items():
-        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        own_name = key.removeprefix(_PREFIX)
+        found = _FACTOR.fullmatch(own_name) or (_MAGNITUDE.fullmatch(own_name) if settings.dora else None)
         if found is None:
             raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
         own = factors.setdefault(found[1], {})
-        if (
-            found[2] in own
-        ):  # Names with and without the prefix mean the same layer, and only one of them would be read.
-            raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]} twice, with and without {_PREFIX}")
+        if found[2] in own:  # Two names mean the same tensor, and only one of them would be read.
+            raise ConfigurationError(
+                f"the adapter {name} holds {ascii(key)[:100]} twice, with and without {_PREFIX} or another ending"
+            )
         own[found[2]] = tensor
     return tuple(_layer(name, module, factors[module], settings, base) for module in sorted(factors))
 
@@ -276,8 +291,14 @@ def _layer(
         raise ConfigurationError(
             f"the adapter {name} is for another base: this model has no linear layer {ascii(module)[:100]}"
         )
-    if len(factors) != 2:
+    if not factors.keys() >= {"A", "B"}:
         raise ConfigurationError(f"the adapter {name} has only one of A and B for {ascii(module)[:100]}")
+    magnitude = factors.get("magnitude_vector")
+    if settings.dora and (magnitude is None or magnitude.shape != (expected[1],)):
+        raise ConfigurationError(
+            f"the adapter {name} (DoRA) needs {expected[1]} magnitudes for {ascii(module)[:100]}, and has "
+            f"{'none' if magnitude is None else f'the shape {magnitude.shape}'}"
+        )
     rank = settings.rank_of(module)
     shapes = (factors["A"].shape, factors["B"].shape)
     if shapes != ((rank, expected[0]), (expected[1], rank)):
@@ -285,4 +306,4 @@ def _layer(
             f"the adapter {name} is for another base: {ascii(module)[:100]} needs A and B of rank {rank} for "
             f"{expected[0]} inputs and {expected[1]} outputs, and they have the shapes {shapes[0]} and {shapes[1]}"
         )
-    return LoraLayer(module, factors["A"], factors["B"], settings.scaling_of(module))
+    return LoraLayer(module, factors["A"], factors["B"], settings.scaling_of(module), magnitude)

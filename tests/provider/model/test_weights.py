@@ -28,6 +28,7 @@ from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import BUNDLE_FILE_NAMES, parse_manifest
+from wire.ring.quantise import quantise
 
 
 def read(served_model: ServedModel, name: str) -> bytes:
@@ -43,7 +44,15 @@ def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) ->
     expected = load_file(tmp_path / "secret" / kind / "model.safetensors")
     assert set(kept) == {name for name in expected if name.removesuffix(".weight") not in served}
     assert all(torch.equal(kept[name], expected[name]) for name in kept)
-    assert set(load(read(served_model, "scales.safetensors"))) == served
+    scales, norms = (load(read(served_model, f"{file}.safetensors")) for file in ("scales", "column_norms"))
+    assert set(scales) == served
+    assert set(norms) == served | {f"native/{name}" for name in served}
+    for name in served:
+        weight = expected[f"{name}.weight"]
+        weight = weight if kind == "gpt2" else weight.t()
+        rounded = quantise(weight)[0].double() * scales[name]
+        assert torch.allclose(norms[f"native/{name}"].double(), weight.double().norm(dim=0), rtol=1e-6)
+        assert torch.allclose(norms[name].double(), rounded.norm(dim=0), rtol=1e-6)
     assert json.loads(read(served_model, "config.json"))["architectures"] == [type(model).__name__]
 
 

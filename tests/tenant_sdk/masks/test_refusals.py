@@ -129,6 +129,7 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
     assert f"of {2**33}" in said["secrets"]
     assert "token counts" in said["visible"]
     assert "who you are" in said["visible"]
+    assert "its rank in each layer group" in said["DoRA"]
     assert f"forward {up / 1e3:.1f} kB up, {down / 1e3:.1f} kB down" in said["bytes per token"]
     assert f"backward {down / 1e3:.1f} kB up, {up / 1e3:.1f} kB down" in said["bytes per token"]
     stored = sum(path.stat().st_size for path in (site.folder / "cache" / "hints").rglob("*") if path.is_file())

@@ -308,6 +308,7 @@ def test_explain_says_what_fits_and_what_shows(client: TenantClient, capsys: pyt
         num_bytes = 128 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, their size, bytes
         assert f"16 at most; in 0 MB of KV (float32) {200_000 // num_bytes} of 128 tokens" in text
     assert "the provider sees" in text
+    assert "adapters with DoRA" in text
     assert all(len(line.split("  ", 1)) == 2 for line in text.splitlines())
 
 

@@ -13,6 +13,7 @@ import torch
 from peft import (
     LNTuningConfig,
     LoraConfig,
+    OSFConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
@@ -262,7 +263,7 @@ def test_an_adapter_that_does_not_fit_the_model(chat_client: Any, tmp_path: Path
     with pytest.raises(ConfigurationError, match="PEFT cannot put this adapter on the model"):
         chat_client.finetune(ROWS, lora(target_modules=["nowhere"]), tmp_path / "out", **QUICK)
     with pytest.raises(ConfigurationError, match="stays with the provider"):
-        chat_client.finetune(ROWS, lora(use_dora=True), tmp_path / "out", resume=False, **QUICK)
+        chat_client.finetune(ROWS, OSFConfig(target_modules=["q_proj"]), tmp_path / "out", resume=False, **QUICK)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,13 @@ def test_a_release_number_does_not_matter(folders: dict[str, Path], honest: dict
     check(folders["llama"], offer)
 
 
+def test_a_bundle_without_column_norms(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
+    """Providers of earlier releases give none; only adapters that need norms are refused then."""
+    offer = copy_of(honest["llama"], tmp_path)
+    drop_file("column_norms.safetensors")(offer)
+    check(folders["llama"], offer)
+
+
 def flip_last_bit(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors[name].view(-1).view(torch.uint8)[-4] ^= 1
 
@@ -273,6 +280,22 @@ def other_scale_name(offer: Offer) -> None:
     offer.tensors(lambda tensors: tensors.update(extra=torch.ones(3)), "scales.safetensors")
 
 
+def change_norm(offer: Offer) -> None:
+    offer.tensors(lambda tensors: flip_last_bit(tensors, DOWN), "column_norms.safetensors")
+
+
+def other_norm_name(offer: Offer) -> None:
+    offer.tensors(lambda tensors: tensors.update(extra=torch.ones(3)), "column_norms.safetensors")
+
+
+def native_norms(offer: Offer) -> None:
+    """Offers norms of native weights, although the manifest names int8 weights."""
+    offer.tensors(
+        lambda tensors: tensors.update({f"native/{name}": norms.clone() for name, norms in tensors.items()}),
+        "column_norms.safetensors",
+    )
+
+
 def negative_zero(offer: Offer) -> None:
     """Sets the first weight of the final norm to zero in the offer."""
     offer.tensors(lambda tensors: tensors["model.norm.weight"][0].zero_())
@@ -306,6 +329,10 @@ TAMPERED: dict[str, tuple[Callable[[Offer], None], str]] = {
     "alpha": (change_scale, f"scales of {DOWN}"),
     "another alpha": (other_scale_name, "list of scales"),
     "alpha missing": (drop_file("scales.safetensors"), "bundle's scales.safetensors"),
+    "column norm": (change_norm, f"column norms of {DOWN}"),
+    "another column norm": (other_norm_name, "list of column norms"),
+    "native column norms": (native_norms, "list of column norms"),
+    "column norms unreadable": (write_file("column_norms.safetensors", b"\xff" * 64), "bundle's column_norms"),
     "digest of a layer": (set_layer(DOWN, digest="0" * 64), f"weight of {DOWN}"),
     "digest of a group": (set_layer(QKV, digest="0" * 64), "weight of model.layers.0.self_attn.q_proj and"),
     "column norm of a layer": (set_layer(DOWN, max_column_norm=1.0), f"norm bounds of {DOWN}"),

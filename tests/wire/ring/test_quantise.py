@@ -3,6 +3,7 @@ norms."""
 
 from __future__ import annotations
 
+import math
 import struct
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.support.golden_vectors import load
 from wire.errors import InvalidTensor
-from wire.ring.quantise import INT8_MAX, digest, max_norms, quantise
+from wire.ring.quantise import INT8_MAX, column_norms, digest, max_norms, quantise
 
 CASES = load("quantise.json")
 LARGEST = float(np.finfo(np.float32).max)
@@ -48,6 +49,9 @@ def test_golden(case: dict[str, Any]) -> None:
         assert quantised.tolist() == case["quantised"]
         assert bits(alpha) == case["alpha"]
         assert digest(quantised, alpha) == case["digest"]
+    squares = [sum(number * number for number in column) for column in zip(*case["quantised"], strict=True)]
+    norms = [np.float32(math.sqrt(square) * scale) for square, scale in zip(squares, alpha.tolist(), strict=True)]
+    assert column_norms(quantised, alpha).tolist() == norms
     column, row = max_norms(quantised)
     assert Fraction(column) ** 2 >= case["largest_squared_column_norm"]
     assert Fraction(row) ** 2 >= case["largest_squared_row_norm"]

@@ -57,7 +57,7 @@ def packed_from(folder: AdapterFolder, name: str = "good", dtype: torch.dtype = 
     with folder.reading(name) as reading:
         contents = reading.found.contents
         assert isinstance(contents, LoraFile)
-        return pack(reading, contents, dtype)
+        return pack(reading, contents, dtype)[0]
 
 
 def refuse(folder: AdapterFolder, name: str, match: str) -> None:

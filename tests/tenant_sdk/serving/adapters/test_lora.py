@@ -15,7 +15,7 @@ from tenant_sdk.serving.adapters.lora import SlotNumbers, Stack
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
-IDS = torch.randint(3, 128, (10, 5), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 128, (12, 5), generator=torch.Generator().manual_seed(1))
 LLAMA: list[dict[str, Any]] = [
     {"r": 8},
     {"r": 3, "lora_alpha": 5},
@@ -26,11 +26,14 @@ LLAMA: list[dict[str, Any]] = [
     {"r": 16, "target_modules": ["gate_proj"]},
     {"r": 5, "target_modules": ["up_proj"]},
     {"r": 9, "target_modules": ["lm_head", "k_proj"]},
+    {"r": 8, "use_dora": True},
+    {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "lm_head"]},
 ]
 GPT2: list[dict[str, Any]] = [
     {"r": 8, "fan_in_fan_out": True},
     {"r": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]},
     {"r": 40, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"], "use_rslora": True},
+    {"r": 8, "fan_in_fan_out": True, "use_dora": True},
 ]
 
 
@@ -67,14 +70,16 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
-    """There is one slot of one rank. Each adapter replaces one that had a larger rank, or more layers."""
+    """There is one slot of one rank. Each adapter replaces one that had a larger rank, or more layers, or DoRA's
+    gains."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     settings: list[dict[str, Any]] = [{"r": 8}, {"r": 8, "target_modules": ["q_proj"]}, {"r": 3}, {"r": 5}, {"r": 1}]
+    settings += [{"r": 8, "use_dora": True}, {"r": 5, "use_dora": True, "target_modules": ["q_proj"]}]
     for at, setting in enumerate(settings):
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
-    for at in (0, 1, 0, 2, 3, 1, 2, 4, 1):
+    for at in (0, 1, 0, 2, 5, 3, 5, 1, 6, 2, 6, 4, 1):
         (ticket,) = held(store, bell, f"a{at}")
         (got,) = stepped(store, model, [(ticket.slot, IDS[at])])
         expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
