@@ -55,6 +55,8 @@ def _check_settings(model: Any, adapter: str, config: PeftConfig) -> None:
     remedy = "change base_model_name_or_path in its adapter_config.json"
     check_base_name(adapter, config.base_model_name_or_path, (str(model.name_or_path or ""),), remedy)
     check_loadable(adapter, config)
+    if getattr(config, "init_lora_weights", None) == "mica":  # it keeps B as it starts, and reads the weight for that
+        config.init_lora_weights = True
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:

@@ -1,9 +1,9 @@
 """This module implements DEFT over remote layers. DEFT's weight is (I - P·Qᵀ)·W + P·R.
 
 Its layers use the output of the call that they make anyway. Only R's first numbers, Qᵀ·W, need products: r rows in the
-backward direction, once when an adapter is made. R is published with the file, so these rows are public and go without
-a mask (tenant_sdk/kinds/public_products.py): P and Q start from numbers that anyone can make again, not from the run's seed. An
-adapter that is loaded has R in its file.
+backward direction, once when an adapter is made. R is published with the file, so these rows are public
+(tenant_sdk/kinds/public_products.py): P and Q start from numbers that anyone can make again, not from the run's seed.
+An adapter that is loaded has R in its file.
 """
 
 from __future__ import annotations

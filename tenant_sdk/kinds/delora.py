@@ -2,8 +2,7 @@
 
 The norms are stored in an adapter's file. When an adapter is made they are computed from unit rows, once: a call for
 each chunk of a group's inputs returns these rows of the weight, of which only the norms are kept. Unit rows are public
-and go without a mask, since the norms are published with the file (tenant_sdk/kinds/public_products.py). The layers themselves
-use the output of the call that they make anyway.
+(tenant_sdk/kinds/public_products.py). The layers themselves use the output of the call that they make anyway.
 """
 
 from __future__ import annotations

@@ -37,9 +37,13 @@ class RemoteGlora(GloraLinear):  # type: ignore[misc]
                 result = self._with_bias(self._with_weight(result, base, x, name), name)
         return result.to(dtype)
 
+    def has_low_rank(self, name: str) -> bool:
+        """Returns whether an adapter's A has low rank, so that it needs rows of its own."""
+        return isinstance(self.glora_A[name], GloraLoraPath)
+
     def _with_weight(self, result: torch.Tensor, base: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
         path = self.glora_A[name]
-        if isinstance(path, GloraLoraPath):
+        if self.has_low_rank(name):
             result = result + hadamard_product(self.get_base_layer(), x, path.Xu, path.Xd)
         elif not isinstance(path, GloraEmptyPath):
             product = base if self.bias is None else base - self.bias

@@ -45,7 +45,6 @@ class StartedLora(LoraLinear):  # type: ignore[misc]
         """Makes the adapter's numbers, as PEFT's layer does."""
         if not hasattr(self, "lora_start_A"):
             self.lora_start_A, self.lora_start_B = BufferDict(persistent=True), BufferDict(persistent=True)
-        check_rank(self.get_base_layer(), r)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def pissa_init(self, adapter_name: str, init_lora_weights: str) -> None:
@@ -53,12 +52,14 @@ class StartedLora(LoraLinear):  # type: ignore[misc]
         found = _ITERATIONS.fullmatch(init_lora_weights)
         if found is None:
             raise ConfigurationError(f"expected pissa_niter_NUMBER, got {init_lora_weights}")
+        check_rank(self.get_base_layer(), self.r[adapter_name])
         left, values, right = leading_factors(self.get_base_layer(), self.r[adapter_name], int(found[1]))
         root = (values / self.scaling[adapter_name]).sqrt()
         self._start(adapter_name, root.unsqueeze(1) * right, left * root)
 
     def olora_init(self, adapter_name: str) -> None:
         """Starts an adapter from the first columns and rows of the weight's QR decomposition."""
+        check_rank(self.get_base_layer(), self.r[adapter_name])
         outer, inner = leading_columns(self.get_base_layer(), self.r[adapter_name])
         self._start(adapter_name, inner, outer)
 

@@ -34,7 +34,7 @@ _HARMLESS = frozenset({
     "eva_config", "megatron_core", "qalora_group_size", "runtime_config",
 })  # fmt: skip
 """The settings that this module reads, or that change nothing once an adapter is trained."""
-_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """The values of init_lora_weights that leave the base weights unchanged. With PiSSA, OLoRA and others, PEFT changes the
 base weights."""
 _LORA_KINDS = {
