@@ -19,6 +19,19 @@ KINDS: Mapping[str, str] = {
     "SUPERTUNING": f"Super-Tuning trains the largest elements of the base weight, {_WHOLE}: use SHiRA",
 }
 """The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`."""
+TASKS: Mapping[str, str] = {
+    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning needs a task id for each row, which a text has not: use prompt "
+    "tuning, or stock PEFT over load_model()",
+    "POLY": "Poly needs a task id for each row, which a text has not: use LoRA, or stock PEFT over load_model()",
+    "XLORA": "X-LoRA routes among LoRA adapters that are trained already, and runs the model twice: use one of them",
+}
+"""The sentences for kinds that need more than rows of text. They are refused by `finetune` and `generate` alone."""
+LOSSES: Mapping[str, str] = {
+    "CPT": "CPT has a loss of its own, which finetune does not compute: use stock PEFT and Trainer over load_model()",
+    "SHADOW": "Shadow adds a loss of its own, which finetune does not compute: use stock PEFT and Trainer over "
+    "load_model()",
+}
+"""The sentences for kinds with a loss of their own. They are refused by `finetune` alone."""
 STARTS: Mapping[str, str] = {
     "pissa": f"'pissa' takes the exact singular vectors of the base weight, {_WHOLE}: use 'pissa_niter_8'",
     "loftq": f"LoftQ quantises the base weight, {_WHOLE} as int8: use init_lora_weights=True",
@@ -43,7 +56,7 @@ def refusal(kind: str) -> str:
 
 
 def check_trainable(config: Any) -> None:
-    """Checks that an adapter with these settings can be made over a provider's layers.
+    """Checks that an adapter with these settings can be made over a provider's layers and trained on rows of text.
 
     Args:
         config: a PeftConfig.
@@ -52,7 +65,7 @@ def check_trainable(config: Any) -> None:
         ConfigurationError: the settings need base weights in more than products.
     """
     kind = kind_of(config)
-    reason = KINDS.get(kind) or _reason_of_settings(kind, config)
+    reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
     if reason is not None:
         raise ConfigurationError(reason)
 
@@ -68,8 +81,9 @@ def check_loadable(name: str, config: Any) -> None:
         ConfigurationError: the adapter needs base weights, or the base model that it needs has other weights.
     """
     kind, how = kind_of(config), getattr(config, "init_lora_weights", None)
-    if kind != "SUPERTUNING" and kind in KINDS:
-        raise ConfigurationError(f"{name} cannot be used: {KINDS[kind]}")
+    needs = TASKS.get(kind) if kind == "SUPERTUNING" else KINDS.get(kind) or TASKS.get(kind)
+    if needs is not None:
+        raise ConfigurationError(f"{name} cannot be used: {needs}")
     if kind == "PSOFT":
         raise ConfigurationError(
             f"{name} cannot be used: PSOFT's file lacks the singular vectors that PEFT takes of the base weight, "

@@ -115,7 +115,7 @@ CASES: tuple[Case, ...] = (
     Case("PVeRA", "PVERA", {"r": 4}),
     Case("RandLoRA", "RANDLORA", {"r": 4}),
     Case("RoAd", "ROAD", {"group_size": 8}),
-    Case("Shadow", "SHADOW"),
+    Case("Shadow", "SHADOW", takes_layers=False),
     Case("SHiRA", "SHIRA", {"r": 2}),
     Case("Super-Tuning", "SUPERTUNING", {"sparsity": 0.9}),
     Case("TinyLoRA", "TINYLORA", {"r": 2, "u": 4}),

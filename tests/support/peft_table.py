@@ -24,8 +24,7 @@ from transformers import LlamaConfig
 
 from tenant_sdk import TenantClient, for_remote_base
 from tenant_sdk.adapters import adapted_model
-from tenant_sdk.kinds.psoft import RemotePsoft
-from tenant_sdk.kinds.refused import check_trainable
+from tenant_sdk.kinds.refused import TASKS, check_trainable
 from tenant_sdk.kinds.started_lora import StartedLora
 from tenant_sdk.serving.adapters import AdapterStore
 from tests.support.chat_model import character_tokenizer
@@ -45,7 +44,6 @@ BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3)
 _EXTRA: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "POLY": lambda ids: {"task_ids": torch.zeros(ids.shape[0], dtype=torch.long)},
     "MULTITASK_PROMPT_TUNING": lambda ids: {"task_ids": torch.zeros(ids.shape[0], dtype=torch.long)},
-    "CPT": lambda ids: {"input_type_mask": torch.ones_like(ids)},
 }
 """What a model with an adapter of a kind needs beside token ids."""
 
@@ -101,6 +99,8 @@ def opened(where: Path) -> Iterator[Site]:
 
 def measure(case: Case, site: Site) -> Found:
     """Trains and saves an adapter of a kind in each way, and compares it with stock PEFT."""
+    if case.kind == "XLORA":
+        return Found("not measured: it needs adapters that are trained already", *[TASKS["XLORA"]] * 3, None)
     folder = site.scratch / "adapters" / re.sub(r"\W+", "-", case.title.lower())
     finetuned = folder.with_name(folder.name + "-finetuned")
     with warnings.catch_warnings():
@@ -146,8 +146,11 @@ def _made(model: Any, config: Any) -> Any:
 def _compared(case: Case, site: Site, folder: Path) -> float:
     """Returns the largest distance of logits, gradients, losses of five steps, and a saved adapter's logits."""
     config = _config(case)
-    check_trainable(config)
-    ours = _made(site.loaded(), for_remote_base(copy.deepcopy(config)))
+    try:
+        ours = _made(site.loaded(), for_remote_base(copy.deepcopy(config)))
+    except (VeilbaseError, AttributeError):
+        check_trainable(config)  # this says the same in one sentence
+        raise
     theirs = _made(site.local(), case.config())
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -208,18 +211,15 @@ def _served(case: Case, site: Site, folder: Path) -> float:
 
 def _copy_numbers(ours: Any, theirs: Any, site: Site) -> None:
     """Gives the local model the remote model's adapter, and takes out of its weights what ours subtracts itself."""
-    held = theirs.state_dict()
-    for key, value in ours.state_dict().items():
+    held = theirs.state_dict() | dict(theirs.named_buffers())  # some kinds keep factors in buffers that are not saved
+    for key, value in (ours.state_dict() | dict(ours.named_buffers())).items():
         if key in held and held[key].shape == value.shape:
             held[key].copy_(value)
-    modules = dict(theirs.named_modules())
     for name, module in ours.named_modules():
         if isinstance(module, StartedLora):
             start = module.scaling["default"] * module.lora_start_B["default"] @ module.lora_start_A["default"]
             weight = site.plain.get_submodule(name.removeprefix("base_model.model.")).weight
-            modules[name].base_layer.weight.data = weight.data - start
-        if isinstance(module, RemotePsoft):
-            modules[name]._set_psoft_ab_cache_buffers("default", *module._get_psoft_ab_cache_buffers("default"))
+            theirs.get_submodule(name).base_layer.weight.data = weight.data - start
 
 
 def _trained(model: Any) -> dict[str, torch.Tensor]:
@@ -312,9 +312,10 @@ def main() -> None:
         for case in CASES:
             if sys.argv[1:] and case.title not in sys.argv[1:]:
                 continue
-            found = measure(case, site)
+            try: found = measure(case, site)
+            except Exception: import traceback; traceback.print_exc(); print("FAILED", case.title, file=sys.stderr, flush=True); continue
             lines.append(line_of(case, found, bound_of(found.error)))
-            print(f"{lines[-1]}   measured {found.error}", file=sys.stderr)
+            print(f"{lines[-1]}   measured {found.error}", file=sys.stderr, flush=True)
     head = "| kind | stock PEFT over `load_model()` | `finetune` | `generate` | engine | error at most | why not |"
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
