@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.privacy import Released
@@ -20,13 +22,17 @@ WANTED: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": True, "top_logp
 PLAIN = {"model": "llama", "prompt": "who?", "logprobs": 1, "max_tokens": 2, "temperature": 0}
 
 
+TEXT = {"model": "llama", "input": "who?"}
+
+
 def numbers(text: str) -> list[float]:
     return [float(each) for each in re.findall(r'"logprob":(-?[\d.e-]+)', text)]
 
 
 def test_under_the_lattice_mask_they_are_refused(folder: Path) -> None:
     with open_client(folder, "lattice") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
-        for path, body in [("chat/completions", chat(**each)) for each in WANTED] + [("completions", PLAIN)]:
+        asked = [("completions", PLAIN), ("embeddings", TEXT)]
+        for path, body in [("chat/completions", chat(**each)) for each in WANTED] + asked:
             answer = http.post(f"/v1/{path}", json=body)
             assert answer.status_code == 403
             assert answer.json()["error"]["code"] == "values_not_released"
@@ -34,7 +40,7 @@ def test_under_the_lattice_mask_they_are_refused(folder: Path) -> None:
         plain = http.post("/v1/chat/completions", json=chat())
         assert plain.status_code == 200
         assert numbers(plain.text) == []
-        assert "logprobs are refused" in endpoint.explain()
+        assert "logprobs and embeddings are refused" in endpoint.explain()
 
 
 def test_with_release_values_they_are_rounded_to_the_step(folder: Path) -> None:
@@ -52,6 +58,19 @@ def test_with_release_values_they_are_rounded_to_the_step(folder: Path) -> None:
             assert all(value % 0.5 == 0 for each in plain["top_logprobs"] for value in each.values())
 
 
+def test_with_release_values_embeddings_are_rounded_more_coarsely(folder: Path) -> None:
+    with open_client(folder, "lattice") as client, endpoint_of(client, release_step=0.25) as endpoint:
+        assert "embeddings rounded to 1 " in endpoint.explain()
+        with raw(endpoint) as http:
+            whole = np.array(http.post("/v1/embeddings", json=TEXT).json()["data"][0]["embedding"])
+    assert np.linalg.norm(whole) == pytest.approx(1)
+    steps = whole / np.abs(whole)[whole != 0].min()
+    assert np.allclose(steps, steps.round(), atol=1e-3)  # before the scaling they were whole multiples of one step
+    assert len(set(steps.round())) > 2
+    released = Released("lattice", 16.0)
+    assert not released.rounded_vector(torch.ones(4)).any()  # which the endpoint refuses with status 403
+
+
 @pytest.mark.parametrize("mask", ["pad", "shares"])
 def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
     where = [f"inproc:{folder}"] * 2 if mask == "shares" else f"inproc:{folder}"
@@ -60,6 +79,8 @@ def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
     with given as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
         found = numbers(http.post("/v1/chat/completions", json=chat(logprobs=True, top_logprobs=2)).text)
         assert any(each % 0.25 for each in found)
+        vector = np.array(http.post("/v1/embeddings", json=TEXT).json()["data"][0]["embedding"])
+        assert len({f"{each:.6f}" for each in vector}) > len(vector) // 2  # not a few steps
         assert "as they are" in endpoint.explain()
 
 
