@@ -175,7 +175,8 @@ class Endpoint:
 
     def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
         folder = root / _JOBS_FOLDER
-        self.jobs = Jobs(client, folder, root, self.service.note)
+        self.jobs = Jobs(client, folder, root, self.service.note, self.service.released.rounded_loss)
+        self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)
         return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
 

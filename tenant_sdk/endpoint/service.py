@@ -48,6 +48,8 @@ class Service:
         self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
         self.metrics = Metrics(self._gauges)
         self.ended_by: VeilbaseError | None = None
+        self.count_jobs: Callable[[], Mapping[str, float]] = dict
+        """Returns the numbers of jobs and of their steps, for the metrics."""
         self._on_end = on_end
 
     def submit(self, prompt: Any, adapter: str | None, options: Mapping[str, Any], on_text: Any) -> Answer:
@@ -78,13 +80,13 @@ class Service:
         return "ok" if self.ended_by is None else "ended"
 
     def status(self) -> dict[str, Any]:
-        """Returns what the web page shows: the number of requests, the adapters on each tier, and the privacy in
+        """Returns what the web page shows: the number of requests, each adapter with its tier, and the privacy in
         force."""
         engine, tiers = self.engine.status(), self.names.tiers()
         return {
             "running": engine.num_running,
             "waiting": engine.num_waiting,
-            "adapters": None if tiers is None else {"device": tiers[0], "host": tiers[1], "disk": tiers[2]},
+            "adapters": None if tiers is None else [{"name": name, "tier": tier} for name, tier in tiers],
             "privacy": [line.split("  ", 1) for line in self.privacy.splitlines() if "  " in line],
         }
 
@@ -95,4 +97,5 @@ class Service:
             "requests_waiting": status.num_waiting,
             "kv_reserved_bytes": status.reserved_bytes,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
+            **self.count_jobs(),
         }

@@ -21,7 +21,7 @@ from tenant_sdk.training.settings import FinetuneSettings
 from wire.errors import ConfigurationError
 
 SAVE_STEPS = 5
-"""The number of optimizer steps from one checkpoint to the next. A job's losses become visible with each checkpoint."""
+"""The number of optimizer steps from one checkpoint to the next."""
 
 
 class JobStopped(Exception):
@@ -46,7 +46,8 @@ class _StoppableSession:
 
 
 def train(
-    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None]
+    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None],
+    on_step: Callable[[int, float], None],
 ) -> FinetuneResult:  # fmt: skip
     """Trains an adapter, and resumes from the job's last checkpoint if there is one.
 
@@ -56,6 +57,7 @@ def train(
         output: the adapter's folder; checkpoints are beside it.
         settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
         check: called before every forward pass; raises `JobStopped` if the job should stop.
+        on_step: called with the number and the loss of each optimizer step.
 
     Raises:
         JobStopped: the job was stopped.
@@ -69,7 +71,8 @@ def train(
         gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
         warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
     )  # fmt: skip
-    return finetune(_StoppableSession(session, check), data, config, output, chosen, progress=False)  # type: ignore[arg-type]
+    stoppable: Any = _StoppableSession(session, check)
+    return finetune(stoppable, data, config, output, chosen, progress=False, on_step=on_step)
 
 
 def publish(output: Path, adapter: Path) -> None:
