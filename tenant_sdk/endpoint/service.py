@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.grammar import Grammars
 from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.metrics import Metrics
@@ -17,6 +18,7 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TextSession
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from wire.errors import VeilbaseError, VerificationFailed
 
 
@@ -43,6 +45,8 @@ class Service:
         self.engine, self.names, self.released, self.settings = engine, names, released, settings
         self.privacy = privacy
         self.vocab_size = len(text.tokenizer)
+        self._context = client.context_length
+        self._most_characters = self._context * max(map(len, text.tokenizer.get_vocab()), default=1)
         self.prompts = Prompts(copy.deepcopy(text.tokenizer), is_trusted=text.origin != "provider")
         self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits.schema_bytes)
         self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
@@ -56,10 +60,12 @@ class Service:
         """Asks the engine for one answer.
 
         Raises:
+            HttpError: the prompt is larger than the model's context.
             VeilbaseError: the engine refused the request, or the endpoint has ended.
         """
         if self.ended_by is not None:
             raise copy.copy(self.ended_by)
+        self._check_size(prompt)
         try:
             answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
         except VeilbaseError as exc:
@@ -67,6 +73,17 @@ class Service:
             raise
         answer.add_done_callback(lambda each: self.note(each.error))
         return answer
+
+    def _check_size(self, prompt: Any) -> None:
+        """Refuses a prompt that cannot fit into the model's context, since its tokenizer would take seconds for it
+        while other requests wait."""
+        if isinstance(prompt, ReadyTokens):
+            size, most, unit = len(prompt.token_ids), self._context, "tokens"
+        else:
+            texts = [prompt.text] if isinstance(prompt, ReadyText) else [turn["content"] for turn in prompt]
+            size, most, unit = sum(map(len, texts)), self._most_characters, "characters"
+        if size > most:
+            raise bad_request(f"the prompt has {size} {unit}, and the model's context holds {most} at most")
 
     def note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
         """Ends the endpoint for good if the error is a reply that failed its check, or (`is_engine`) the end of the

@@ -134,6 +134,23 @@ def test_a_million_faults_are_not_described(field: str) -> None:
     assert (refused.value.status, refused.value.text) == (400, "more than 1000 fields or values of the body are wrong")
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer takes seconds for megabytes, while other requests wait for it."""
+    monkeypatch.setattr(endpoint.engine, "submit", None)
+    text, ids = "x" * 2_000_000, [1] * 1_000_000
+    with raw(endpoint) as http:
+        for path, body in (
+            ("chat/completions", chat(messages=[{"role": "user", "content": text}])),
+            ("completions", {"model": "llama", "prompt": text}), ("completions", {"model": "llama", "prompt": ids}),
+            ("embeddings", {"model": "llama", "input": [text]}), ("embeddings", {"model": "llama", "input": ids}),
+        ):  # fmt: skip
+            answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 400
+            assert "the model's context holds" in answer.json()["error"]["message"]
+
+
 def test_a_huge_schema_is_refused_at_once(endpoint: Endpoint) -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(200):
