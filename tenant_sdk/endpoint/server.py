@@ -48,6 +48,10 @@ class ServedSession(TrainingSession, Protocol):
     def mask(self) -> str:
         """Returns the name of the mask in force."""
 
+    @property
+    def error_sigma(self) -> float:
+        """Returns the standard deviation of the lattice mask's error; 0 for other masks."""
+
     def explain(self) -> str:
         """Prints and returns the privacy in force."""
 
@@ -91,7 +95,7 @@ class Endpoint:
         given = settings or EndpointSettings()
         self.settings = given if given.key else replace(given, key=new_key(), is_own_key=False)
         check_may_listen(self.settings, client.is_verified)
-        released = Released(client.mask, self.settings.release_step)
+        released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
         self._root = None if adapters is None else Path(adapters)
         self._on_ready = on_ready

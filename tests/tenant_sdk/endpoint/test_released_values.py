@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from noise.params import PARAMETERS
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.served_kinds import open_client
+from tests.support.waiting import until
 from wire.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -90,6 +92,35 @@ def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
 def test_which_masks_leave_no_error(mask: str, is_exact: bool) -> None:
     assert Released(mask, None).is_exact is is_exact
     assert Released(mask, 0.5).rounded(-1.3) == (-1.3 if is_exact else -1.5)
+
+
+def test_losses_of_jobs_are_rounded(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    form: Any = {"files": {"file": ("x", b'{"prompt": "a", "completion": "b"}')}, "data": {"purpose": "fine-tune"}}
+    opened = open_client(folder, "lattice")
+    with opened as client, endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        file_id = http.post("/v1/files", **form).json()["id"]
+        body = {"model": "llama", "training_file": file_id, "hyperparameters": {"max_steps": 1000, "rank": 2}}
+        path = f"/v1/fine_tuning/jobs/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
+        until(lambda: http.get(f"{path}/checkpoints").json()["data"], "a checkpoint")
+        assert http.post(f"{path}/cancel").status_code == 200
+        checkpoint = http.get(f"{path}/checkpoints").json()["data"][0]["metrics"]["train_loss"]
+        events = http.get(f"{path}/events?limit=1000").json()["data"]
+        losses = [each["data"]["train_loss"] for each in events if each["type"] == "metrics"]
+        curve = http.get(f"{path}/losses").json()
+    assert min(len(losses), curve["num_steps"]) >= 5
+    for loss in (checkpoint, *losses, *(loss for _, loss in curve["data"])):
+        assert loss == pytest.approx(round(loss / 0.05) * 0.05, abs=1e-9)
+
+
+def test_parameters_with_a_larger_error_round_more_coarsely() -> None:
+    lean = PARAMETERS["lean"].sigma
+    with pytest.raises(ConfigurationError, match=r"from 2\.5 to 160"):
+        Released("lattice", 0.25, lean)
+    assert "losses of jobs rounded to 0.5," in Released("lattice", 2.5, lean).explain()
+    assert Released("lattice", None, lean).rounded_loss(2.34) == 2.5
+    assert Released("lattice", None).rounded_loss(2.34) == 2.35
+    assert Released("off", None).rounded_loss(2.34) == 2.34
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 0.2, 17.0, float("nan"), float("inf")])
