@@ -180,8 +180,7 @@ class TenantClient:
     @property
     def error_sigma(self) -> float:
         """Returns the standard deviation of the lattice mask's error, in units of encoded rows; 0 for other masks."""
-        parameters = getattr(self._open().scheme, "parameters", None)
-        return 0.0 if parameters is None else float(parameters.sigma)
+        return float(getattr(getattr(self._open().scheme, "parameters", None), "sigma", 0.0))
 
     @property
     def is_verified(self) -> bool:
@@ -383,16 +382,9 @@ class TenantClient:
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
 
     def serve(self, adapters: str | Path | None = None, **options: Any) -> Endpoint:
-        """Returns an HTTP endpoint with OpenAI's interface, for inference, fine-tuning jobs and a web page
-        (docs/endpoint.md). `with` serves in a thread, and `Endpoint.run` in the caller's thread.
+        """Returns an HTTP endpoint with OpenAI's interface, for inference and fine-tuning (docs/endpoint.md).
 
-        Args:
-            adapters: the folder of adapters; None serves only the base model, without jobs.
-            options: `settings` (an `EndpointSettings`: address, key, TLS, what is released, limits) and further options
-                of `Endpoint`, such as `max_waiting` and those of the engine.
-
-        Raises:
-            ConfigurationError: the settings do not allow this endpoint, or the address cannot be used.
+        Args, Raises: see `Endpoint`.
         """
         from tenant_sdk.endpoint.server import Endpoint
 
