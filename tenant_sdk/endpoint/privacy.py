@@ -29,6 +29,8 @@ _VECTOR_STEPS = 4
 """How many times coarser the numbers of an embedding are rounded than logprobs. A row has hundreds of them, whose error
 is 0.0010 on SmolLM2-135M: rounded to 1, the 576 numbers of each of a block's 512 rows tell 2.6 bits by the same
 formula."""
+_MOST_LOSS = 9999.0
+"""The loss that stands for infinity and NaN, which JSON cannot express."""
 _LOSS_STEP = 0.05
 """The step to which losses of training steps are rounded under a mask that leaves an error. Whoever has chosen the data
 knows the inputs. If each of 512 steps under one secret has a single label, their losses tell 3.5 bits by the same
@@ -107,7 +109,9 @@ class Released:
     def rounded_loss(self, loss: float) -> float:
         """Returns the loss of a training step in the form in which it may be released. A loss is a mean of logprobs, or
         one logprob if the data has a single label."""
-        if self.is_exact or not math.isfinite(loss):
+        if not math.isfinite(loss):
+            return _MOST_LOSS
+        if self.is_exact:
             return loss
         return round(round(loss / self._loss_step) * self._loss_step, 4)
 

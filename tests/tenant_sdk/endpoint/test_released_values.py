@@ -121,6 +121,7 @@ def test_parameters_with_a_larger_error_round_more_coarsely() -> None:
     assert Released("lattice", None, lean).rounded_loss(2.34) == 2.5
     assert Released("lattice", None).rounded_loss(2.34) == 2.35
     assert Released("off", None).rounded_loss(2.34) == 2.34
+    assert Released("off", None).rounded_loss(float("nan")) == 9999.0  # JSON has no NaN
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 0.2, 17.0, float("nan"), float("inf")])
