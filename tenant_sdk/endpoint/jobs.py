@@ -38,7 +38,7 @@ class Jobs:
 
     def __init__(
         self, session: Any, folder: Path, adapters: Path, on_error: Callable[[VeilbaseError], None],
-        shown: Callable[[float], float],
+        shown: Callable[[float], float], pause: Callable[[], None],
     ) -> None:  # fmt: skip
         """Reads the jobs that an earlier process has stored, and queues those that had not ended.
 
@@ -48,9 +48,10 @@ class Jobs:
             adapters: the folder to which complete adapters are moved.
             on_error: called with the error of a job that failed.
             shown: returns a loss in the form in which clients may see it.
+            pause: called before every call of a job to the provider; it may wait.
         """
         self._session, self._folder, self._adapters, self._on_error = session, folder, adapters, on_error
-        self._shown = shown
+        self._shown, self._pause = shown, pause
         self._changed = threading.Condition()
         self._is_closed = False
         self._live: dict[str, list[float]] = {}
@@ -262,7 +263,7 @@ class Jobs:
 
         try:
             data = self._folder / str(job["id"]) / "data.jsonl"
-            result = train(self._session, data, self._output(job), job["settings"], check, note_step)
+            result = train(self._session, data, self._output(job), job["settings"], check, note_step, self._pause)
             with self._changed:  # no cancel may come between the check and the end
                 check()
                 job["losses"], job["tokens"] = result.losses, result.tokens

@@ -29,6 +29,7 @@ an earlier one of the same caller (prefix_cache.py). A request with `fixed_lengt
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -47,7 +48,7 @@ from tenant_sdk.serving.context import ContextLimit
 from tenant_sdk.serving.explain import explain
 from tenant_sdk.serving.host_kv import kv_place
 from tenant_sdk.serving.kv import kv_layout
-from tenant_sdk.serving.loop import EngineStatus, ServingLoop
+from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop
 from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
@@ -94,6 +95,7 @@ class Engine:
         prefix_bytes: int = 0,
         max_context: int | None = None,
         kv_device: str | None = None,
+        during_step: DuringStep = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -117,6 +119,8 @@ class Engine:
             max_context: the most tokens of a request, prompt and answer together; None means the model's context.
             kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
                 attention of answers there; None keeps them on the model's device.
+            during_step: returns a context in which the engine's thread computes each step, so that other work can wait
+                for it.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -147,6 +151,7 @@ class Engine:
         self._loop = ServingLoop(
             self._model, self._scheduler, self._layout, runner, self._slots,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
+            during_step=during_step,
         )  # fmt: skip
         try:
             client.fetch_hints()
