@@ -7,7 +7,7 @@ more than looking at a short one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tenant_sdk.endpoint.errors import bad_request
@@ -50,13 +50,16 @@ def job_page(jobs: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
     return {"object": "list", "data": [described(job) for job in jobs[begin:end]], "has_more": end < len(jobs)}
 
 
-def event_page(job: Mapping[str, Any], losses: Sequence[float], query: Mapping[str, str]) -> dict[str, Any]:
+def event_page(
+    job: Mapping[str, Any], losses: Sequence[float], query: Mapping[str, str], shown: Callable[[float], float]
+) -> dict[str, Any]:  # fmt: skip
     """Returns a page of a job's events: first the loss of each step, then the messages, both the newest first.
 
     Args:
         job: the job.
-        losses: the losses of its steps, which may be shown.
+        losses: the losses of its steps.
         query: see `job_page`.
+        shown: returns a loss in the form in which clients may see it.
 
     Raises:
         HttpError: the query is wrong.
@@ -65,7 +68,7 @@ def event_page(job: Mapping[str, Any], losses: Sequence[float], query: Mapping[s
     begin = _place_after(query.get("after"), str(job["id"]), len(losses), len(told))
     end = min(begin + _limit(query), len(losses) + len(told))
     data = [
-        _step(job, len(losses) - place, losses[-1 - place])
+        _step(job, len(losses) - place, shown(losses[-1 - place]))
         if place < len(losses)
         else _message(job, len(losses) + len(told) - 1 - place)
         for place in range(begin, end)
@@ -129,9 +132,9 @@ def checkpoint_list(job: Mapping[str, Any], found: Sequence[tuple[int, float | N
     return {"object": "list", "data": data, "has_more": False}
 
 
-def loss_curve(losses: Sequence[float]) -> dict[str, Any]:
+def loss_curve(losses: Sequence[float], shown: Callable[[float], float]) -> dict[str, Any]:
     """Returns the losses for a picture: pairs of a step and its loss, every step up to 256 of them and then every
-    second, third and so on, always with the newest one."""
+    second, third and so on, always with the newest one. Args: see `event_page`."""
     every = -(-len(losses) // _MOST_POINTS) or 1
-    points = [[step, losses[step - 1]] for step in range(len(losses), 0, -every)]
+    points = [[step, shown(losses[step - 1])] for step in range(len(losses), 0, -every)]
     return {"object": "fine_tuning.job.losses", "num_steps": len(losses), "data": points[::-1]}

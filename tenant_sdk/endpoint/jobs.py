@@ -125,11 +125,11 @@ class Jobs:
             HttpError: there is no such job, or the query is wrong.
         """
         job = self._job(job_id)
-        return event_page(job, self._losses(job), query)
+        return event_page(job, self._losses(job), query, self._shown)
 
     def losses(self, job_id: str) -> dict[str, Any]:
         """Returns the loss curve of a job. Raises: see `described`."""
-        return loss_curve(self._losses(self._job(job_id)))
+        return loss_curve(self._losses(self._job(job_id)), self._shown)
 
     def checkpoints(self, job_id: str) -> dict[str, Any]:
         """Returns the checkpoints from which a job can go on, the newest first. Raises: see `described`."""
@@ -192,10 +192,10 @@ class Jobs:
         return self._folder / str(job["id"]) / "adapter"
 
     def _losses(self, job: dict[str, Any]) -> list[float]:
-        """Returns the losses of all steps so far, as clients may see them."""
+        """Returns the losses of all steps so far."""
         with self._changed:
             known = list(job["losses"] or self._live.get(job["id"], ()))
-        return [self._shown(loss) for loss in known or self._saved_losses(job)]
+        return known or self._saved_losses(job)
 
     def _saved_losses(self, job: dict[str, Any]) -> list[float]:
         found = checkpoints_of(self._output(job))
