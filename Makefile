@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # `make` alone says what there is: a line for each target that ends in "## what it does"
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format bench attacks estimate clean
+.PHONY: help setup demo test test-slow browser check format bench attacks estimate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,8 +31,15 @@ test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 # whole attacks, simulations, tenants beside killed shards, the soak, commands as processes, the README's commands
-test-slow: $(READY) ## the slow ones: whole attacks, simulations, commands as processes
+test-slow: $(READY) browser ## the slow ones: whole attacks, simulations, commands as processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
+
+# for the test of the endpoint's page, which skips and says so where there is no browser
+browser: ## chromium for the test of the page, where apt-get can install it
+	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get && export DEBIAN_FRONTEND=noninteractive && apt-get update && \
+	timeout 600 apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 || \
+	echo "no browser here, and none could be installed: the test of the page skips"
 
 check: $(READY) ## ruff, its formatter, mypy, import-linter
 	$(BIN)/ruff check .

@@ -260,7 +260,10 @@ def serve(
     ] = False,
     release_values: Annotated[
         float | None,
-        typer.Option(help="Give logprobs, rounded to this step, also under the lattice mask.", metavar="STEP"),
+        typer.Option(
+            help="Give logprobs, rounded to this step, and embeddings, to four times it, also under the lattice mask.",
+            metavar="STEP",
+        ),
     ] = None,
     max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1)] = 64,

@@ -178,6 +178,11 @@ class TenantClient:
         return self._plan.mask
 
     @property
+    def error_sigma(self) -> float:
+        """Returns the standard deviation of the lattice mask's error, in units of encoded rows; 0 for other masks."""
+        return float(getattr(getattr(self._open().scheme, "parameters", None), "sigma", 0.0))
+
+    @property
     def is_verified(self) -> bool:
         """Returns whether every reply is checked against a trusted checkpoint."""
         return self._plan.verify is not None
@@ -379,9 +384,7 @@ class TenantClient:
     def serve(self, adapters: str | Path | None = None, **options: Any) -> Endpoint:
         """Returns an HTTP endpoint with OpenAI's interface, for inference and fine-tuning (docs/endpoint.md).
 
-        Args:
-            adapters: the folder of adapters; None serves only the base model.
-            options: `settings` and further options of `Endpoint`.
+        Args, Raises: see `Endpoint`.
         """
         from tenant_sdk.endpoint.server import Endpoint
 

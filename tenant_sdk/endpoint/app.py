@@ -9,26 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenant_sdk.endpoint.access import UPLOAD_PATH, Access
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
+from tenant_sdk.endpoint.embeddings import Embeddings
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.http import JsonRoute, Reply, Response
+from tenant_sdk.endpoint.http import HeldBodies, JsonRoute, Reply, Response
 from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.metrics import CONTENT_TYPE
 from tenant_sdk.endpoint.page_files import PageFiles
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
 from tenant_sdk.endpoint.service import Service
+from tenant_sdk.endpoint.settings import EndpointLimits
 
 _log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _MODELS = PurePosixPath("/v1/models")
+_SLOW_THREADS = 4
+T = TypeVar("T")
 
 
 class App:
@@ -38,18 +44,24 @@ class App:
         """Makes the routes. Args: jobs: the routes of files and jobs; None if there is no folder of adapters."""
         self._service = service
         self._access = Access(service.settings)
+        self._held = HeldBodies(service.settings.limits.held_bytes)
         self._routes: dict[tuple[str, str], ASGIApp] = {}
         self._post("/v1/chat/completions", Chat(service))
         self._post("/v1/completions", Completions(service))
+        self._post("/v1/embeddings", Embeddings(service))
         self._post("/v1/load_lora_adapter", self._load)
         self._post("/v1/unload_lora_adapter", self._unload)
         self._get("/v1/models", lambda: service.names.listed())
         self._get("/v1/status", service.status)
         self._page = PageFiles()
+        self._threads = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="veilbase-slow")
         self._jobs = jobs
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
-        self._routes["POST", path] = JsonRoute(path, work, self._service.settings.limits, self._service.metrics)
+        self._routes["POST", path] = self._json_route(path, work, self._service.settings.limits)
+
+    def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> ASGIApp:
+        return JsonRoute(name, work, limits, self._service.metrics, self._held)
 
     def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
         self._routes["GET", path] = self._getting(name or path, read)
@@ -58,7 +70,7 @@ class App:
         async def work(_: bytes) -> Reply:
             return await asyncio.get_running_loop().run_in_executor(None, read)
 
-        return JsonRoute(name, work, self._service.settings.limits, self._service.metrics)
+        return self._json_route(name, work, self._service.settings.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one HTTP request, or ASGI's messages about the start and end of the server."""
@@ -99,13 +111,18 @@ class App:
         is_upload = path == UPLOAD_PATH
 
         async def work(body: bytes) -> Reply:
-            found = await asyncio.get_running_loop().run_in_executor(None, jobs.answer, method, path, kind, body)
+            found = await self._slowly(jobs.answer, method, path, _query(scope), kind, body)
             if found is None:
                 raise HttpError(404, "there is no such path here", "not_found")
             return found
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
-        return JsonRoute(UPLOAD_PATH if is_upload else "/v1/fine_tuning/jobs", work, limits, self._service.metrics)
+        return self._json_route(UPLOAD_PATH if is_upload else "/v1/fine_tuning/jobs", work, limits)
+
+    async def _slowly(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Runs work that may take seconds, such as reading a file or waiting for an adapter, in threads of its own, so
+        that other requests do not wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._service.health()
@@ -116,15 +133,21 @@ class App:
 
     async def _load(self, body: bytes) -> Reply:
         request = parsed(LoadAdapter, body)
-        await asyncio.get_running_loop().run_in_executor(
-            None, self._service.names.load, request.lora_name, request.lora_path
-        )
+        await self._slowly(self._service.names.load, request.lora_name, request.lora_path)
         return {"status": "loaded", "id": request.lora_name}
 
     async def _unload(self, body: bytes) -> Reply:
         request = parsed(UnloadAdapter, body)
         await asyncio.get_running_loop().run_in_executor(None, self._service.names.unload, request.lora_name)
         return {"status": "unloaded", "id": request.lora_name}
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    """Returns the parameters after the question mark of a request's URL; an empty dict if they cannot be read."""
+    try:
+        return dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=16))
+    except ValueError:
+        return {}
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

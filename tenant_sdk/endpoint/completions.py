@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ class Completions:
             HttpError: the request is refused.
             VeilbaseError: the engine refuses it, or fails.
         """
-        prepared = self._prepare(body)
+        prepared = await asyncio.get_running_loop().run_in_executor(None, self._prepare, body)
         if prepared.request.stream:
             return self._chunks(prepared)
         async with Answering() as answering:
@@ -69,7 +70,7 @@ class Completions:
         adapter = self._service.names.adapter_of(request.model)
         if request.logprobs is not None:
             self._service.released.check("logprobs")
-        prompts = _prompts(request)
+        prompts = plain_prompts(request.prompt)
         num_choices = len(prompts) * request.n
         if num_choices > MOST_CHOICES:
             raise bad_request(f"a request has at most {MOST_CHOICES} choices, prompts times n", "n")
@@ -118,9 +119,8 @@ class Completions:
             yield {**prepared.object([]), "usage": counted}
 
 
-def _prompts(request: CompletionRequest) -> list[ReadyText | ReadyTokens]:
-    """Returns the prompts of a request. Its `prompt` is a text, token ids, or a list of either."""
-    given = request.prompt
+def plain_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[list[int]]) -> list[ReadyText | ReadyTokens]:
+    """Returns the prompts that a field of a request holds: a text, token ids, or a list of either."""
     if isinstance(given, str):
         return [ReadyText(given)]
     if isinstance(given[0], int):

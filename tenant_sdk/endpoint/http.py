@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -28,6 +28,8 @@ Work = Callable[[bytes], Awaitable[Reply]]
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream, in OpenAI's interface."""
 
+_FULL_RETRY_S = 5.0
+
 _log = logging.getLogger("veilbase.endpoint")
 
 
@@ -38,7 +40,7 @@ class ClientGone(Exception):
 class JsonRoute:
     """Handles the requests of one route, as an ASGI application."""
 
-    def __init__(self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics) -> None:
+    def __init__(self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics, held: HeldBodies) -> None:
         """Keeps the arguments.
 
         Args:
@@ -46,16 +48,19 @@ class JsonRoute:
             work: the function that handles a body.
             limits: what clients may take.
             metrics: the counters to which each request is added.
+            held: counts the bytes of the bodies of all requests.
         """
-        self._name, self._work, self._limits, self._metrics = name, work, limits, metrics
+        self._name, self._work, self._limits, self._metrics, self._held = name, work, limits, metrics, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         began, response = time.monotonic(), Response(send)
         code = "ok"
         try:
-            body = await asyncio.wait_for(read_body(scope, receive, self._limits.body_bytes), self._limits.body_s)
-            await _until_gone(receive, self._answer(body, response))
+            with self._held.hold() as held:
+                reading = read_body(scope, receive, self._limits.body_bytes, held)
+                body = await asyncio.wait_for(reading, self._limits.body_s)
+                await _until_gone(receive, self._answer(body, response))
         except ClientGone:
             code = "client_gone"
         except TimeoutError:
@@ -126,11 +131,38 @@ class Response:
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
-async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
-    """Returns the body of a request.
+class HeldBodies:
+    """Counts the bytes of the bodies that are in memory. Only the event loop's thread uses it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """Makes a count of 0. Args: most_bytes: the most bytes of all bodies together."""
+        self._most_bytes, self._num_bytes = most_bytes, 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts bytes of one body, and takes them off the count at the end. The function raises
+        HttpError if there are too many."""
+        own = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal own
+            if self._num_bytes + num_bytes > self._most_bytes:
+                raise HttpError(429, "too many large requests are under way", "too_many_requests", None, _FULL_RETRY_S)
+            self._num_bytes += num_bytes
+            own += num_bytes
+
+        try:
+            yield add
+        finally:
+            self._num_bytes -= own
+
+
+async def read_body(scope: Scope, receive: Receive, most_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """Returns the body of a request. Calls `hold` with the number of each further bytes.
 
     Raises:
-        HttpError: the body is larger than the limit, by its header or by the bytes that were received.
+        HttpError: the body is larger than the limit, by its header or by the bytes that were received, or `hold`
+            refuses it.
         ClientGone: the client closed the connection before the end of the body.
     """
     announced = dict(scope["headers"]).get(b"content-length", b"0")
@@ -144,6 +176,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
         if message["type"] != "http.request":
             raise ClientGone
         parts.append(message.get("body", b""))
+        hold(len(parts[-1]))
         num_bytes += len(parts[-1])
         if num_bytes > most_bytes:
             raise too_large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -58,7 +59,9 @@ class JobRoutes:
         """Keeps the arguments; `base` is the base model's name."""
         self._base, self._uploads, self._jobs = base, uploads, jobs
 
-    def answer(self, method: str, path: str, content_type: str, body: bytes) -> dict[str, Any] | None:
+    def answer(
+        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes
+    ) -> dict[str, Any] | None:  # fmt: skip
         """Handles one request. Returns the response, or None if there is no such route.
 
         Raises:
@@ -68,7 +71,7 @@ class JobRoutes:
         if parts[0] == "files":
             return self._files(method, parts[1:], content_type, body)
         if parts[:2] == ["fine_tuning", "jobs"]:
-            return self._fine_tuning(method, parts[2:], body)
+            return self._fine_tuning(method, parts[2:], query, body)
         return None
 
     def _files(self, method: str, rest: list[str], content_type: str, body: bytes) -> dict[str, Any] | None:
@@ -83,16 +86,20 @@ class JobRoutes:
                 return self._uploads.delete(file_id)
         return None
 
-    def _fine_tuning(self, method: str, rest: list[str], body: bytes) -> dict[str, Any] | None:
+    def _fine_tuning(
+        self, method: str, rest: list[str], query: Mapping[str, str], body: bytes
+    ) -> dict[str, Any] | None:  # fmt: skip
         match method, rest:
             case "GET", []:
-                return self._jobs.listed()
+                return self._jobs.listed(query)
             case "POST", []:
                 return self._create(body)
             case "GET", [job_id]:
                 return self._jobs.described(job_id)
             case "GET", [job_id, "events"]:
-                return self._jobs.events(job_id)
+                return self._jobs.events(job_id, query)
+            case "GET", [job_id, "losses"]:
+                return self._jobs.losses(job_id)
             case "GET", [job_id, "checkpoints"]:
                 return self._jobs.checkpoints(job_id)
             case "POST", [job_id, "cancel" | "pause"]:

@@ -1,39 +1,44 @@
 """This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
 
-Guarantees: the state of a job is on disk before any client is told of it. A job therefore survives a crash: if it was
-running, it is queued again and resumes from its last checkpoint. A job's record holds settings, states and losses, and
-nothing of its data.
+Guarantees: what a client asks for (a job, its cancel, its resume) is on disk before the client is told so. A job
+therefore survives a crash: if it was running, it is queued again and resumes from its last checkpoint. The losses of
+the steps after this checkpoint are in memory only, since a resumed job computes them again. A job's record holds
+settings, states and losses, and nothing of its data. If the disk is full, the request fails, or the running job fails,
+and the next job runs.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from noise.disk.private_files import make_private_folder, write_private
+from tenant_sdk.endpoint.disk import link_or_copy, storing
 from tenant_sdk.endpoint.errors import HttpError, bad_request
+from tenant_sdk.endpoint.job_views import checkpoint_list, described, event_page, job_page, loss_curve
 from tenant_sdk.endpoint.training import JobStopped, checkpoints_of, publish, train
 from wire.errors import VeilbaseError
 
 MOST_JOBS = 256
 """The most jobs that are remembered."""
-_ID = re.compile(r"ftjob-[0-9a-f]{24}")
 _ENDED = ("succeeded", "failed", "cancelled")
+_log = logging.getLogger("veilbase.endpoint")
 
 
 class Jobs:
     """Holds the fine-tuning jobs of one endpoint, and the thread that runs them."""
 
     def __init__(
-        self, session: Any, folder: Path, adapters: Path, on_error: Callable[[VeilbaseError], None]
+        self, session: Any, folder: Path, adapters: Path, on_error: Callable[[VeilbaseError], None],
+        shown: Callable[[float], float], pause: Callable[[], None],
     ) -> None:  # fmt: skip
         """Reads the jobs that an earlier process has stored, and queues those that had not ended.
 
@@ -42,53 +47,62 @@ class Jobs:
             folder: a private folder for the jobs, on the same file system as `adapters`.
             adapters: the folder to which complete adapters are moved.
             on_error: called with the error of a job that failed.
+            shown: returns a loss in the form in which clients may see it.
+            pause: called before every call of a job to the provider; it may wait.
         """
         self._session, self._folder, self._adapters, self._on_error = session, folder, adapters, on_error
+        self._shown, self._pause = shown, pause
         self._changed = threading.Condition()
         self._is_closed = False
-        self._jobs: dict[str, dict[str, Any]] = {
-            path.parent.name: json.loads(path.read_text()) for path in folder.glob("ftjob-*/job.json")
-        }
+        self._live: dict[str, list[float]] = {}
+        self._num_steps = 0
+        self._jobs = {job["id"]: job for job in _stored(folder)}
         for job in self._jobs.values():
             if job["status"] == "running":
-                self._note(job, "queued", "The job goes on after the end of the process that ran it.")
+                self._go_on(job)
         self._thread = threading.Thread(target=self._run, name="veilbase-jobs", daemon=True)
         self._thread.start()
 
     def create(
         self, model: str, file_id: str, data: Path, name: str | None, settings: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Queues a job and returns its description.
 
         Args:
             model: the base model's name, for the record.
-            file_id, data: the id of the training file, and its path; the job gets a copy of the file.
+            file_id, data: the id of the training file, and its path; the job keeps the file, also if it is deleted.
             name: the adapter's name; None for a generated name.
             settings: see `training.train`.
 
         Raises:
-            HttpError: an adapter or a job has this name, or there are too many jobs.
+            HttpError: an adapter or a job has this name, there are too many jobs, or the disk is full.
         """
         job_id = f"ftjob-{secrets.token_hex(12)}"
-        adapter = name or job_id
+        job: dict[str, Any] = {
+            "id": job_id, "created_at": int(time.time()), "finished_at": None, "model": model,
+            "adapter": name or job_id, "status": "new", "training_file": file_id, "settings": settings, "error": None,
+            "tokens": None, "losses": [], "messages": [],
+        }  # fmt: skip
         with self._changed:
-            taken = {job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled")}
-            if adapter in taken or (self._adapters / adapter).exists():
-                raise bad_request("an adapter has this name already", "suffix", "name_taken")
+            self._check_name(job["adapter"], model)
             if len(self._jobs) >= MOST_JOBS:
                 raise HttpError(429, f"{MOST_JOBS} jobs are remembered: delete some of their folders", "too_many_jobs")
-            job = {
-                "id": job_id, "created_at": int(time.time()), "finished_at": None, "model": model, "adapter": adapter,
-                "status": "new", "training_file": file_id, "settings": settings, "error": None, "tokens": None,
-                "losses": [], "messages": [],
-            }  # fmt: skip
-            make_private_folder(self._folder / job_id)
-            shutil.copyfile(data, self._folder / job_id / "data.jsonl")
-            (self._folder / job_id / "data.jsonl").chmod(0o600)
-            self._note(job, "queued", "The job waits for its turn.")
+            folder = self._folder / job_id
+            with storing(lambda: shutil.rmtree(folder, ignore_errors=True)):
+                make_private_folder(folder)
+                link_or_copy(data, folder / "data.jsonl")
+                self._note(job, "queued", "The job waits for its turn.")
             self._jobs[job_id] = job
             self._changed.notify_all()
-        return self.described(job_id)
+        return described(job)
+
+    def _check_name(self, adapter: str, base: str) -> None:
+        """Refuses the name of another adapter or job, or of the base model, also if only the case of its letters
+        differs: the folder of adapters may then not be opened again."""
+        taken = [base, *(job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled"))]
+        taken += [path.name for path in self._adapters.iterdir()]
+        if adapter.casefold() in {each.casefold() for each in taken}:
+            raise bad_request("an adapter has this name already", "suffix", "name_taken")
 
     def described(self, job_id: str) -> dict[str, Any]:
         """Returns the description of a job, as an object of OpenAI's interface.
@@ -96,83 +110,70 @@ class Jobs:
         Raises:
             HttpError: there is no such job.
         """
-        job = self._job(job_id)
-        settings = job["settings"]
-        shown = {"n_epochs": settings["num_epochs"], "batch_size": settings["batch_size"]}
-        shown["learning_rate_multiplier"] = settings["learning_rate"] / 1e-3
-        return {
-            "id": job["id"], "object": "fine_tuning.job", "created_at": job["created_at"],
-            "finished_at": job["finished_at"], "model": job["model"], "organization_id": "", "status": job["status"],
-            "fine_tuned_model": job["adapter"] if job["status"] == "succeeded" else None, "result_files": [],
-            "seed": settings["seed"], "trained_tokens": job["tokens"], "training_file": job["training_file"],
-            "validation_file": None, "error": job["error"], "hyperparameters": shown,
-            "method": {"type": "supervised", "supervised": {"hyperparameters": shown}},
-        }  # fmt: skip
+        return described(self._job(job_id))
 
-    def listed(self) -> dict[str, Any]:
-        """Returns all jobs, the newest first."""
+    def listed(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Returns a page of the list of jobs, the newest first. Args, Raises: see `job_views.job_page`."""
         with self._changed:
-            ids = sorted(self._jobs, key=lambda each: -self._jobs[each]["created_at"])
-        return {"object": "list", "data": [self.described(each) for each in ids], "has_more": False}
+            jobs = sorted(self._jobs.values(), key=lambda job: -int(job["created_at"]))
+        return job_page(jobs, query)
 
-    def events(self, job_id: str) -> dict[str, Any]:
-        """Returns the events of a job, the newest first: messages, and the loss of each step that a checkpoint holds.
+    def events(self, job_id: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Returns a page of the events of a job: the loss of each step, and messages.
 
-        Raises: see `described`.
+        Raises:
+            HttpError: there is no such job, or the query is wrong.
         """
         job = self._job(job_id)
-        told = [
-            _event(job, f"m{number}", at, text, "message", None) for number, (at, text) in enumerate(job["messages"])
-        ]
-        steps = enumerate(job["losses"] or self._losses(job), 1)
-        measured = [
-            _event(job, f"s{step}", job["created_at"], f"Step {step}: training loss={loss:.4f}", "metrics",
-                   {"step": step, "train_loss": loss})
-            for step, loss in steps
-        ]  # fmt: skip
-        return {"object": "list", "data": [*reversed(measured), *reversed(told)], "has_more": False}
+        return event_page(job, self._losses(job), query, self._shown)
+
+    def losses(self, job_id: str) -> dict[str, Any]:
+        """Returns the loss curve of a job. Raises: see `described`."""
+        return loss_curve(self._losses(self._job(job_id)), self._shown)
 
     def checkpoints(self, job_id: str) -> dict[str, Any]:
         """Returns the checkpoints from which a job can go on, the newest first. Raises: see `described`."""
         job = self._job(job_id)
-        found = [
-            {
-                "id": f"ftckpt-{job['id']}-{step}", "object": "fine_tuning.job.checkpoint",
-                "created_at": job["created_at"], "fine_tuning_job_id": job["id"], "step_number": step,
-                "fine_tuned_model_checkpoint": job["adapter"],
-                "metrics": {"step": step, "train_loss": losses[-1] if losses else None},
-            }
-            for step, losses in reversed(checkpoints_of(self._output(job)))
-        ]  # fmt: skip
-        return {"object": "list", "data": found, "has_more": False}
+        found = checkpoints_of(self._output(job))
+        return checkpoint_list(job, [(step, self._shown(losses[-1]) if losses else None) for step, losses in found])
+
+    def counts(self) -> dict[str, float]:
+        """Returns the numbers of jobs that run and that wait, and of steps that were trained since the start."""
+        with self._changed:
+            states = [job["status"] for job in self._jobs.values()]
+            return {
+                "jobs_running": states.count("running"), "jobs_waiting": states.count("queued"),
+                "job_steps": self._num_steps,
+            }  # fmt: skip
 
     def cancel(self, job_id: str) -> dict[str, Any]:
         """Cancels a job; it stops before its next forward pass. Its checkpoints stay, for `resume`.
 
         Raises:
-            HttpError: there is no such job, or it has ended.
+            HttpError: there is no such job, it has ended, or the disk is full.
         """
         with self._changed:
             job = self._job(job_id)
             if job["status"] in _ENDED:
                 raise bad_request(f"the job has {job['status']} already", code="job_ended")
-            self._note(job, "cancelled", "The job was cancelled.")
-        return self.described(job_id)
+            with storing():
+                self._note(job, "cancelled", "The job was cancelled.")
+        return described(job)
 
     def resume(self, job_id: str) -> dict[str, Any]:
         """Queues a cancelled or failed job again; it goes on from its last checkpoint.
 
         Raises:
-            HttpError: there is no such job, or it is under way or has succeeded.
+            HttpError: there is no such job, it is under way or has succeeded, or the disk is full.
         """
         with self._changed:
             job = self._job(job_id)
             if job["status"] not in ("cancelled", "failed"):
                 raise bad_request(f"the job is {job['status']}", code="job_not_stopped")
-            job["error"] = job["finished_at"] = None
-            self._note(job, "queued", "The job goes on from its last checkpoint.")
+            with storing():
+                self._note(job, "queued", "The job goes on from its last checkpoint.")
             self._changed.notify_all()
-        return self.described(job_id)
+        return described(job)
 
     def close(self) -> None:
         """Stops the running job before its next forward pass. The next process of the endpoint resumes it."""
@@ -191,18 +192,47 @@ class Jobs:
         return self._folder / str(job["id"]) / "adapter"
 
     def _losses(self, job: dict[str, Any]) -> list[float]:
+        """Returns the losses of all steps so far."""
+        with self._changed:
+            known = list(job["losses"] or self._live.get(job["id"], ()))
+        return known or self._saved_losses(job)
+
+    def _saved_losses(self, job: dict[str, Any]) -> list[float]:
         found = checkpoints_of(self._output(job))
         return found[-1][1] if found else []
 
     def _note(self, job: dict[str, Any], status: str, text: str) -> None:
-        """Sets a job's state, adds `text` to its events, and stores the job on disk."""
-        job["status"] = status
-        if status in _ENDED:
-            job["finished_at"] = int(time.time())
-        job["messages"].append([int(time.time()), text])
+        """Stores a job on disk with a new state, and with `text` among its events, and then changes the job.
+
+        Raises:
+            OSError: the job cannot be stored; it has not changed then.
+        """
+        now = int(time.time())
+        is_over = status in _ENDED
+        changed = {
+            "status": status, "finished_at": now if is_over else None, "messages": [*job["messages"], [now, text]],
+            "error": job["error"] if is_over else None,
+        }  # fmt: skip
         path = self._folder / str(job["id"]) / "job.json"
-        write_private(path.with_suffix(".new"), json.dumps(job))
+        write_private(path.with_suffix(".new"), json.dumps({**job, **changed}))
         os.replace(path.with_suffix(".new"), path)
+        job.update(changed)
+
+    def _note_or_log(self, job: dict[str, Any], status: str, text: str) -> None:
+        """Does the same for the thread that runs jobs: the job has its new state even if the disk is full."""
+        try:
+            self._note(job, status, text)
+        except OSError as exc:
+            job["status"] = status
+            _log.error("a job could not be stored (%s)", exc.strerror)
+
+    def _go_on(self, job: dict[str, Any]) -> None:
+        """Queues a job whose process died, unless it was complete and only its last state is missing."""
+        is_published = job["losses"] and not self._output(job).exists() and (self._adapters / job["adapter"]).exists()
+        if is_published:
+            self._note_or_log(job, "succeeded", f"The adapter {job['adapter']} is served.")
+        else:
+            self._note_or_log(job, "queued", "The job goes on after the end of the process that ran it.")
 
     def _run(self) -> None:
         """Runs queued jobs, the oldest first, until the endpoint ends. The worker thread for jobs runs this method."""
@@ -212,7 +242,8 @@ class Jobs:
                 job = None if self._is_closed else self._next()
                 if job is None:
                     return
-                self._note(job, "running", "The job runs.")
+                self._note_or_log(job, "running", "The job runs.")
+                job["losses"], self._live[job["id"]] = [], self._saved_losses(job)
             self._train(job)
 
     def _next(self) -> dict[str, Any] | None:
@@ -224,14 +255,21 @@ class Jobs:
             if self._is_closed or job["status"] != "running":
                 raise JobStopped("the job was stopped")
 
+        def note_step(step: int, loss: float) -> None:
+            with self._changed:
+                live = self._live[job["id"]]
+                live[step - 1 :] = [loss]
+                self._num_steps += 1
+
         try:
             data = self._folder / str(job["id"]) / "data.jsonl"
-            result = train(self._session, data, self._output(job), job["settings"], check)
+            result = train(self._session, data, self._output(job), job["settings"], check, note_step, self._pause)
             with self._changed:  # no cancel may come between the check and the end
                 check()
-                publish(self._output(job), self._adapters / job["adapter"])
                 job["losses"], job["tokens"] = result.losses, result.tokens
-                self._note(job, "succeeded", f"The adapter {job['adapter']} is served.")
+                self._note(job, "running", "The adapter is complete.")
+                publish(self._output(job), self._adapters / job["adapter"])
+                self._note_or_log(job, "succeeded", f"The adapter {job['adapter']} is served.")
         except JobStopped:
             return  # cancelled, which was written down, or goes on with the next process
         except VeilbaseError as exc:
@@ -243,13 +281,17 @@ class Jobs:
     def _fail(self, job: dict[str, Any], text: str, code: str) -> None:
         with self._changed:
             job["error"] = {"code": code, "message": text, "param": None}
-            self._note(job, "failed", "The job failed.")
+            self._note_or_log(job, "failed", "The job failed.")
 
 
-def _event(
-    job: dict[str, Any], number: str, created_at: int, text: str, kind: str, data: dict[str, Any] | None
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "id": f"ftevent-{job['id']}-{number}", "object": "fine_tuning.job.event", "created_at": created_at,
-        "level": "info", "message": text, "type": kind, "data": data,
-    }  # fmt: skip
+def _stored(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the jobs that are stored in a folder. A job that cannot be read is left out, and said so in the log."""
+    for path in folder.glob("ftjob-*/job.json"):
+        try:
+            job = json.loads(path.read_text(encoding="utf-8"))
+            if job["id"] != path.parent.name:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError):
+            _log.error("a stored job cannot be read, and is left out")
+            continue
+        yield job

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapter_slots import Ticket
-from tenant_sdk.serving.adapters.store import StoreStatus
+from tenant_sdk.serving.adapters.store import Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000
@@ -33,8 +33,8 @@ class Store(Protocol):
     def reserve(self, name: str) -> Ticket:
         """Starts to load an adapter onto the device, if it is not there. It stays until the ticket is released."""
 
-    def status(self) -> StoreStatus:
-        """Returns the number of adapters on each tier: device, host memory and disk."""
+    def tiers(self) -> dict[str, Tier]:
+        """Returns the tier of each adapter: device, host (memory), disk or network."""
 
 
 class ModelNames:
@@ -75,12 +75,12 @@ class ModelNames:
         with self._lock:
             return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
 
-    def tiers(self) -> tuple[int, int, int] | None:
-        """Returns the numbers of adapters (on the device, in host memory, on disk); None without adapters."""
+    def tiers(self) -> list[tuple[str, Tier]] | None:
+        """Returns the name of each adapter that requests may use, and its tier; None without adapters."""
         if self._store is None:
             return None
-        status = self._store.status()
-        return status.device_adapters, status.host_adapters, status.disk_adapters
+        found = self._store.tiers()
+        return [(name, found.get(self._alias.get(name, name), "disk")) for name in self._names()]
 
     def listed(self) -> dict[str, Any]:
         """Returns the response to a request for /v1/models."""
@@ -126,20 +126,19 @@ class ModelNames:
                 raise bad_request("another adapter has this name: unload it first", "lora_name", "name_taken")
             if len(self._alias) >= _MOST_NAMES:
                 raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
-        self._warm(subfolder)
+        self._warm(self._store, subfolder)
         with self._lock:
             self._unloaded.discard(name)
             if name != subfolder:
                 self._alias[name] = subfolder
 
-    def _warm(self, subfolder: str) -> None:
+    def _warm(self, store: Store, subfolder: str) -> None:
         """Loads an adapter onto the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
 
         Raises:
             VeilbaseError: the adapter cannot be loaded.
         """
-        assert self._store is not None  # noqa: S101 - checked by `load`, of which this is a part
-        ticket = self._store.reserve(subfolder)
+        ticket = store.reserve(subfolder)
         try:
             give_up_at = self._clock() + _LOAD_S
             while not ticket.is_ready() and ticket.failure is None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from noise.params import NOMINAL_SIGMA
 from tenant_sdk.endpoint.errors import HttpError
 from wire.errors import ConfigurationError
 
@@ -21,7 +24,17 @@ _LEAST_STEP, _MOST_STEP = 0.25, 16.0
 """The smallest and the largest step of rounding that an operator may choose. With the default parameters, the error
 moves logprobs of SmolLM2-135M by 0.0014 (standard deviation), which a step of 0.25 covers 180 times: a value tells
 log2(1 + 12·(0.0014/0.25)²)/2 bits about its row's error, so twenty for each of a block's 512 rows tell 3 bits.
-Parameters with a larger error take a larger step."""
+Parameters with a larger error need a step that is larger in the same proportion."""
+_VECTOR_STEPS = 4
+"""How many times coarser the numbers of an embedding are rounded than logprobs. A row has hundreds of them, whose error
+is 0.0010 on SmolLM2-135M: rounded to 1, the 576 numbers of each of a block's 512 rows tell 2.6 bits by the same
+formula."""
+_MOST_LOSS = 9999.0
+"""The loss that stands for infinity and NaN, which JSON cannot express."""
+_LOSS_STEP = 0.05
+"""The step to which losses of training steps are rounded under a mask that leaves an error. Whoever has chosen the data
+knows the inputs. If each of 512 steps under one secret has a single label, their losses tell 3.5 bits by the same
+formula, and fewer with more labels."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +44,33 @@ class Released:
     Attributes:
         mask: the name of the mask in force.
         step: the step of rounding that the operator chose; None if nothing was chosen.
+        sigma: the standard deviation of the lattice mask's error, in units of encoded rows.
     """
 
     mask: str
     step: float | None
+    sigma: float = NOMINAL_SIGMA
 
     def __post_init__(self) -> None:
         """Checks the step.
 
         Raises:
-            ConfigurationError: the step is outside 0.25 to 16.
+            ConfigurationError: the step is too small or too large for the mask's parameters.
         """
-        if self.step is not None and not _LEAST_STEP <= self.step <= _MOST_STEP:
-            raise ConfigurationError(f"--release-values is a step from {_LEAST_STEP:g} to {_MOST_STEP:g}")
+        least, most = _LEAST_STEP * self._scale, _MOST_STEP * self._scale
+        if self.step is not None and not least <= self.step <= most:
+            raise ConfigurationError(
+                f"--release-values is a step from {least:g} to {most:g} with the parameters of this mask"
+            )
+
+    @property
+    def _scale(self) -> float:
+        """Returns how many times larger the mask's error is than that of the default parameters, at least 1."""
+        return max(1.0, self.sigma / NOMINAL_SIGMA)
+
+    @property
+    def _loss_step(self) -> float:
+        return _LOSS_STEP * self._scale
 
     @property
     def is_exact(self) -> bool:
@@ -71,13 +98,34 @@ class Released:
             return value
         return round(value / self.step) * self.step if math.isfinite(value) else value
 
+    def rounded_vector(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a request's vector in the form in which it may be released: unchanged, or rounded to `_VECTOR_STEPS`
+        times the step."""
+        if self.is_exact or self.step is None:
+            return values
+        step = _VECTOR_STEPS * self.step
+        return (values / step).round() * step
+
+    def rounded_loss(self, loss: float) -> float:
+        """Returns the loss of a training step in the form in which it may be released. A loss is a mean of logprobs, or
+        one logprob if the data has a single label."""
+        if not math.isfinite(loss):
+            return _MOST_LOSS
+        if self.is_exact:
+            return loss
+        return round(round(loss / self._loss_step) * self._loss_step, 4)
+
     def explain(self) -> str:
         """Returns a line that tells the user which numbers are released."""
         if self.is_exact:
-            return "logprobs, as they are: this mask leaves no error in them"
+            return "logprobs and embeddings, as they are: this mask leaves no error in them"
         if self.step is None:
-            return "texts only: logprobs are refused, since they would show the mask's error"
+            return (
+                f"texts, and losses of jobs rounded to {self._loss_step:g}; logprobs and embeddings are refused, since "
+                "they would show the mask's error"
+            )
         return (
-            f"texts, and logprobs rounded to {self.step:g} (--release-values): each one tells whoever knows the inputs "
-            "a little about the mask's error, so release few of them and to nobody who works with the provider"
+            f"texts, losses of jobs rounded to {self._loss_step:g}, logprobs rounded to {self.step:g} and embeddings "
+            f"rounded to {_VECTOR_STEPS * self.step:g} (--release-values): each one tells whoever knows the inputs a "
+            "little about the mask's error, so release few of them and to nobody who works with the provider"
         )

@@ -15,10 +15,17 @@ from tenant_sdk.endpoint.errors import HttpError, bad_request
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, MOST_BIASES = 1024, 128, 16, 16, 1024
 """The most messages, tools, choices, stop strings and biased tokens of a request."""
+MOST_INPUTS = 256
+"""The most texts of a request for embeddings."""
 _MOST_PARTS = 256
+_MOST_FAULTS = 1000
+"""The most faults of a body that are described. A body with more of them is refused as a whole, since describing a
+million faults would take seconds."""
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 _ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+"""Token ids. Reading ends at the first one that is wrong."""
 
 
 class _Strict(BaseModel):
@@ -166,7 +173,7 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
 
 class CompletionRequest(_Request):
@@ -174,14 +181,29 @@ class CompletionRequest(_Request):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
     )
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
     logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class EmbeddingRequest(_Strict):
+    """Holds a request of /v1/embeddings. The input is a text, token ids, or a list of either."""
+
+    model: str = Field(min_length=1, max_length=512)
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    user: str | None = Field(None, max_length=512)
 
 
 class LoadAdapter(_Strict):
@@ -222,6 +244,8 @@ def _is_name(part: int | str) -> bool:
 
 def _refusal(exc: ValidationError) -> HttpError:
     """Returns the error for the first thing that is wrong; its text names the field and leaves out the value."""
+    if exc.error_count() > _MOST_FAULTS:
+        return bad_request(f"more than {_MOST_FAULTS} fields or values of the body are wrong")
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return bad_request("the body is not JSON in UTF-8", code="invalid_json")

@@ -27,6 +27,7 @@ from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.service import Service
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key
+from tenant_sdk.endpoint.turns import Turns
 from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
@@ -47,6 +48,10 @@ class ServedSession(TrainingSession, Protocol):
     @property
     def mask(self) -> str:
         """Returns the name of the mask in force."""
+
+    @property
+    def error_sigma(self) -> float:
+        """Returns the standard deviation of the lattice mask's error; 0 for other masks."""
 
     def explain(self) -> str:
         """Prints and returns the privacy in force."""
@@ -91,10 +96,11 @@ class Endpoint:
         given = settings or EndpointSettings()
         self.settings = given if given.key else replace(given, key=new_key(), is_own_key=False)
         check_may_listen(self.settings, client.is_verified)
-        released = Released(client.mask, self.settings.release_step)
+        released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
         self._root = None if adapters is None else Path(adapters)
         self._on_ready = on_ready
+        self._turns = Turns()
         stores: list[AdapterStore] = []
 
         def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
@@ -104,7 +110,13 @@ class Endpoint:
         with contextlib.ExitStack() as undo:
             self._socket = undo.enter_context(_listening(self.settings))
             self.engine = undo.enter_context(
-                Engine(client, make_store if self._root else None, max_waiting=max_waiting, **engine_options)
+                Engine(
+                    client,
+                    make_store if self._root else None,
+                    max_waiting=max_waiting,
+                    during_step=self._turns.step,
+                    **engine_options,
+                )
             )
             names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
             privacy = _explained(client, self.engine, released)
@@ -175,7 +187,8 @@ class Endpoint:
 
     def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
         folder = root / _JOBS_FOLDER
-        self.jobs = Jobs(client, folder, root, self.service.note)
+        self.jobs = Jobs(client, folder, root, self.service.note, self.service.released.rounded_loss, self._turns.pause)
+        self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)
         return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.grammar import Grammars
 from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.metrics import Metrics
@@ -17,6 +18,7 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TextSession
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from wire.errors import VeilbaseError, VerificationFailed
 
 
@@ -43,21 +45,27 @@ class Service:
         self.engine, self.names, self.released, self.settings = engine, names, released, settings
         self.privacy = privacy
         self.vocab_size = len(text.tokenizer)
+        self._context = client.context_length
+        self._most_characters = self._context * max(map(len, text.tokenizer.get_vocab()), default=1)
         self.prompts = Prompts(copy.deepcopy(text.tokenizer), is_trusted=text.origin != "provider")
         self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits.schema_bytes)
         self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
         self.metrics = Metrics(self._gauges)
         self.ended_by: VeilbaseError | None = None
+        self.count_jobs: Callable[[], Mapping[str, float]] = dict
+        """Returns the numbers of jobs and of their steps, for the metrics."""
         self._on_end = on_end
 
     def submit(self, prompt: Any, adapter: str | None, options: Mapping[str, Any], on_text: Any) -> Answer:
         """Asks the engine for one answer.
 
         Raises:
+            HttpError: the prompt is larger than the model's context.
             VeilbaseError: the engine refused the request, or the endpoint has ended.
         """
         if self.ended_by is not None:
             raise copy.copy(self.ended_by)
+        self._check_size(prompt)
         try:
             answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
         except VeilbaseError as exc:
@@ -65,6 +73,17 @@ class Service:
             raise
         answer.add_done_callback(lambda each: self.note(each.error))
         return answer
+
+    def _check_size(self, prompt: Any) -> None:
+        """Refuses a prompt that cannot fit into the model's context, since its tokenizer would take seconds for it
+        while other requests wait."""
+        if isinstance(prompt, ReadyTokens):
+            size, most, unit = len(prompt.token_ids), self._context, "tokens"
+        else:
+            texts = [prompt.text] if isinstance(prompt, ReadyText) else [turn["content"] for turn in prompt]
+            size, most, unit = sum(map(len, texts)), self._most_characters, "characters"
+        if size > most:
+            raise bad_request(f"the prompt has {size} {unit}, and the model's context holds {most} at most")
 
     def note(self, error: VeilbaseError | None, is_engine: bool = False) -> None:
         """Ends the endpoint for good if the error is a reply that failed its check, or (`is_engine`) the end of the
@@ -78,13 +97,13 @@ class Service:
         return "ok" if self.ended_by is None else "ended"
 
     def status(self) -> dict[str, Any]:
-        """Returns what the web page shows: the number of requests, the adapters on each tier, and the privacy in
+        """Returns what the web page shows: the number of requests, each adapter with its tier, and the privacy in
         force."""
         engine, tiers = self.engine.status(), self.names.tiers()
         return {
             "running": engine.num_running,
             "waiting": engine.num_waiting,
-            "adapters": None if tiers is None else {"device": tiers[0], "host": tiers[1], "disk": tiers[2]},
+            "adapters": None if tiers is None else [{"name": name, "tier": tier} for name, tier in tiers],
             "privacy": [line.split("  ", 1) for line in self.privacy.splitlines() if "  " in line],
         }
 
@@ -95,4 +114,5 @@ class Service:
             "requests_waiting": status.num_waiting,
             "kv_reserved_bytes": status.reserved_bytes,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
+            **self.count_jobs(),
         }

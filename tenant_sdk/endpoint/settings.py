@@ -25,6 +25,7 @@ class EndpointLimits:
     Attributes:
         body_bytes: the largest body of a request.
         file_bytes: the largest upload of a training file.
+        held_bytes: the most bytes of bodies that are held in memory at a time, of all requests together.
         body_s: the seconds within which a whole request has to arrive.
         connections: the most connections at a time.
         stall_s: the seconds for which a client may leave a response unread.
@@ -34,6 +35,7 @@ class EndpointLimits:
 
     body_bytes: int = 4 << 20
     file_bytes: int = 64 << 20
+    held_bytes: int = 256 << 20
     body_s: float = 30.0
     connections: int = 256
     stall_s: float = 30.0

@@ -18,9 +18,10 @@ from typing import Any
 
 from tenant_sdk.endpoint.schema import MOST_TOOLS, ChatRequest, NamedTool, Tool
 
-_TAGGED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
-_OPENERS = ("<tool_call>", "[TOOL_CALLS]")
+_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+_OPENERS = (_TAG, "[TOOL_CALLS]")
 _BARE_OPENERS = ("{", "[")
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,47 @@ def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
         text: the answer.
         names: the names of the tools that may be called.
     """
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        calls = [call for each in tagged for call in _calls_in(each, names)]
-        return (_TAGGED.sub("", text).strip(), calls) if len(calls) == len(tagged) else (text, [])
+    tagged = _tagged(text, names)
+    if tagged is not None and tagged[1]:
+        return tagged
     before, mark, rest = text.partition("[TOOL_CALLS]")
     calls = _calls_in(rest if mark else text, names)
     return (before.strip() if mark else "", calls) if calls else (text, [])
 
 
+def _tagged(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+    """Returns the text outside `<tool_call>` tags, and the calls in them; None if a tag holds something else.
+
+    Each character is read once or twice, however many tags there are: reading ends at the first tag that is wrong.
+    """
+    outside: list[str] = []
+    calls: list[Call] = []
+    place = 0
+    while (begin := text.find(_TAG, place)) >= 0:
+        outside.append(text[place:begin])
+        try:
+            value, place = _DECODER.raw_decode(text, _after_space(text, begin + len(_TAG)))
+        except (ValueError, RecursionError):
+            return None
+        call = _call_of(value, names)
+        place = _after_space(text, place)
+        is_closed = text.startswith(_END_TAG, place)
+        if call is None or not (is_closed or place == len(text)):
+            return None
+        calls.append(call)
+        place += len(_END_TAG) if is_closed else 0
+    return "".join([*outside, text[place:]]).strip(), calls
+
+
+def _after_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
+
+
 def _calls_in(text: str, names: Collection[str]) -> list[Call]:
     """Returns the calls in a JSON text; an empty list if the text is anything else."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return []
     items = value if isinstance(value, list) else [value]
@@ -101,6 +130,9 @@ def _refuse(constant: str) -> None:
     raise ValueError
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
 def _call_of(item: Any, names: Collection[str]) -> Call | None:
     if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in names:
         return None
@@ -112,49 +144,44 @@ def _call_of(item: Any, names: Collection[str]) -> Call | None:
 
 class HeldText:
     """Returns the text of a streamed answer up to the point at which a tool call may begin, and keeps the rest until
-    the answer is complete."""
+    the answer is complete. The time for a piece depends on the piece only, and not on the text before it."""
 
     def __init__(self, names: Collection[str]) -> None:
         """Keeps the names of the tools. If there are none, all text is returned at once."""
         self._names = names
-        self._text = ""
-        self._num_given = 0
+        self._held: list[str] = []
         self._is_holding = False
+        self._has_begun = False
 
     def put(self, piece: str) -> str:
         """Adds a piece of the answer, and returns the further text that cannot be part of a call."""
-        self._text += piece
         if not self._names:
-            return self._give(len(self._text))
-        if self._is_holding:
+            return piece
+        if self._is_holding or not (self._has_begun or piece.strip()):  # A bare call may follow the space.
+            self._held.append(piece)
             return ""
-        stop = self._first_opener()
-        self._is_holding = stop is not None
-        return self._give(self._before_partial() if stop is None else stop)
+        text = "".join([*self._held, piece])  # What was held is the space before the text, or part of an opener.
+        stop = self._first_opener(text)
+        self._has_begun, self._is_holding = True, stop is not None
+        stop = _before_partial(text) if stop is None else stop
+        self._held = [text[stop:]]
+        return text[:stop]
 
     def end(self) -> tuple[str, list[Call]]:
         """Returns the rest of the text, and the tool calls. Callers must call this at the end of the answer."""
-        rest = self._text[self._num_given :]
+        rest = "".join(self._held)
         return read_calls(rest, self._names) if self._names else (rest, [])
 
-    def _give(self, stop: int) -> str:
-        given = self._text[self._num_given : stop]
-        self._num_given = max(stop, self._num_given)
-        return given
-
-    def _first_opener(self) -> int | None:
-        if self._text.lstrip().startswith(_BARE_OPENERS):
+    def _first_opener(self, text: str) -> int | None:
+        if not self._has_begun and text.lstrip().startswith(_BARE_OPENERS):
             return 0
-        places = [place for place in map(self._text.find, _OPENERS) if place >= 0]
-        return min(places) if places else None
+        places = [place for place in map(text.find, _OPENERS) if place >= 0]
+        return min(places, default=None)
 
-    def _before_partial(self) -> int:
-        """Returns the length of the text without an incomplete opener at its end, such as "<tool_c" of
-        "<tool_call>"."""
-        if not self._text.strip():
-            return 0
-        num_held = max(
-            (size for opener in _OPENERS for size in range(1, len(opener)) if self._text.endswith(opener[:size])),
-            default=0,
-        )
-        return len(self._text) - num_held
+
+def _before_partial(text: str) -> int:
+    """Returns the length of a text without an incomplete opener at its end, such as "<tool_c" of "<tool_call>"."""
+    num_held = max(
+        (size for opener in _OPENERS for size in range(1, len(opener)) if text.endswith(opener[:size])), default=0
+    )
+    return len(text) - num_held

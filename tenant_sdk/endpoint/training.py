@@ -15,13 +15,14 @@ from typing import Any
 
 from peft import LoraConfig
 
+from tenant_sdk.model.planned_calls import AT_ONCE, planned_calls
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
 from wire.errors import ConfigurationError
 
 SAVE_STEPS = 5
-"""The number of optimizer steps from one checkpoint to the next. A job's losses become visible with each checkpoint."""
+"""The number of optimizer steps from one checkpoint to the next."""
 
 
 class JobStopped(Exception):
@@ -29,10 +30,11 @@ class JobStopped(Exception):
 
 
 class _StoppableSession:
-    """Wraps a session. Its models call `check` before every forward pass, which raises `JobStopped` to stop the job."""
+    """Wraps a session. Its models call `check` before every forward pass, which raises `JobStopped` to stop the job,
+    and `pause` before every call to the provider."""
 
-    def __init__(self, session: Any, check: Callable[[], None]) -> None:
-        self._session, self._check = session, check
+    def __init__(self, session: Any, check: Callable[[], None], pause: Callable[[], None]) -> None:
+        self._session, self._check, self._pause = session, check, pause
         self.loaded: tuple[Any, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -41,12 +43,16 @@ class _StoppableSession:
     def load_model(self) -> Any:
         """Returns a model that calls `check` before its embeddings, with which every forward pass begins."""
         model = self._session.load_model()
+        planned = planned_calls(model)
+        if planned is not AT_ONCE:  # which other models share
+            planned.before_call = self._pause
         model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._check())
         return model
 
 
 def train(
-    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None]
+    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None],
+    on_step: Callable[[int, float], None], pause: Callable[[], None],
 ) -> FinetuneResult:  # fmt: skip
     """Trains an adapter, and resumes from the job's last checkpoint if there is one.
 
@@ -56,6 +62,8 @@ def train(
         output: the adapter's folder; checkpoints are beside it.
         settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
         check: called before every forward pass; raises `JobStopped` if the job should stop.
+        on_step: called with the number and the loss of each optimizer step.
+        pause: called before every call to the provider; it may wait.
 
     Raises:
         JobStopped: the job was stopped.
@@ -69,7 +77,8 @@ def train(
         gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
         warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
     )  # fmt: skip
-    return finetune(_StoppableSession(session, check), data, config, output, chosen, progress=False)  # type: ignore[arg-type]
+    stoppable: Any = _StoppableSession(session, check, pause)
+    return finetune(stoppable, data, config, output, chosen, progress=False, on_step=on_step)
 
 
 def publish(output: Path, adapter: Path) -> None:

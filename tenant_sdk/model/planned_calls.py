@@ -101,6 +101,10 @@ class Course:
             raise NotFinite(FAILED)
 
 
+def _go_ahead() -> None:
+    pass
+
+
 _OneCourse = TypeVar("_OneCourse", bound=Course)
 
 
@@ -114,6 +118,8 @@ class PlannedCalls:
             may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not
                 off.
         """
+        self.before_call: Callable[[], None] = _go_ahead
+        """A function that each call of the model calls first. It may wait, for example for more urgent work."""
         self._stops = may_stop
         self._shared = Course(may_stop)
         self._local = threading.local()

@@ -102,6 +102,7 @@ class RemoteExecutor:
         request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
+        planned.before_call()
         self._check_honest()
         try:  # this is what `in_session` does, without the cost of a context manager in each call
             return self._run(group, direction, rows, planned.course)

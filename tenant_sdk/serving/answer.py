@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import torch
+
 from wire.errors import DeadlineExceeded, VeilbaseError
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -33,6 +35,10 @@ class Answer:
         """The first tokens of the prompt whose keys and values were kept from an earlier request (`prefix_bytes`)."""
         self.token_ids: list[int] = []
         """The tokens of the answer so far. The list grows until the answer is done."""
+        self.mean_hidden: torch.Tensor | None = None
+        """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU; None
+        until the answer is done, and for a request without `pools`. Under a mask that leaves an error it shows that
+        error to whoever knows the prompt."""
         self.finish_reason: FinishReason | None = None
         self._cancel = cancel
         self._changed = threading.Condition()

@@ -29,6 +29,7 @@ an earlier one of the same caller (prefix_cache.py). A request with `fixed_lengt
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -47,7 +48,7 @@ from tenant_sdk.serving.context import ContextLimit
 from tenant_sdk.serving.explain import explain
 from tenant_sdk.serving.host_kv import kv_place
 from tenant_sdk.serving.kv import kv_layout
-from tenant_sdk.serving.loop import EngineStatus, ServingLoop
+from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop
 from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
@@ -94,6 +95,7 @@ class Engine:
         prefix_bytes: int = 0,
         max_context: int | None = None,
         kv_device: str | None = None,
+        during_step: DuringStep = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads a model and begins to serve.
@@ -117,6 +119,8 @@ class Engine:
             max_context: the most tokens of a request, prompt and answer together; None means the model's context.
             kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
                 attention of answers there; None keeps them on the model's device.
+            during_step: returns a context in which the engine's thread computes each step, so that other work can wait
+                for it.
             clock: returns the present time in seconds; tests inject their own clock.
 
         Raises:
@@ -147,6 +151,7 @@ class Engine:
         self._loop = ServingLoop(
             self._model, self._scheduler, self._layout, runner, self._slots,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
+            during_step=during_step,
         )  # fmt: skip
         try:
             client.fetch_hints()
@@ -190,6 +195,7 @@ class Engine:
         fixed_length: bool = False,
         on_text: Callable[[str], None] | None = None,
         caller: str = "",
+        pools: bool = False,
     ) -> Answer:
         """Queues a request and returns at once.
 
@@ -212,6 +218,8 @@ class Engine:
             on_text: called in the engine's thread with each piece of text; it must return quickly.
             caller: the party that the request is for. The engine shares its running requests among callers, and keeps
                 prompts (`prefix_bytes`) for each caller separately.
+            pools: whether the answer also gets the mean of the last hidden states of the prompt's tokens
+                (`Answer.mean_hidden`). Such a request reuses no kept prompt.
 
         Returns:
             The handle of the answer.
@@ -234,7 +242,8 @@ class Engine:
         encoded = self._encode(prompt)
         num_new = self._context.answer_length(max_new_tokens, encoded.num_rows)
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
-        return self._enter(encoded, ending, sampler, adapter, on_text, caller)
+        true_or_false("pools", pools)
+        return self._enter(encoded, ending, sampler, adapter, on_text, caller, pools)
 
     def status(self) -> EngineStatus:
         """Returns the numbers of running and waiting requests."""
@@ -256,15 +265,18 @@ class Engine:
             return Prompt(ids[seen.count(0) :], seen.count(0), pad_token(self._tokenizer))
 
     def _enter(
-        self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str
-    ) -> Answer:
+        self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str,
+        pools: bool,
+    ) -> Answer:  # fmt: skip
         self._scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
         number = self._loop.next_number()
         ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
-        kept = None if self._prefixes is None or ending.fixed_length else self._prefixes.of(caller)
+        keeps = self._prefixes is not None and not ending.fixed_length and not pools
+        kept = self._prefixes.of(caller) if self._prefixes is not None and keeps else None
         request = Request(
-            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text, kept
+            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text, kept,
+            pools=pools,
         )  # fmt: skip
         try:
             self._loop.add(request, caller)

@@ -10,9 +10,11 @@ the end of the loop. Nothing is retried.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from tenant_sdk.serving.scheduler import Scheduler, Step
 from tenant_sdk.serving.steps import StepRunner
 from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
 
+DuringStep = Callable[[], AbstractContextManager[object]]
 _CLOSED = "this engine was closed before the answer was complete"
 
 
@@ -63,6 +66,7 @@ class ServingLoop:
         max_waiting: int,
         clock: Callable[[], float],
         prefixes: PrefixCache | None = None,
+        during_step: DuringStep = contextlib.nullcontext,
     ) -> None:
         """Keeps the parts of the engine. `start` begins to serve.
 
@@ -76,7 +80,9 @@ class ServingLoop:
             max_waiting: the most requests that wait.
             clock: returns the present time in seconds.
             prefixes: the kept prompts of ended requests, which the loop drops at its end.
+            during_step: returns a context in which each step is computed.
         """
+        self._during_step = during_step
         self._model, self._scheduler, self._layout, self._runner, self._slots = model, scheduler, layout, runner, slots
         self._max_waiting, self._clock, self._prefixes = max_waiting, clock, prefixes
         self._lock = threading.Lock()
@@ -217,7 +223,8 @@ class ServingLoop:
         """Computes a step with the model, and chooses the next token of each of its requests."""
         requests = [self._requests[segment.request] for segment in step.segments]
         try:
-            results = self._runner.run(step, requests)
+            with self._during_step():
+                results = self._runner.run(step, requests)
         except VerificationFailed:
             raise
         except VeilbaseError as exc:

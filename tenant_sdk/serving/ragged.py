@@ -113,14 +113,16 @@ class RaggedModel:
         self._hidden = output[0]
 
     def forward(
-        self, pieces: Sequence[Piece], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, pieces: Sequence[Piece], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor,
+        see_hidden: Callable[[torch.Tensor], None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Computes the logits of some rows of a step.
 
         Args:
             pieces: the requests' shares of the rows, in order.
             token_ids, position_ids: int64, shape (num_rows,).
             wanted: the indices of the rows whose logits are wanted, int64, shape (num_wanted,).
+            see_hidden: called with the last hidden states, which the head gets, shape (num_rows, hidden_size).
 
         Returns:
             Logits, float32, shape (num_wanted, vocab_size), and for each row whether its last hidden state is finite,
@@ -140,6 +142,8 @@ class RaggedModel:
             hidden, self._hidden = self._hidden, None
         if made.layers != self.model.config.get_text_config(decoder=True).num_hidden_layers or hidden is None:
             raise ConfigurationError("the engine does not serve this model: not all of its layers use its attention")
+        if see_hidden is not None:
+            see_hidden(hidden[0])
         return output.logits[0].float(), torch.isfinite(hidden[0]).all(dim=-1)
 
 

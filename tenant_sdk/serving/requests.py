@@ -68,6 +68,7 @@ class Request:
     Attributes:
         drafted: the tokens that a drafter expects after the known ones; their rows go into the next step.
         draft_state: what a drafter keeps of this request.
+        pools: whether the mean of the last hidden states of the prompt's rows is computed.
         failure: why the request was given up, if `give_up` was called.
     """
 
@@ -86,6 +87,7 @@ class Request:
     reason: FinishReason | None = None
     drafted: list[int] = field(default_factory=list, repr=False)
     draft_state: Any = field(default=None, repr=False)
+    pools: bool = False
 
     def __post_init__(self) -> None:
         """Sets the request's tokens to the prompt's tokens, and starts with an empty text."""
@@ -93,6 +95,7 @@ class Request:
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
         self._hit: Hit | None = None
+        self._hidden_sum: torch.Tensor | None = None
 
     def is_ready(self) -> bool:
         """Returns whether the request's adapter is on the device."""
@@ -168,6 +171,19 @@ class Request:
 
     def _num_dummies(self, segment: Segment) -> int:
         return segment.num_drafted - len(self.drafted)
+
+    def pool(self, segment: Segment, hidden: torch.Tensor) -> None:
+        """Adds the last hidden states of the prompt's rows in a segment, without padding, to their sum.
+
+        Args:
+            segment: a segment of this request.
+            hidden: the last hidden states of the segment's rows, shape (num_rows, hidden_size).
+        """
+        if not self.pools or segment.start >= self.prompt.num_rows:
+            return
+        own = hidden[max(self.prompt.num_padding - segment.start, 0) : self.prompt.num_rows - segment.start]
+        total = own.sum(dim=0, dtype=torch.float32)
+        self._hidden_sum = total if self._hidden_sum is None else self._hidden_sum + total
 
     def take(self, logits: torch.Tensor) -> int:
         """Chooses the next tokens, and hands out the text that they complete. The number of tokens is one more than the
@@ -247,6 +263,8 @@ class Request:
             return
         if self.prefixes is not None and self.kv is not None:
             self.prefixes.keep(self.ticket.digest, self.prompt.token_ids, self.kv)
+        if self._hidden_sum is not None:
+            self.answer.mean_hidden = (self._hidden_sum / len(self.prompt.token_ids)).cpu()
         self._release()
         self.answer.finish(self.reason)
 

@@ -75,6 +75,7 @@ class StepRunner:
                 self._numbers([token_id for ids, _ in rows for token_id in ids]),
                 self._numbers([position for _, positions in rows for position in positions]),
                 self._numbers(_wanted(step)),
+                lambda hidden: _pool(step, requests, hidden),
             )
         return _results(step, logits, is_finite)
 
@@ -91,6 +92,14 @@ def _wanted(step: Step) -> list[int]:
     return [
         row for segment, end in zip(step.segments, ends, strict=True) for row in range(end - segment.num_wanted, end)
     ]
+
+
+def _pool(step: Step, requests: Sequence[Request], hidden: torch.Tensor) -> None:
+    """Gives each request the last hidden states of its rows, from those of all rows, shape (num_rows, hidden_size)."""
+    begin = 0
+    for segment, request in zip(step.segments, requests, strict=True):
+        request.pool(segment, hidden[begin : begin + segment.num_rows])
+        begin += segment.num_rows
 
 
 def _results(step: Step, logits: torch.Tensor, is_finite: torch.Tensor) -> list[SegmentResult]:

@@ -44,6 +44,7 @@ from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.step_losses import StepLosses
 from tenant_sdk.training.token_rows import training_rows
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows, training_step
@@ -70,6 +71,7 @@ def finetune(
     gradient_checkpointing: bool = False,
     resume: bool | None = None,
     progress: bool = True,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> FinetuneResult:
     """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
 
@@ -79,6 +81,7 @@ def finetune(
         settings: the settings that identify the run, together with its data and its adapter.
         max_length, checkpointing, memory_budget_mb, gradient_checkpointing, resume, progress: the arguments of
             `TenantClient.finetune`.
+        on_step: called with the number and the loss of each optimizer step.
 
     Returns:
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
@@ -112,6 +115,8 @@ def finetune(
         prune(model)
     course = planned_calls(model).course
     trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
+    if on_step is not None:
+        trainer.add_callback(StepLosses(on_step))
     trainer.windows = windows
     trainer.same_rows_for_any_text = session.bucket is not None
     # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels

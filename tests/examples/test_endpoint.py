@@ -20,6 +20,7 @@ from tenant_sdk.endpoint.server import Endpoint
 from tests.support.endpoints import endpoint_of
 from tests.support.repository import ROOT
 from tests.support.saved_adapters import save_adapter
+from tests.support.serve_command import ServeCommand
 
 PAGE = (ROOT / "docs" / "endpoint.md").read_text()
 
@@ -69,30 +70,17 @@ def test_python(
 
 @pytest.mark.slow
 def test_the_command_prints_a_key_and_its_address(tiny_chat: Path, adapters: Path, env: dict[str, str]) -> None:
-    command = [
-        sys.executable, "-m", "tenant_sdk", "serve", "--url", f"inproc:{tiny_chat}", "--verify", str(tiny_chat),
-        "--adapters", str(adapters), "--port", "0",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        assert process.stdout is not None
-        printed: list[str] = []
-        while not printed or not printed[-1].startswith("ready "):
-            printed.append(process.stdout.readline().strip())
-            assert process.poll() is None, process.stderr and process.stderr.read()
-        key, url = printed[-2].removeprefix("key "), printed[-1].removeprefix("ready ")
-        headers = {"authorization": f"Bearer {key}"}
-        found = httpx2.get(f"{url}/models", headers=headers).json()["data"]
+    with ServeCommand(tiny_chat, adapters, env) as serving:
+        headers = {"authorization": f"Bearer {serving.key}"}
+        found = httpx2.get(f"{serving.url}/models", headers=headers).json()["data"]
         names = [each["id"] for each in found]
         assert names[0] == tiny_chat.name
         assert "support" in names  # beside it may be what the page's job has trained
-        assert any(line.startswith("released") and "refused" in line for line in printed)
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+        assert any(line.startswith("released") and "refused" in line for line in serving.printed)
+        err = serving.end(signal.SIGINT)
+        assert serving.process.returncode == 130
     assert "/v1/models 200 ok" in err
-    assert key not in err
+    assert serving.key not in err
 
 
 @pytest.mark.slow

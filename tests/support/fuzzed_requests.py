@@ -10,7 +10,8 @@ from typing import Any
 from tests.support.endpoints import WHO
 
 PATHS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models",
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/models", "/v1/status", "/v1/fine_tuning/jobs?limit=5&after=x", "/v1/fine_tuning/jobs?limit=-1&limit",
     "/v1/models/support", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs/x/events", "/v1/files", "/v1/files/x",
     "/metrics", "/health", "/", "/v1/nothing", "/v1/models/%2e%2e%2fx", "/v1//chat", "/%00",
 )  # fmt: skip
@@ -37,6 +38,7 @@ HONEST: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": "c1", "content": "2"},
         ],
     },
+    {"model": "support", "input": ["who?", "b"], "encoding_format": "base64", "user": "x"},
     {"lora_name": "help", "lora_path": "support"},
     {"lora_name": "support"},
     {"model": "llama", "training_file": "file-0", "seed": 1, "hyperparameters": {"n_epochs": 1, "batch_size": "auto"}},
@@ -134,7 +136,7 @@ def _damaged(rng: random.Random, body: Any) -> Any:
 
 def made(rng: random.Random) -> tuple[str, str, bytes]:
     """Returns (method, path, body) of one request."""
-    method, path = rng.choice(METHODS), rng.choice(PATHS[:4] * 4 + PATHS)
+    method, path = rng.choice(METHODS), rng.choice(PATHS[:5] * 4 + PATHS)
     body = json.loads(json.dumps(rng.choice(HONEST)))
     for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
         body = _damaged(rng, body) if isinstance(body, dict | list) else body

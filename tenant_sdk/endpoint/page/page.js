@@ -39,7 +39,6 @@ async function showModels() {
   const chosen = at("model").value;
   at("model").replaceChildren(...models.map((id) => new Option(id, id)));
   if (models.includes(chosen)) at("model").value = chosen;
-  at("adapters").replaceChildren(...models.slice(1).map((id) => element("li", id)));
 }
 
 async function open() {
@@ -53,13 +52,24 @@ async function open() {
 async function refresh() {
   await showModels();
   const status = await (await call("/v1/status")).json();
-  const tiers = status.adapters;
-  at("tiers").textContent = tiers
-    ? `${tiers.device} on the device, ${tiers.host} in memory, ${tiers.disk} on disk`
-    : "none: started without --adapters";
-  if (tiers) await showJobs();
+  showAdapters(status.adapters);
+  if (status.adapters) await showJobs();
   at("requests").textContent = `${status.running} running, ${status.waiting} waiting`;
   at("privacy").replaceChildren(...status.privacy.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
+}
+
+const TIERS = { device: "on the device", host: "in memory", disk: "on disk", network: "not fetched yet" };
+
+// Lists each adapter with the place from which its next request takes it; the longest list that is shown has 200.
+function showAdapters(adapters) {
+  const lines = (adapters ?? []).slice(0, 200).map(({ name, tier }) => {
+    const line = element("li", name);
+    line.append(element("span", TIERS[tier] ?? tier, "tier"));
+    return line;
+  });
+  at("adapters").replaceChildren(...lines);
+  const rest = (adapters ?? []).length - lines.length;
+  at("tiers").textContent = !adapters ? "none: started without --adapters" : rest > 0 ? `and ${rest} more` : "";
 }
 
 // Shows each job with the curve of its losses.
@@ -69,10 +79,10 @@ async function showJobs() {
 }
 
 async function jobShown(job) {
-  const events = (await (await call(`/v1/fine_tuning/jobs/${job.id}/events`)).json()).data;
-  const losses = events.filter((event) => event.type === "metrics").map((event) => event.data.train_loss).reverse();
+  const found = await (await call(`/v1/fine_tuning/jobs/${job.id}/losses`)).json();
+  const losses = found.data.map(([, loss]) => loss);
   const shown = element("div", "", "job");
-  const last = losses.length ? `, loss ${losses.at(-1).toFixed(3)} after ${losses.length} steps` : "";
+  const last = losses.length ? `, loss ${losses.at(-1).toFixed(3)} after ${found.num_steps} steps` : "";
   shown.append(element("div", `${job.fine_tuned_model ?? job.id.slice(0, 14)}: ${job.status}${last}`));
   if (losses.length > 1) shown.append(curve(losses));
   return shown;

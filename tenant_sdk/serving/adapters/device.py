@@ -128,6 +128,12 @@ class DeviceTier:
             found = [self._slots.get(slot) for slot in slots]
             return all(each is not None and each.ready and each.holders > 0 for each in found)
 
+    def has(self, digest: str) -> bool:
+        """Returns whether a slot has this adapter ready."""
+        with self._lock:
+            slot = self._slot_of.get(digest)
+            return slot is not None and self._slots[slot].ready
+
     def usage(self) -> tuple[int, int]:
         """Returns the number of adapters in slots, and the number of these adapters that requests hold."""
         with self._lock:

@@ -155,6 +155,11 @@ class HostTier:
                 self._kept.move_to_end(digest)
             return found
 
+    def has(self, digest: str) -> bool:
+        """Returns whether an adapter is in host memory; this does not count as a use."""
+        with self._lock:
+            return digest in self._kept
+
     def make_room(self, num_bytes: int) -> bool:
         """Drops the adapters that were used longest ago until `num_bytes` are free; returns False, and drops nothing,
         if the whole budget is smaller than `num_bytes`."""

@@ -37,6 +37,12 @@ class Known:
             raise ConfigurationError(found[2])
         return found[1]
 
+    def last_digest(self, name: str) -> str | None:
+        """Returns the digest that an adapter had when its files were last read; None if it is not known."""
+        with self._lock:
+            found = self._known.get(name)
+            return None if found is None else found[1]
+
     def keep_digest(self, found: Found, digest: str) -> None:
         """Remembers the digest of an adapter that can be used."""
         self._remember(found.name, found.stamp if found.settled else None, digest, "")

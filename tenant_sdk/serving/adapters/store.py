@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,8 @@ HOST_BYTES = 1 << 30
 """The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
 MOST_SLOTS = 64
 """The most slots (adapters on the device) of one rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
+Tier = Literal["device", "host", "disk", "network"]
+"""Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
 """The number of adapters that are fetched from the network at the same time."""
 
@@ -169,6 +171,20 @@ class AdapterStore:
     def names(self) -> list[str]:
         """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
         return sorted({*(self._folder.names() if self._folder is not None else []), *self._entries})
+
+    def tiers(self) -> dict[str, Tier]:
+        """Returns for each name of `names` the fastest tier that has the adapter, as it was when it was last used."""
+        return {name: self._tier(name) for name in self.names()}
+
+    def _tier(self, name: str) -> Tier:
+        entry = self._entries.get(name)
+        digest = self._known.last_digest(name) if entry is None else entry.sha256
+        if digest is not None and self._device.has(digest):
+            return "device"
+        if digest is not None and self._host.has(digest):
+            return "host"
+        is_fetched = entry is None or (self._cache / entry.sha256).is_dir()
+        return "disk" if is_fetched else "network"
 
     def status(self) -> StoreStatus:
         """Returns the number of adapters on each tier (network, disk, host memory and device)."""

@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ ESCAPES = [
     "hub/some-adapter",
     "%2e%2e/secret",
 ]
+
+
+def test_each_adapter_is_shown_with_its_tier(client: TenantClient, tmp_path: Path) -> None:
+    for name in ("used", "unused"):
+        save_adapter(client.load_model(), tmp_path / "adapters" / name, 1)
+        for path in (tmp_path / "adapters" / name).iterdir():
+            os.utime(path, (1e9, 1e9))  # files that have just been written are read again for each request
+    with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        http.post("/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "used"})
+        tiers = {each["name"]: each["tier"] for each in http.get("/v1/status").json()["adapters"]}
+    assert tiers == {"used": "device", "other": "device", "unused": "disk"}
 
 
 def make_root(client: TenantClient, place: Path) -> Path:

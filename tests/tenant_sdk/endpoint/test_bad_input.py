@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.errors import HttpError
+from tenant_sdk.endpoint.schema import ChatRequest, CompletionRequest, EmbeddingRequest, parsed
 from tenant_sdk.endpoint.server import Endpoint
 from tests.support.endpoints import WHO, chat, endpoint_of, raw
 from tests.support.fuzzed_requests import made
@@ -110,6 +113,42 @@ def test_what_is_no_json_object(endpoint: Endpoint, body: bytes, caplog: pytest.
     lines = [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
     assert len(lines) == 1
     assert lines[0].startswith("/v1/chat/completions 400 invalid_")
+
+
+@pytest.mark.parametrize("ids", [b"[true,", b"[[true,", b"[[],", b"[1,[],", b"[-1,[1],"])
+def test_reading_ends_at_the_first_wrong_token_id(ids: bytes) -> None:
+    body = b'{"model": "llama", "prompt": %s%s}' % (ids, b"true," * 800_000 + b"1" + b"]" * ids.count(b"["))
+    for kind, data in ((CompletionRequest, body), (EmbeddingRequest, body.replace(b"prompt", b"input"))):
+        with pytest.raises(pydantic.ValidationError) as refused:
+            kind.model_validate_json(data)
+        assert refused.value.error_count() < 20
+
+
+@pytest.mark.parametrize("field", ["", "metadata", "logit_bias", "response_format"])
+def test_a_million_faults_are_not_described(field: str) -> None:
+    faults = b",".join(b'"%x": []' % number for number in range(300_000))
+    inner = b'"%s": {%s}' % (field.encode(), faults) if field else faults
+    body = b'{"model": "llama", "messages": [], %s}' % inner
+    with pytest.raises(HttpError) as refused:
+        parsed(ChatRequest, body)
+    assert (refused.value.status, refused.value.text) == (400, "more than 1000 fields or values of the body are wrong")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer takes seconds for megabytes, while other requests wait for it."""
+    monkeypatch.setattr(endpoint.engine, "submit", None)
+    text, ids = "x" * 2_000_000, [1] * 1_000_000
+    with raw(endpoint) as http:
+        for path, body in (
+            ("chat/completions", chat(messages=[{"role": "user", "content": text}])),
+            ("completions", {"model": "llama", "prompt": text}), ("completions", {"model": "llama", "prompt": ids}),
+            ("embeddings", {"model": "llama", "input": [text]}), ("embeddings", {"model": "llama", "input": ids}),
+        ):  # fmt: skip
+            answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 400
+            assert "the model's context holds" in answer.json()["error"]["message"]
 
 
 def test_a_huge_schema_is_refused_at_once(endpoint: Endpoint) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -76,6 +77,20 @@ def test_a_forged_reply_ends_the_server_for_good(verified: tuple[TenantClient, P
     assert isinstance(endpoint.ended_by, VerificationFailed)
     with pytest.raises(VeilbaseError), endpoint_of(client):  # nor does it begin again on this session
         raise AssertionError
+
+
+def test_a_forged_reply_to_a_job_ends_the_server_too(verified: tuple[TenantClient, Provider], tmp_path: Path) -> None:
+    client, provider = verified
+    (tmp_path / "adapters").mkdir()
+    with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        form: Any = {"files": {"file": ("x", b'{"prompt": "a", "completion": "b"}')}, "data": {"purpose": "fine-tune"}}
+        file_id = http.post("/v1/files", **form).json()["id"]
+        body = {"model": "llama", "training_file": file_id, "hyperparameters": {"max_steps": 100_000, "rank": 2}}
+        job_id = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
+        until(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}/losses").json()["num_steps"], "a step of the job")
+        provider.lies = True
+        until(lambda: not endpoint.is_serving, "the end of the server")
+    assert isinstance(endpoint.ended_by, VerificationFailed)
 
 
 def test_the_command_ends_with_a_code_of_its_own(

@@ -7,17 +7,24 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from noise.params import PARAMETERS
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.served_kinds import open_client
+from tests.support.waiting import until
 from wire.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 WANTED: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stream": True}]
 PLAIN = {"model": "llama", "prompt": "who?", "logprobs": 1, "max_tokens": 2, "temperature": 0}
+
+
+TEXT = {"model": "llama", "input": "who?"}
 
 
 def numbers(text: str) -> list[float]:
@@ -26,7 +33,8 @@ def numbers(text: str) -> list[float]:
 
 def test_under_the_lattice_mask_they_are_refused(folder: Path) -> None:
     with open_client(folder, "lattice") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
-        for path, body in [("chat/completions", chat(**each)) for each in WANTED] + [("completions", PLAIN)]:
+        asked = [("completions", PLAIN), ("embeddings", TEXT)]
+        for path, body in [("chat/completions", chat(**each)) for each in WANTED] + asked:
             answer = http.post(f"/v1/{path}", json=body)
             assert answer.status_code == 403
             assert answer.json()["error"]["code"] == "values_not_released"
@@ -34,7 +42,7 @@ def test_under_the_lattice_mask_they_are_refused(folder: Path) -> None:
         plain = http.post("/v1/chat/completions", json=chat())
         assert plain.status_code == 200
         assert numbers(plain.text) == []
-        assert "logprobs are refused" in endpoint.explain()
+        assert "logprobs and embeddings are refused" in endpoint.explain()
 
 
 def test_with_release_values_they_are_rounded_to_the_step(folder: Path) -> None:
@@ -52,6 +60,19 @@ def test_with_release_values_they_are_rounded_to_the_step(folder: Path) -> None:
             assert all(value % 0.5 == 0 for each in plain["top_logprobs"] for value in each.values())
 
 
+def test_with_release_values_embeddings_are_rounded_more_coarsely(folder: Path) -> None:
+    with open_client(folder, "lattice") as client, endpoint_of(client, release_step=0.25) as endpoint:
+        assert "embeddings rounded to 1 " in endpoint.explain()
+        with raw(endpoint) as http:
+            whole = np.array(http.post("/v1/embeddings", json=TEXT).json()["data"][0]["embedding"])
+    assert np.linalg.norm(whole) == pytest.approx(1)
+    steps = whole / np.abs(whole)[whole != 0].min()
+    assert np.allclose(steps, steps.round(), atol=1e-3)  # before the scaling they were whole multiples of one step
+    assert len(set(steps.round())) > 2
+    released = Released("lattice", 16.0)
+    assert not released.rounded_vector(torch.ones(4)).any()  # which the endpoint refuses with status 403
+
+
 @pytest.mark.parametrize("mask", ["pad", "shares"])
 def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
     where = [f"inproc:{folder}"] * 2 if mask == "shares" else f"inproc:{folder}"
@@ -60,6 +81,8 @@ def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
     with given as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
         found = numbers(http.post("/v1/chat/completions", json=chat(logprobs=True, top_logprobs=2)).text)
         assert any(each % 0.25 for each in found)
+        vector = np.array(http.post("/v1/embeddings", json=TEXT).json()["data"][0]["embedding"])
+        assert len({f"{each:.6f}" for each in vector}) > len(vector) // 2  # not a few steps
         assert "as they are" in endpoint.explain()
 
 
@@ -69,6 +92,36 @@ def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
 def test_which_masks_leave_no_error(mask: str, is_exact: bool) -> None:
     assert Released(mask, None).is_exact is is_exact
     assert Released(mask, 0.5).rounded(-1.3) == (-1.3 if is_exact else -1.5)
+
+
+def test_losses_of_jobs_are_rounded(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    form: Any = {"files": {"file": ("x", b'{"prompt": "a", "completion": "b"}')}, "data": {"purpose": "fine-tune"}}
+    opened = open_client(folder, "lattice")
+    with opened as client, endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        file_id = http.post("/v1/files", **form).json()["id"]
+        body = {"model": "llama", "training_file": file_id, "hyperparameters": {"max_steps": 1000, "rank": 2}}
+        path = f"/v1/fine_tuning/jobs/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
+        until(lambda: http.get(f"{path}/checkpoints").json()["data"], "a checkpoint")
+        assert http.post(f"{path}/cancel").status_code == 200
+        checkpoint = http.get(f"{path}/checkpoints").json()["data"][0]["metrics"]["train_loss"]
+        events = http.get(f"{path}/events?limit=1000").json()["data"]
+        losses = [each["data"]["train_loss"] for each in events if each["type"] == "metrics"]
+        curve = http.get(f"{path}/losses").json()
+    assert min(len(losses), curve["num_steps"]) >= 5
+    for loss in (checkpoint, *losses, *(loss for _, loss in curve["data"])):
+        assert loss == pytest.approx(round(loss / 0.05) * 0.05, abs=1e-9)
+
+
+def test_parameters_with_a_larger_error_round_more_coarsely() -> None:
+    lean = PARAMETERS["lean"].sigma
+    with pytest.raises(ConfigurationError, match=r"from 2\.5 to 160"):
+        Released("lattice", 0.25, lean)
+    assert "losses of jobs rounded to 0.5," in Released("lattice", 2.5, lean).explain()
+    assert Released("lattice", None, lean).rounded_loss(2.34) == 2.5
+    assert Released("lattice", None).rounded_loss(2.34) == 2.35
+    assert Released("off", None).rounded_loss(2.34) == 2.34
+    assert Released("off", None).rounded_loss(float("nan")) == 9999.0  # JSON has no NaN
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 0.2, 17.0, float("nan"), float("inf")])

@@ -23,11 +23,17 @@ READ = [
     (ONE, "", [F]),
     (f' [{ONE}, {{"name": "g", "parameters": {{}}}}]', "", [F, G]),
     ('{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [F]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>"}}</tool_call>',
+        "",
+        [Call("f", '{"a": "}</tool_call>"}')],
+    ),
+    ('{"name": "f", "arguments": {"a": "<tool_call>"}}', "", [Call("f", '{"a": "<tool_call>"}')]),
 ]
 TEXTS = [
     "", "no call", '{"name": "h", "arguments": {}}', '{"name": "f", "arguments": 5}', '{"a": 1}', "[1, 2]", "{", "[]",
     '<tool_call>{"name": "h"}</tool_call>', "<tool_call>nothing</tool_call>", f"[{ONE}, 5]", "[" * 5000,
-    '{"name": ["f"]}', "<tool_call>",
+    '{"name": ["f"]}', "<tool_call>", f"<tool_call>{ONE}x", f"<tool_call>{ONE}</tool_call><tool_call>{{", " \n ",
 ]  # fmt: skip
 
 
@@ -53,6 +59,19 @@ def test_a_stream_gives_the_same_as_the_whole(text: str, size: int) -> None:
     assert (given + rest).strip() == want_rest.strip()
     if not want_calls:
         assert given + rest == text
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["<tool_call>{", "<tool_call>{}", "<tool_call> ", " ", "}", "<tool_cal", "[TOOL_CALLS]", f"<tool_call>{ONE}"],
+)
+def test_reading_takes_linear_time(part: str) -> None:
+    """A quadratic reading of a million characters would take longer than a test may."""
+    text = part * (1_000_000 // len(part))
+    assert read_calls(text, NAMES) == (text, [])
+    held = HeldText(NAMES)
+    given = "".join(held.put(text[at : at + 4]) for at in range(0, len(text), 4))
+    assert given + held.end()[0] == text
 
 
 def test_text_is_handed_out_before_the_end() -> None:

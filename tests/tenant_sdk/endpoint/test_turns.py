@@ -1,0 +1,79 @@
+"""Tests that a job waits for the engine's steps after its slice of time, and never without one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint import turns
+from tenant_sdk.endpoint.training import _StoppableSession
+from tenant_sdk.endpoint.turns import Turns
+from tests.support.endpoints import chat, endpoint_of, raw
+from tests.support.waiting import comes, end
+
+
+class Clock:
+    """Returns the time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_job_waits_for_a_step_after_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_MOST_WAIT_S", 60.0)
+    clock = Clock()
+    made = Turns(clock)
+    for _ in range(3):
+        made.pause()  # no step: no waiting
+        clock.now += 1.0
+    gone_on = threading.Event()
+
+    def work() -> None:
+        made.pause()
+        gone_on.set()
+
+    with made.step():
+        waiting = threading.Thread(target=work)
+        waiting.start()
+        assert not gone_on.wait(0.05)
+    comes(gone_on, "the end of the pause")
+    end(waiting)
+    with made.step():
+        made.pause()  # the slice that began with the last pause is not over
+        clock.now += 1.0
+        monkeypatch.setattr(turns, "_MOST_WAIT_S", 0.01)
+        made.pause()  # a step that takes too long does not stop a job
+
+
+def test_every_call_of_a_jobs_model_pauses_first(client: TenantClient) -> None:
+    calls: list[int] = []
+    model = _StoppableSession(client, lambda: None, lambda: calls.append(1)).load_model()
+    before = client.traffic.calls
+    ids = client.tokenizer("who?", return_tensors="pt")
+    embedded = model.get_input_embeddings()(ids["input_ids"]).requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()
+    num_calls = client.traffic.calls - before
+    assert len(calls) == num_calls > 4  # forward and backward
+
+
+def test_the_engine_of_an_endpoint_marks_its_steps(client: TenantClient, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    seen: list[bool] = []
+    with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        forward = endpoint.engine._model.forward
+
+        def watched(*given: object, **named: object) -> object:
+            seen.append(endpoint._turns._is_in_step)
+            return forward(*given, **named)
+
+        endpoint.engine._model.forward = watched
+        assert http.post("/v1/chat/completions", json=chat()).status_code == 200
+        assert seen
+        assert all(seen)
+        assert not endpoint._turns._is_in_step
