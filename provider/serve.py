@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,17 @@ from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.engine.replica import Product
+    from provider.cluster.actors import ClusterShards
+    from provider.engine.replica import Product, Replica
     from provider.identity.authority import StateDir
+    from provider.identity.front import FrontIdentity
     from provider.model.served_model import ServedModel
     from provider.net.admission import Admission
     from provider.net.server import Server
     from provider.net.service import ProviderService
     from provider.operations.monitor import Monitor
     from provider.schedule.scheduler import Scheduler
+    from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
 _JOIN_LOOK_S = 0.05
@@ -52,6 +55,7 @@ def serve(settings: ProviderSettings) -> None:
         ConfigurationError, AccessError: the provider cannot start; the message says what the operator has to change.
     """
     settings.check_exposure()
+    settings.check_front()
     settings.check_shards()
     settings.check_parallel()
     settings.check_conflicts()
@@ -151,10 +155,14 @@ def refuse_tls_1_2() -> None:
     os.environ["GRPC_SSL_CIPHER_SUITES"] = _NO_SUITE_OF_OURS
 
 
-def _open_state(settings: ProviderSettings) -> StateDir | None:
+def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
     from provider.identity.authority import StateDir
+    from provider.identity.front import FrontFiles, FrontIdentity
 
-    return StateDir(settings.state) if settings.tls else None
+    if settings.server_cert is None or settings.server_key is None or settings.registry is None:
+        return StateDir(settings.state) if settings.tls else None
+    files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
+    return FrontIdentity(files, settings.state)
 
 
 def _make_model(settings: ProviderSettings) -> ServedModel:
@@ -209,20 +217,18 @@ def _make_shards(
     """
     from provider.net.server import whole
 
-    if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
+    is_alone = settings.shards == settings.replicas == 1 and not settings.shards_elsewhere
+    if is_alone and settings.engine == "local":
         return [whole(model, _make_scheduler(settings, model, admission, model.compute))]
     from provider.engine.replica import ReplicaLost
-    from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
-    parent = settings.state if settings.tls else None
-    local = LocalShards.start(
-        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
-    )
-    ending.callback(local.close)
+    started = _start_replicas(settings, model)
+    ending.callback(started.close)
     model.let_weights_go()
     shards = []
-    for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
+    replicas: Sequence[Replica]
+    for number, (ids, replicas) in enumerate(zip(started.plan, started.replicas, strict=True)):
         # With None, the scheduler starts without measurements, since no other host has joined yet.
         product = replicas[0].product if replicas else None
         try:
@@ -235,6 +241,26 @@ def _make_shards(
             where = f"no process: waiting for `provider shard --shard {number}`"
         _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
+
+
+def _start_replicas(settings: ProviderSettings, model: ServedModel) -> LocalShards | ClusterShards:
+    """Starts the processes that compute: on this host, or on the hosts of a Ray cluster."""
+    if settings.engine == "ray" and settings.ray_address is not None:
+        from provider.cluster.connection import connect
+
+        connect(settings.ray_address)
+        from provider.cluster.actors import ClusterShards
+
+        source = settings.model, settings.weights, settings.base_layers
+        return ClusterShards.start(
+            model.served, settings.shards, settings.replicas, source, settings.threads, settings.ray_gpus
+        )
+    from provider.shards.local import LocalShards
+
+    parent = settings.state if settings.tls else None
+    return LocalShards.start(
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
+    )
 
 
 def _make_scheduler(
@@ -266,7 +292,7 @@ def _num_connections(server: Server) -> tuple[int, int]:
 
 
 def _make_monitor(
-    settings: ProviderSettings, server: Server, service: ProviderService, state: StateDir | None
+    settings: ProviderSettings, server: Server, service: ProviderService, state: StateDir | FrontIdentity | None
 ) -> Monitor:
     from provider.operations.metrics import ProviderCollector, registry
     from provider.operations.monitor import Monitor
@@ -290,7 +316,7 @@ def _make_monitor(
     return monitor
 
 
-def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:
+def _announce(settings: ProviderSettings, port: int, state: StateDir | FrontIdentity | None) -> None:
     if state is not None:
         reachable = settings.host
         if settings.certificate_names:

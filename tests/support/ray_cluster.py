@@ -1,0 +1,90 @@
+"""Runs a Ray cluster of several nodes on this machine's loopback device, with TLS and a token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+STORE_BYTES = 200 << 20
+"""The bytes of each node's object store."""
+
+
+class RayCluster:
+    """Runs a head and further nodes. The environment of this process has Ray's settings until `close`."""
+
+    def __init__(self, folder: Path, num_nodes: int = 1, **changes: str | None) -> None:
+        """Starts the nodes.
+
+        Args:
+            folder: the folder for certificates and the token.
+            num_nodes: the number of nodes, with the head.
+            changes: values of environment variables for the nodes, beside those of `settings`; None leaves one out.
+        """
+        self.settings = make_settings(folder)
+        """The environment variables with which a process takes part in the cluster."""
+        self._before = dict(os.environ)
+        os.environ.update({**self.settings, **{key: value for key, value in changes.items() if value is not None}})
+        for key, value in changes.items():
+            if value is None:
+                del os.environ[key]
+        from ray.cluster_utils import Cluster
+
+        options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "memory": 1 << 30}
+        self._cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        self.address: str = self._cluster.address
+        self.head = self._cluster.head_node
+        self.nodes = [self._cluster.add_node(**options) for _ in range(num_nodes - 1)]
+        os.environ.update(self.settings)
+
+    def add_node(self) -> Any:
+        """Adds a node and returns it."""
+        self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, memory=1 << 30))
+        return self.nodes[-1]
+
+    def remove(self, node: Any) -> None:
+        """Ends a node's processes at once, as a lost host would end."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """Ends all nodes and restores the environment."""
+        self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._before)
+
+
+def make_settings(folder: Path) -> dict[str, str]:
+    """Writes certificates and a token to a folder. Returns the environment variables that name them."""
+    folder.mkdir(exist_ok=True)
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    (folder / "cert.pem").write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
+    for name, data in (("key.pem", certificate.private_key_pem.bytes()), ("token", os.urandom(32).hex().encode())):
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_bytes(data)
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(folder / "cert.pem"),
+        "RAY_TLS_SERVER_KEY": str(folder / "key.pem"),
+        "RAY_TLS_CA_CERT": str(folder / "ca.pem"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def actor_pids() -> list[int]:
+    """Returns the process ids of the shards' actors on this machine."""
+    found = subprocess.run(["pgrep", "-f", "^ray::ShardActor"], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    """Sends a signal to processes."""
+    for pid in pids:
+        os.kill(pid, number)
