@@ -19,7 +19,6 @@ from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.cluster.actors import ClusterShards
     from provider.engine.replica import Product, Replica
     from provider.identity.authority import StateDir
     from provider.identity.front import FrontIdentity
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from provider.net.service import ProviderService
     from provider.operations.monitor import Monitor
     from provider.schedule.scheduler import Scheduler
-    from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
 _JOIN_LOOK_S = 0.05
@@ -223,12 +221,10 @@ def _make_shards(
     from provider.engine.replica import ReplicaLost
     from provider.shards.router import Shard
 
-    started = _start_replicas(settings, model)
-    ending.callback(started.close)
+    plan, replicas_of_shards = _start_replicas(settings, model, ending)
     model.let_weights_go()
     shards = []
-    replicas: Sequence[Replica]
-    for number, (ids, replicas) in enumerate(zip(started.plan, started.replicas, strict=True)):
+    for number, (ids, replicas) in enumerate(zip(plan, replicas_of_shards, strict=True)):
         # With None, the scheduler starts without measurements, since no other host has joined yet.
         product = replicas[0].product if replicas else None
         try:
@@ -243,8 +239,14 @@ def _make_shards(
     return shards
 
 
-def _start_replicas(settings: ProviderSettings, model: ServedModel) -> LocalShards | ClusterShards:
-    """Starts the processes that compute: on this host, or on the hosts of a Ray cluster."""
+def _start_replicas(
+    settings: ProviderSettings, model: ServedModel, ending: ExitStack
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Replica]]]:
+    """Starts the processes that compute: on this host, or on the hosts of a Ray cluster. `ending` will end them.
+
+    Returns:
+        For each shard, the ids of its layer groups; and for each shard, its replicas.
+    """
     if settings.engine == "ray" and settings.ray_address is not None:
         from provider.cluster.connection import connect
 
@@ -252,15 +254,19 @@ def _start_replicas(settings: ProviderSettings, model: ServedModel) -> LocalShar
         from provider.cluster.actors import ClusterShards
 
         source = settings.model, settings.weights, settings.base_layers
-        return ClusterShards.start(
+        actors = ClusterShards.start(
             model.served, settings.shards, settings.replicas, source, settings.threads, settings.ray_gpus
         )
+        ending.callback(actors.close)
+        return actors.plan, actors.replicas
     from provider.shards.local import LocalShards
 
     parent = settings.state if settings.tls else None
-    return LocalShards.start(
+    local = LocalShards.start(
         model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
     )
+    ending.callback(local.close)
+    return local.plan, local.replicas
 
 
 def _make_scheduler(
