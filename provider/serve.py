@@ -42,6 +42,8 @@ returned and requested again so often that the processor time, without the produ
 _MAPPED_BYTES = 1 << 20
 """The least size, in bytes, of a block that malloc maps separately if the block fits nowhere in the heap. The memory of
 such a block returns to the system when the block is freed. The number is the size of a frame's chunk on the wire."""
+NODE_LOST_EXIT = 69
+"""The exit status of a provider whose host's Ray node has ended: EX_UNAVAILABLE of sysexits.h."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
@@ -248,9 +250,11 @@ def _start_replicas(
         For each shard, the ids of its layer groups; and for each shard, its replicas.
     """
     if settings.engine == "ray" and settings.ray_address is not None:
-        from provider.cluster.connection import connect
+        from provider.cluster.connection import connect, watch_node
 
         connect(settings.ray_address)
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(NODE_LOST_EXIT))
+        watch_node(_end_without_node)
         from provider.cluster.actors import ClusterShards
 
         source = settings.model, settings.weights, settings.base_layers
@@ -267,6 +271,11 @@ def _start_replicas(
     )
     ending.callback(local.close)
     return local.plan, local.replicas
+
+
+def _end_without_node() -> None:
+    _LOGGER.error("this host's Ray node has ended: start it again, and then the provider")
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _make_scheduler(

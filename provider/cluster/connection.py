@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from provider.cluster.proof import ClusterIdentity, prove_tls, prove_token
 from wire.errors import ConfigurationError, os_cause
 
+_LOOK_S = 1.0
+"""The seconds between two looks at whether this host's Ray node still runs."""
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -65,6 +69,9 @@ def connect(address: str) -> None:
         import ray
     except ImportError as exc:
         raise ConfigurationError("--engine ray needs Ray: pip install 'veilbase[ray]'") from exc
+    # Ray would print the cluster's error messages, which may quote what a failed call was given, to standard output.
+    # It has no setting for this thread's output (2.60); a test sees that nothing is printed.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     with _own_signals():
         try:
             context: Any = ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -90,6 +97,26 @@ def connect(address: str) -> None:
     except BaseException:
         ray.shutdown()
         raise
+
+
+def watch_node(on_lost: Callable[[], None]) -> None:
+    """Starts a thread that calls `on_lost` once this host's Ray node has ended. Its object store, through which all
+    rows go, has ended with it, and Ray does not connect a process to another node."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+
+    def watch() -> None:
+        while ray.is_initialized():
+            time.sleep(_LOOK_S)
+            nodes: list[dict[str, Any]] = []
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
+                nodes = ray.nodes()  # type: ignore[no-untyped-call]
+            if any(node["NodeID"] == own and not node["Alive"] for node in nodes):
+                on_lost()
+                return
+
+    threading.Thread(target=watch, name="veilbase-ray-node", daemon=True).start()
 
 
 def _unreachable(address: str) -> ConfigurationError:
