@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from tests.support.provider_command import Serving
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.ray_cluster import RayCluster, actor_pids, node_of
 from tests.support.serving import make_served_model, serving
-from tests.support.waiting import WAIT_S, end, until
+from tests.support.waiting import WAIT_S, until
+from wire.errors import TransportError
 from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = [
@@ -165,7 +165,7 @@ def test_lost_stopped_and_removed_actors_change_nothing(
     until(lambda: not actor_pids(), "the end of all actors")
 
 
-def test_without_its_nodes_store_the_provider_ends_and_tenants_wait_for_the_next(
+def test_without_its_nodes_store_the_provider_ends_and_runs_go_on_with_the_next(
     serve: Callable[..., Serving],
     cluster: RayCluster,
     front: Path,
@@ -182,18 +182,16 @@ def test_without_its_nodes_store_the_provider_ends_and_tenants_wait_for_the_next
             cluster.remove(node)
         cluster.nodes.clear()
         os.kill(cluster.head.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        restarting.start()
-
-    def restart() -> None:
         provider.process.wait(WAIT_S)
-        cluster.add_node()
-        cluster.add_node()
-        serve("--shards", 1, "--replicas", 2, "--port", port)
 
-    restarting = threading.Thread(target=restart)
     after_checkpoints(monkeypatch, {6: end_the_stores})
-    assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)
-    end(restarting)
+    with pytest.raises(TransportError):
+        finetune(provider.url, front, model, tmp_path / "run")
     assert provider.process.returncode == NODE_LOST_EXIT
     _, _, err = provider.stop()
     assert "this host's Ray node has ended" in err
+    for _ in range(2):
+        cluster.add_node()
+    serve("--shards", 1, "--replicas", 2, "--port", port)
+    assert len(actor_pids()) == 2
+    assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)  # from the checkpoint
