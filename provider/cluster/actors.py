@@ -120,14 +120,18 @@ class ClusterShards:
 def _reserve(sizes: list[int], num_gpus: float) -> Any:
     """Reserves room for each actor: its weights' bytes of memory, on different hosts where there are enough."""
     devices = {"GPU": num_gpus} if num_gpus else {}
+    each = f"{max(sizes) / 1e6:.0f} MB" + (f" and {num_gpus:g} GPUs" if num_gpus else "")
+    no_room = ConfigurationError(
+        f"the cluster has no room for {len(sizes)} actors of up to {each}: add hosts, or give fewer --shards, "
+        "--replicas or --ray-gpus"
+    )
+    there = ray.cluster_resources()
+    if there.get("GPU", 0.0) < num_gpus * len(sizes) or there.get("memory", 0.0) < sum(sizes):
+        raise no_room
     room = placement_group([{"memory": float(max(size, 1)), **devices} for size in sizes], strategy="SPREAD")
     if not room.wait(_PLACE_S):
         _give_back(room)
-        each = f"{max(sizes) / 1e6:.0f} MB" + (f" and {num_gpus:g} GPUs" if num_gpus else "")
-        raise ConfigurationError(
-            f"the cluster has no room for {len(sizes)} actors of up to {each}: add hosts, or give fewer --shards, "
-            "--replicas or --ray-gpus"
-        )
+        raise no_room
     return room
 
 

@@ -21,9 +21,9 @@ from tenant_sdk.training import checkpoints
 from tests.support.chat_model import make_chat_model
 from tests.support.identities import ENDPOINT
 from tests.support.private_network import private_network, why_not
-from tests.support.provider_command import Serving
+from tests.support.provider_command import Serving, one_line_error, run
 from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.ray_cluster import RayCluster, actor_pids, node_of
+from tests.support.ray_cluster import RayCluster, actor_pids, lone_head, make_settings, node_of
 from tests.support.serving import make_served_model, serving
 from tests.support.waiting import WAIT_S, until
 from wire.errors import TransportError
@@ -195,3 +195,23 @@ def test_without_its_nodes_store_the_provider_ends_and_runs_go_on_with_the_next(
     serve("--shards", 1, "--replicas", 2, "--port", port)
     assert len(actor_pids()) == 2
     assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)  # from the checkpoint
+
+
+def test_actors_that_no_host_can_take(cluster: RayCluster, front: Path, model: Path) -> None:
+    done = run("serve", *options(cluster.address, front, model), "--replicas", 2, "--ray-gpus", 1)
+    assert "no room for 2 actors" in one_line_error(done)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"RAY_AUTH_MODE": "disabled"}, "answers without a token"), ({"RAY_USE_TLS": "0"}, "does not speak TLS")],
+)
+def test_a_cluster_that_lets_strangers_in_is_refused(
+    changes: dict[str, str], text: str, front: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path / "ray")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with private_network(), lone_head({**os.environ, **changes}, 6379) as address:
+        done = run("serve", *options(address, front, model))
+    assert text in one_line_error(done)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import trustme
+
+from tests.support.waiting import WAIT_S, until
 
 STORE_BYTES = 200 << 20
 """The bytes of each node's object store."""
@@ -16,21 +22,10 @@ STORE_BYTES = 200 << 20
 class RayCluster:
     """Runs a head and further nodes. The environment of this process has Ray's settings until `close`."""
 
-    def __init__(self, folder: Path, num_nodes: int = 1, **changes: str | None) -> None:
-        """Starts the nodes.
-
-        Args:
-            folder: the folder for certificates and the token.
-            num_nodes: the number of nodes, with the head.
-            changes: values of environment variables for the nodes, beside those of `settings`; None leaves one out.
-        """
-        self.settings = make_settings(folder)
-        """The environment variables with which a process takes part in the cluster."""
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        """Starts the nodes, and puts certificates and the token into a folder."""
         self._before = dict(os.environ)
-        os.environ.update({**self.settings, **{key: value for key, value in changes.items() if value is not None}})
-        for key, value in changes.items():
-            if value is None:
-                del os.environ[key]
+        os.environ.update(make_settings(folder))
         from ray.cluster_utils import Cluster
 
         options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "memory": 1 << 30}
@@ -38,7 +33,6 @@ class RayCluster:
         self.address: str = self._cluster.address
         self.head = self._cluster.head_node
         self.nodes = [self._cluster.add_node(**options) for _ in range(num_nodes - 1)]
-        os.environ.update(self.settings)
 
     def add_node(self) -> Any:
         """Adds a node and returns it."""
@@ -54,6 +48,31 @@ class RayCluster:
         self._cluster.shutdown()
         os.environ.clear()
         os.environ.update(self._before)
+
+
+@contextlib.contextmanager
+def lone_head(environment: dict[str, str], port: int) -> Iterator[str]:
+    """Runs a head alone, with Ray's settings from an environment, in a process of its own.
+
+    Yields:
+        The head's address.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)]
+    command += ["--include-dashboard=false", "--num-cpus=0", f"--object-store-memory={STORE_BYTES}"]
+    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: is_answering(port), "Ray's head")
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()  # It ends all that it started.
+        head.wait(WAIT_S)
+
+
+def is_answering(port: int) -> bool:
+    """Returns whether something listens on a port of the loopback device."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_S):
+        return True
+    return False
 
 
 def make_settings(folder: Path) -> dict[str, str]:
