@@ -76,7 +76,7 @@ class Mix:
         """Returns whether nothing was wrong, sent twice or left over. There must also be right answers and cancelled
         ones, and adapters must have changed answers."""
         wrong = self.wrong or self.other or self.rows_twice or any(self.left)
-        return not wrong and self.right > 20 and self.cancelled > 0 and self.distinct > len(PROMPTS)
+        return not wrong and self.right > 10 and self.cancelled > 0 and self.distinct > len(PROMPTS)
 
 
 # ---- what is watched -------------------------------------------------------------------------------------------------

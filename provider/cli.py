@@ -1,4 +1,5 @@
-"""This module defines the `provider` command: serve, shard, enroll, revoke, tenants, status, usage."""
+"""This module defines the `provider` command: serve, shard, enroll, revoke, tenants, status, usage,
+export-server, export-registry."""
 
 from __future__ import annotations
 
@@ -100,6 +101,34 @@ def tenants(state: _State = None) -> None:
         status = "revoked" if record.revoked_at else "active" if record.is_live(now) else "expired"
         role = " (shard)" if record.role == "shard" else ""
         typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}{role}")
+
+
+@app.command()
+def export_server(
+    out: Annotated[Path, typer.Option(help="Folder for server_cert.pem and server_key.pem.")],
+    host: Annotated[str, typer.Option(help="Address or name under which tenants reach the provider.")],
+    state: _State = None,
+    names: Annotated[str, typer.Option(help="Further names, comma-separated.")] = "",
+) -> None:
+    """Issue a certificate for a provider on a host that holds no CA key."""
+    from provider.identity.authority import StateDir
+    from provider.identity.front import export_server_identity
+
+    opened = StateDir(_state_path(state))
+    export_server_identity(opened, out, host, [name for name in names.split(",") if name])
+    typer.echo(f"wrote {out / 'server_cert.pem'} and {out / 'server_key.pem'}")
+
+
+@app.command()
+def export_registry(
+    out: Annotated[Path, typer.Option(help="File of the copy; an older copy is replaced.")], state: _State = None
+) -> None:
+    """Write a signed copy of the registry for a provider that holds no CA key."""
+    from provider.identity.authority import StateDir
+    from provider.identity.front import export_registry as export
+
+    num_certificates = export(StateDir(_state_path(state), create=False), out)
+    typer.echo(f"wrote {num_certificates} certificate{'' if num_certificates == 1 else 's'} to {out}")
 
 
 @app.command()

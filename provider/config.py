@@ -26,6 +26,8 @@ from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
+RAY_ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}$"
+"""A host and a port. Words that Ray takes for an address and looks up in a file, such as `auto`, do not match."""
 DEFAULT_STATE = Path("~/.veilbase/provider")
 STATE_HELP = "State directory: CA and registry."
 _AS_THE_PROVIDERS = "As the provider's."
@@ -73,11 +75,15 @@ class ProviderSettings(_Settings):
     Attributes:
         tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
         ipc: folder of a socket for tenants on this host, with TLS only. None makes no such socket.
+        server_cert, server_key, registry, registry_max_age_s: see `provider.identity.front`. None issues certificates
+            with the CA in `state`.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
         threads: number of threads that compute in each process. With None, torch chooses the number, except that
             the processes of local shards divide the cores among themselves.
         shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
         replicas: number of processes for each shard, all with the same weights.
+        engine: where products are computed if there are several shards or replicas: in processes of this host, or in
+            the actors of a Ray cluster (`provider.cluster`).
         remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
             have joined for all of them.
         max_wait_ms: longest time that a request waits for others to share its product; see `provider.schedule`. With 0,
@@ -111,6 +117,14 @@ class ProviderSettings(_Settings):
         description="Further names for the certificate, comma-separated, as tenants use them.",
     )
     state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True, description=STATE_HELP)
+    server_cert: _UserPath | None = Field(
+        default=None, description="Certificate from `provider export-server`: no CA key is held here."
+    )
+    server_key: _UserPath | None = Field(default=None, description="Its private key.")
+    registry: _UserPath | None = Field(default=None, description="Registry copy from `provider export-registry`.")
+    registry_max_age_s: float = Field(
+        default=3600.0, ge=1, le=31 * 86_400, description="Age at which the copy no longer counts."
+    )
     weights: Literal["int8", "native"] = Field(
         default="int8", description="native keeps the checkpoint's weights next to int8."
     )
@@ -133,6 +147,13 @@ class ProviderSettings(_Settings):
         json_schema_extra={SHOWN: "1: none of their own"},
     )
     replicas: int = Field(default=1, ge=1, le=64, description="Processes a shard.")
+    engine: Literal["local", "ray"] = Field(
+        default="local", description="ray: shards and replicas are actors in a Ray cluster."
+    )
+    ray_address: str | None = Field(
+        default=None, pattern=RAY_ADDRESS_PATTERN, description="HOST:PORT of the cluster's head."
+    )
+    ray_gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs of each actor.")
     remote_shards: str = Field(
         default="",
         pattern=r"^(\d{1,4}(,\d{1,4})*)?$",
@@ -234,6 +255,29 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(
                 f"without --tls all tenants are one: expected {EVERYBODY!r} or {LOCAL_TENANT!r} in tenant_limits"
             )
+
+    def check_front(self) -> None:
+        """Raises ConfigurationError if the files of a provider without a CA key are not all given, or none is needed,
+        or if a cluster computes and they are missing."""
+        files = {"--server-cert": self.server_cert, "--server-key": self.server_key, "--registry": self.registry}
+        missing = [name for name, path in files.items() if path is None]
+        if self.engine == "ray":
+            if self.ray_address is None:
+                raise ConfigurationError("--engine ray needs --ray-address HOST:PORT, the cluster's head")
+            if not self.tls or missing:
+                raise ConfigurationError(
+                    f"--engine ray needs --tls, --server-cert, --server-key and --registry, got no "
+                    f"{'--tls' if not self.tls else missing[0]}: whoever is admitted to the cluster runs code on its "
+                    "hosts, so none of them may hold the CA's key (docs/ray.md)"
+                )
+            if self.parallel != "none" or self.shards_elsewhere:
+                raise ConfigurationError("--engine ray goes with neither --parallel nor --remote-shards")
+        elif self.ray_address is not None or self.ray_gpus:
+            raise ConfigurationError("--ray-address and --ray-gpus need --engine ray")
+        if 0 < len(missing) < len(files):
+            raise ConfigurationError(f"--server-cert, --server-key and --registry go together, got no {missing[0]}")
+        if self.server_cert is not None and (not self.tls or self.names):
+            raise ConfigurationError("--server-cert needs --tls, and holds its names: leave --names out")
 
     def check_exposure(self) -> None:
         """Raises ConfigurationError if a provider without TLS would listen on an address other than loopback."""

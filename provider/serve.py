@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.engine.replica import Product
+    from provider.engine.replica import Product, Replica
     from provider.identity.authority import StateDir
+    from provider.identity.front import FrontIdentity
     from provider.model.served_model import ServedModel
     from provider.net.admission import Admission
     from provider.net.server import Server
@@ -41,6 +42,8 @@ returned and requested again so often that the processor time, without the produ
 _MAPPED_BYTES = 1 << 20
 """The least size, in bytes, of a block that malloc maps separately if the block fits nowhere in the heap. The memory of
 such a block returns to the system when the block is freed. The number is the size of a frame's chunk on the wire."""
+NODE_LOST_EXIT = 69
+"""The exit status of a provider whose host's Ray node has ended: EX_UNAVAILABLE of sysexits.h."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ def serve(settings: ProviderSettings) -> None:
         ConfigurationError, AccessError: the provider cannot start; the message says what the operator has to change.
     """
     settings.check_exposure()
+    settings.check_front()
     settings.check_shards()
     settings.check_parallel()
     settings.check_conflicts()
@@ -151,10 +155,14 @@ def refuse_tls_1_2() -> None:
     os.environ["GRPC_SSL_CIPHER_SUITES"] = _NO_SUITE_OF_OURS
 
 
-def _open_state(settings: ProviderSettings) -> StateDir | None:
+def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
     from provider.identity.authority import StateDir
+    from provider.identity.front import FrontFiles, FrontIdentity
 
-    return StateDir(settings.state) if settings.tls else None
+    if settings.server_cert is None or settings.server_key is None or settings.registry is None:
+        return StateDir(settings.state) if settings.tls else None
+    files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
+    return FrontIdentity(files, settings.state)
 
 
 def _make_model(settings: ProviderSettings) -> ServedModel:
@@ -209,20 +217,16 @@ def _make_shards(
     """
     from provider.net.server import whole
 
-    if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
+    is_alone = settings.shards == settings.replicas == 1 and not settings.shards_elsewhere
+    if is_alone and settings.engine == "local":
         return [whole(model, _make_scheduler(settings, model, admission, model.compute))]
     from provider.engine.replica import ReplicaLost
-    from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
-    parent = settings.state if settings.tls else None
-    local = LocalShards.start(
-        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
-    )
-    ending.callback(local.close)
+    plan, replicas_of_shards = _start_replicas(settings, model, ending)
     model.let_weights_go()
     shards = []
-    for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
+    for number, (ids, replicas) in enumerate(zip(plan, replicas_of_shards, strict=True)):
         # With None, the scheduler starts without measurements, since no other host has joined yet.
         product = replicas[0].product if replicas else None
         try:
@@ -235,6 +239,43 @@ def _make_shards(
             where = f"no process: waiting for `provider shard --shard {number}`"
         _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
+
+
+def _start_replicas(
+    settings: ProviderSettings, model: ServedModel, ending: ExitStack
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Replica]]]:
+    """Starts the processes that compute: on this host, or on the hosts of a Ray cluster. `ending` will end them.
+
+    Returns:
+        For each shard, the ids of its layer groups; and for each shard, its replicas.
+    """
+    if settings.engine == "ray" and settings.ray_address is not None:
+        from provider.cluster.connection import connect, watch_node
+
+        connect(settings.ray_address)
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(NODE_LOST_EXIT))
+        watch_node(_end_without_node)
+        from provider.cluster.actors import ClusterShards
+
+        source = settings.model, settings.weights, settings.base_layers
+        actors = ClusterShards.start(
+            model.served, settings.shards, settings.replicas, source, settings.threads, settings.ray_gpus
+        )
+        ending.callback(actors.close)
+        return actors.plan, actors.replicas
+    from provider.shards.local import LocalShards
+
+    parent = settings.state if settings.tls else None
+    local = LocalShards.start(
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
+    )
+    ending.callback(local.close)
+    return local.plan, local.replicas
+
+
+def _end_without_node() -> None:
+    _LOGGER.error("this host's Ray node has ended: start it again, and then the provider")
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _make_scheduler(
@@ -266,7 +307,7 @@ def _num_connections(server: Server) -> tuple[int, int]:
 
 
 def _make_monitor(
-    settings: ProviderSettings, server: Server, service: ProviderService, state: StateDir | None
+    settings: ProviderSettings, server: Server, service: ProviderService, state: StateDir | FrontIdentity | None
 ) -> Monitor:
     from provider.operations.metrics import ProviderCollector, registry
     from provider.operations.monitor import Monitor
@@ -290,7 +331,7 @@ def _make_monitor(
     return monitor
 
 
-def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:
+def _announce(settings: ProviderSettings, port: int, state: StateDir | FrontIdentity | None) -> None:
     if state is not None:
         reachable = settings.host
         if settings.certificate_names:

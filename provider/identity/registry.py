@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from cryptography.hazmat.primitives import serialization
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -81,6 +81,20 @@ class TenantRecord(BaseModel):
 _REGISTRY = TypeAdapter(list[TenantRecord])
 
 
+class RegistryPlace(Protocol):
+    """Says where a registry is: in a state directory, or in a copy of one (`provider.identity.front`)."""
+
+    @property
+    def tenants_path(self) -> Path:
+        """Returns the path of the registry's file."""
+        ...
+
+
+ReadRegistry = Callable[[bytes], tuple[list[TenantRecord], datetime | None]]
+"""Reads a registry's file: the records, and the time from which they no longer count, or None. It raises ValueError if
+the file is malformed."""
+
+
 def enroll(
     state: StateDir,
     name: str,
@@ -136,7 +150,7 @@ def enroll(
             "endpoint": f"{endpoint}\n".encode(),
         }
         # The certificate is registered last. After a crash in between, it is not in the registry, and is refused.
-        _write_identity(Path(out_dir), files, lambda: _save(state, [*records, record]))
+        write_new_files(Path(out_dir), files, lambda: _save(state, [*records, record]))
     return record
 
 
@@ -197,20 +211,24 @@ class RevocationList:
 
     def __init__(
         self,
-        state: StateDir,
+        state: RegistryPlace,
         *,
+        read: ReadRegistry | None = None,
         clock: Callable[[], datetime] = _now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Reserves a spare file descriptor; the file is read at the first check.
 
         Args:
-            state: the provider's state directory.
+            state: the provider's state directory, or the place of a copy of its registry.
+            read: reads the file; None reads a state directory's own registry.
             clock: returns the present time, which is compared with the certificates' dates.
             monotonic: returns the seconds of a monotonic clock, by which the time without a readable file is measured.
         """
         self._path, self._name = state.tenants_path, str(state.tenants_path)
+        self._read_records = read or _own
         self._clock, self._monotonic = clock, monotonic
+        self._ends_at: datetime | None = None
         self._reloading = threading.Lock()
         # Stamp and records are replaced together, as one tuple, so that a reader without the lock sees a matching pair.
         self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
@@ -291,6 +309,9 @@ class RevocationList:
             self._snapshot = (None, None)  # Records read earlier must not count if a later read fails.
         self._seen_at = self._monotonic()
         self._spare.take_back()
+        if records is not None and self._ends_at is not None and self._clock() >= self._ends_at:
+            self._note("is too old", "nobody is admitted: copy it again")
+            return None
         if records is None:
             self._note("is missing or malformed", "nobody is admitted: restore it from a backup")
         elif self._trouble is not None:
@@ -314,7 +335,8 @@ class RevocationList:
                 return self._snapshot[1]  # Another thread has read this version.
             data = file.read()
         try:
-            records = {int(record.serial, 16): record for record in _parse(data)}
+            known, self._ends_at = self._read_records(data)
+            records = {int(record.serial, 16): record for record in known}
         except ValueError:
             records = None
         self._snapshot = (stamp, records)
@@ -327,9 +349,9 @@ class RevocationList:
                 return
             self._trouble = trouble
         if trouble is None:
-            _LOGGER.warning("tenants.json can be read again")
+            _LOGGER.warning("%s can be read again", self._path.name)
         else:
-            _LOGGER.error("tenants.json %s: %s", trouble, consequence)
+            _LOGGER.error("%s %s: %s", self._path.name, trouble, consequence)
 
 
 _Stamp = tuple[int, int, int, int]
@@ -338,6 +360,11 @@ _Stamp = tuple[int, int, int, int]
 def _stamp(status: os.stat_result) -> _Stamp:
     # The change time is included since a restored copy can have the old size and modification time.
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+def _own(data: bytes) -> tuple[list[TenantRecord], None]:
+    """Reads a state directory's own registry, which never becomes too old."""
+    return _parse(data), None
 
 
 def _parse(data: bytes) -> list[TenantRecord]:
@@ -363,15 +390,19 @@ def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
         raise state.damaged(f"expected to write tenants.json, got {exc.strerror}") from exc
 
 
-def _write_identity(out_dir: Path, files: dict[str, bytes], commit: Callable[[], None]) -> None:
+def write_new_files(out_dir: Path, files: dict[str, bytes], commit: Callable[[], None] = lambda: None) -> None:
     """Writes an identity's files to a folder and then calls `commit`; if a write or `commit` fails, removes the written
-    files."""
+    files. Files whose names end in `key.pem` have mode 0600.
+
+    Raises:
+        IdentityNotWritten: one of the files exists, or cannot be written.
+    """
     written: list[Path] = []
     try:
         out_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file_name, data in files.items():
             path = out_dir / file_name
-            create_file(path, data, mode=0o600 if file_name == "key.pem" else 0o644)
+            create_file(path, data, mode=0o600 if file_name.endswith("key.pem") else 0o644)
             written.append(path)
         sync_directory(out_dir)
         commit()

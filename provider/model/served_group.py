@@ -33,6 +33,12 @@ class ServedGroup:
     bias: torch.Tensor | None
     native: torch.Tensor | None
 
+    @property
+    def weight_bytes(self) -> int:
+        """Returns the size of the group's tensors in memory, in bytes."""
+        held = (self.quantised, self.alpha, self.bias, self.native)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
     @functools.cached_property
     def for_one_row(self) -> kernels.OneRow | None:
         """Returns W̃ prepared for ring products of one row; None if no compiled kernel can compute these."""

@@ -45,8 +45,7 @@ class PreparedModel:
     @property
     def weight_bytes(self) -> int:
         """Returns the size of all weights in memory, in bytes."""
-        held = [t for g in self.groups for t in (g.quantised, g.alpha, g.bias, g.native) if t is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(group.weight_bytes for group in self.groups)
 
 
 def serve_model(

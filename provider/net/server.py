@@ -17,6 +17,7 @@ import grpc
 from provider.engine.profile import make_scheduler
 from provider.engine.replica import Here
 from provider.identity.authority import StateDir, issue_server_certificate
+from provider.identity.front import FrontIdentity
 from provider.identity.registry import RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
@@ -76,7 +77,7 @@ class Server:
         self,
         host: str,
         port: int,
-        state: StateDir | None,
+        state: StateDir | FrontIdentity | None,
         names: Sequence[str] = (),
         tensor_port: int | None = 0,
         ipc: Path | None = None,
@@ -86,7 +87,8 @@ class Server:
         Args:
             host: the address to bind; with TLS also a name in the server's certificate.
             port: the number of the gRPC port; 0 picks a free one.
-            state: the state directory with the CA and the registry; None serves without TLS and without a tensor port.
+            state: the state directory with the CA and the registry, or what takes its place without a CA's key; None
+                serves without TLS and without a tensor port.
             names: further names for the certificate.
             tensor_port: the number of the tensor port; 0 picks a free one. With None there is no tensor port, and
                 streams use gRPC.
@@ -159,7 +161,7 @@ class Server:
         """
         if shards is None:
             shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
-        revocations = None if self._state is None else RevocationList(self._state)
+        revocations = None if self._state is None else _revocations(self._state)
         service = ProviderService(
             model, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
         )
@@ -198,6 +200,12 @@ class Server:
         ending.wait()
 
 
+def _revocations(state: StateDir | FrontIdentity) -> RevocationList:
+    if isinstance(state, FrontIdentity):
+        return RevocationList(state, read=state.read_registry)
+    return RevocationList(state)
+
+
 def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
     """Returns a shard that holds all groups and computes in this process."""
     here = Here(model.compute, model.compute_together, model.can_share, model.row_product)
@@ -207,8 +215,8 @@ def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
 class _Certificates:
     """Holds the server's certificate, and replaces the certificate before it expires and after `renew`."""
 
-    def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
-        """Issues the server's first certificate."""
+    def __init__(self, state: StateDir | FrontIdentity, host: str, names: Sequence[str]) -> None:
+        """Issues or reads the server's first certificate."""
         self._state, self._host, self._names = state, host, names
         self._lock = threading.Lock()
         self._is_stale = self._has_failed = False
@@ -217,14 +225,18 @@ class _Certificates:
         self._given = self._number
 
     def _make(self) -> None:
-        self._material = key, chain, ca = issue_server_certificate(self._state, self._host, self._names)
+        if isinstance(self._state, FrontIdentity):
+            self._material = self._state.server_material()
+        else:
+            self._material = issue_server_certificate(self._state, self._host, self._names)
+        key, chain, ca = self._material
         self._context = server_context(ca, chain, key)
         self._ipc_context = server_context(ca, chain, key, IPC_ALPN)
         self._made_at, self._is_stale = time.monotonic(), False
         self._number += 1
 
     def renew(self) -> None:
-        """Makes the next handshake issue and use a new certificate."""
+        """Makes the next handshake use a new certificate: one that is issued then, or is read from its file again."""
         self._is_stale = True
 
     def credentials(self) -> grpc.ServerCredentials:

@@ -1,0 +1,1 @@
+"""This package computes the products of layer groups on the hosts of a Ray cluster (extra `veilbase[ray]`)."""

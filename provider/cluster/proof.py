@@ -1,0 +1,106 @@
+"""Proves, by connections that must fail, that a server of a Ray cluster lets in only peers with a certificate and the
+token.
+
+Ray takes both from environment variables, separately on each host. A host where one was forgotten runs as well as the
+others, and runs code for whoever connects. So each server is tried in the wrong ways. A probe that is let in where it
+may be (with certificate and token) shows that the probe would notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from wire.errors import ConfigurationError
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+_SETTINGS_TYPE, _TYPE_AT = 4, 3
+"""The type of a SETTINGS frame, which is a server's first, and the place of the type in a frame's header."""
+_PROBE_S = 5.0
+_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""A method of the head that takes an empty message and changes nothing."""
+
+
+@dataclass(frozen=True)
+class ClusterIdentity:
+    """Names the files with which this host takes part in the cluster: Ray's own settings of TLS, and the token."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+    token: Path
+
+    def context(self, with_certificate: bool) -> ssl.SSLContext:
+        """Returns a TLS context that trusts the cluster's CA, as Ray's own connections do."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.set_alpn_protocols(["h2"])
+        if with_certificate:
+            context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
+    """Checks that a server speaks TLS only, and only with those who have a certificate of the cluster.
+
+    Raises:
+        ConfigurationError: the server lets in what it must not, or does not let in who has a certificate.
+    """
+    where = f"{host}:{port}"
+    if not _is_let_in(host, port, identity.context(with_certificate=True)):
+        raise ConfigurationError(
+            f"the cluster's server {where} does not speak TLS with the certificate of RAY_TLS_SERVER_CERT: start every "
+            "node with RAY_USE_TLS=1 and certificates of one CA (docs/ray.md)"
+        )
+    if _is_let_in(host, port, None):
+        raise ConfigurationError(f"the cluster's server {where} speaks without TLS too: start it with RAY_USE_TLS=1")
+    if _is_let_in(host, port, identity.context(with_certificate=False)):
+        raise ConfigurationError(f"the cluster's server {where} asks for no certificate: set RAY_TLS_CA_CERT there")
+
+
+def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
+    """Checks that the cluster's head answers nobody without the token, whatever certificate they have.
+
+    Raises:
+        ConfigurationError: the head answers a call without the token, or refuses one with the token.
+    """
+    if _code_of_call(host, port, identity, None) != grpc.StatusCode.UNAUTHENTICATED:
+        raise ConfigurationError(
+            f"the cluster's head {host}:{port} answers without a token: start it with RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH (docs/ray.md)"
+        )
+    token = identity.token.read_text().strip()
+    if _code_of_call(host, port, identity, token) != grpc.StatusCode.OK:
+        raise ConfigurationError(f"the cluster's head {host}:{port} refuses the token of RAY_AUTH_TOKEN_PATH")
+
+
+def _is_let_in(host: str, port: int, context: ssl.SSLContext | None) -> bool:
+    """Returns whether a server answers this way of connecting with its first HTTP/2 frame."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as ending:
+        connection = ending.enter_context(socket.create_connection((host, port), _PROBE_S))
+        if context is not None:
+            connection = ending.enter_context(context.wrap_socket(connection, server_hostname=host))
+        connection.sendall(_PREFACE)
+        answer = b""
+        while len(answer) <= _TYPE_AT and (part := connection.recv(64)):
+            answer += part
+        return len(answer) > _TYPE_AT and answer[_TYPE_AT] == _SETTINGS_TYPE
+    return False
+
+
+def _code_of_call(host: str, port: int, identity: ClusterIdentity, token: str | None) -> grpc.StatusCode:
+    credentials = grpc.ssl_channel_credentials(
+        identity.ca.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
+    )
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.secure_channel(f"{host}:{port}", credentials) as channel:
+        try:
+            channel.unary_unary(_CLUSTER_ID)(b"", timeout=_PROBE_S, metadata=metadata)
+        except grpc.RpcError as exc:
+            return exc.code()
+        return grpc.StatusCode.OK

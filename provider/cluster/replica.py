@@ -1,0 +1,175 @@
+"""Uses an actor of a Ray cluster as a replica.
+
+Guarantees: an actor that ends, hangs or answers what was not asked counts as lost, and a product that waits for it
+raises `ReplicaLost`. Ray never sends a call a second time: whether a lost product is computed again is decided by the
+executor, which counts the losses of each request. Replies are copied out of the cluster's object store before anyone
+uses them. As with all replicas, the products are not checked here: a cluster is one trust domain (docs/ray.md), and
+tenants that verify replies notice a wrong product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from provider.engine.products import check_cols, together
+from provider.engine.replica import ReplicaLost, product_limit_s
+from wire.errors import RemoteFault, error_from_code
+from wire.frame import DTYPES, ITEM_BYTES, Call, FrameType, Header
+from wire.manifest import GroupInfo
+from wire.ring.seeded_rows import Rows, SeededRows, count_rows
+
+_ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
+"""The time that is allowed for the network between hosts and for the object stores: a fixed number of seconds, plus the
+bytes at this rate in bytes per second. A slower host counts as lost, early enough for another replica to compute the
+product while the tenant still waits."""
+_LOOK_S, _PAUSE_S = 2.0, 0.5
+_LOGGER = logging.getLogger(__name__)
+
+
+class ActorReplica:
+    """Computes products in an actor, as a `provider.engine.replica.Replica`."""
+
+    can_share = False
+
+    def __init__(self, name: str, groups: dict[int, GroupInfo], actor: Any) -> None:
+        """Keeps the handle of an actor that Ray has been asked to start.
+
+        Args:
+            name: the names of the shard and the replica, for the log.
+            groups: the groups that the actor holds, by id.
+            actor: the handle of a `provider.cluster.actor.ShardActor`.
+        """
+        self.name, self._groups, self._actor = name, groups, actor
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # one product at a time
+        self._is_closed = self._is_given_up = False
+        self._end: Any = None
+        """The reference of a call that ends when the actor's process ends; None while no process is known."""
+
+    # ---- a product ------------------------------------------------------------------------------------------------
+
+    def row_product(self, call: Call) -> None:
+        """Returns None, since another process computes the products; see `Replica.row_product`."""
+
+    def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Computes several products at once in the actor; see `Replica.products`."""
+        return together(self.product, call, parts)
+
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Computes one product in the actor; see `Replica.product`."""
+        info, num_rows = self._groups[call.group], count_rows(rows)
+        cols = rows.shape[1] if isinstance(rows, torch.Tensor) else info.widths(call.direction)[0]
+        reply_cols = check_cols(info, call, cols)
+        number = next(self._numbers)
+        header = Header(FrameType.REQUEST, number, call, num_rows, cols).pack()
+        payload = rows.pack() if isinstance(rows, SeededRows) else rows.detach().contiguous().numpy()
+        size = num_rows * (cols + reply_cols) * ITEM_BYTES
+        limit_s = _ROAD_S + size / _ROAD_BYTES_PER_S + product_limit_s(num_rows * cols * reply_cols)
+        with self._lock:
+            if not self.is_alive:
+                raise ReplicaLost(began=False)
+            answer = self._ask(header, payload, limit_s)
+        if isinstance(answer, int):
+            raise error_from_code(answer, number)
+        dtype = DTYPES[call.arithmetic]
+        if not isinstance(answer, np.ndarray) or answer.shape != (num_rows, reply_cols):
+            self._lose("answered what was not asked")
+            raise ReplicaLost
+        reply = torch.tensor(answer)  # A view would hold the object in the store, which is small.
+        if reply.dtype != dtype:
+            self._lose("answered what was not asked")
+            raise ReplicaLost
+        return reply
+
+    def _ask(self, header: bytes, payload: Any, limit_s: float) -> Any:
+        """Calls the actor and waits; callers must hold `_lock`. `from None`: a cause's text may quote rows."""
+        try:
+            return ray.get(self._actor.product.remote(header, payload), timeout=limit_s)
+        except GetTimeoutError:
+            # Ray does not notice a process that is stopped or hangs, so the process is killed, and Ray starts another.
+            self._lose("did not answer in time")
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(self._actor, no_restart=False)
+            raise ReplicaLost from None
+        except RayTaskError:
+            raise RemoteFault("the provider failed while computing") from None
+        except (RayError, OSError, ValueError) as exc:
+            self._lose(f"was lost ({type(exc).__name__})")
+            raise ReplicaLost from None
+
+    def _lose(self, what: str) -> None:
+        if self._end is not None and not self._is_closed:
+            _LOGGER.error("shard %s %s", self.name, what)
+        self._end = None
+
+    # ---- starting and ending ------------------------------------------------------------------------------------
+
+    def refusal(self, seconds: float) -> str:
+        """Waits until the actor has loaded its weights.
+
+        Args:
+            seconds: the longest wait.
+
+        Returns:
+            Why the actor computes nothing, in one line; an empty text if it computes.
+
+        Raises:
+            ReplicaLost: the actor has ended, or is not there in this time.
+        """
+        try:
+            refusal: str = ray.get(self._actor.refusal.remote(), timeout=seconds)
+            if not refusal:
+                self._end = self._actor.wait_for_ever.remote()
+        except RayError:  # `from None`: the error's text has the remote process's environment.
+            raise ReplicaLost(began=False) from None
+        return refusal
+
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether the actor's process was running a moment ago."""
+        end = self._end
+        if end is None or self._is_closed:
+            return False
+        try:
+            ended, _ = ray.wait([end], timeout=0)
+        except (RayError, ValueError):
+            return False
+        return not ended
+
+    @property
+    def can_return(self) -> bool:
+        """Returns whether Ray may still start the actor again."""
+        return not self._is_closed and not self._is_given_up
+
+    def revive(self, is_over: threading.Event) -> bool:
+        """Waits until Ray has started the actor again; see `Replica.revive`."""
+        self._lose("was lost")
+        while self.can_return and not is_over.wait(_PAUSE_S):
+            try:
+                refusal = self.refusal(_LOOK_S)
+            except ReplicaLost:
+                continue
+            if refusal:
+                self._is_given_up = True
+                _LOGGER.error("shard %s is given up: %s", self.name, refusal)
+                return False
+            _LOGGER.warning("shard %s was started again", self.name)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Ends the actor."""
+        was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(self._actor)

@@ -1,0 +1,221 @@
+"""Serves tenants with a certificate and a copy of the registry that were made elsewhere, without the CA's key.
+
+`export_registry` and `export_server_identity` run where the CA is. `FrontIdentity` reads what they wrote, on the host
+of a provider that must not be able to let anyone in: one whose products are computed in a cluster, for example.
+
+Guarantees: the copy is signed by the CA, and counts for a bounded time only, so that whoever carries it can neither
+change it nor hold back a revocation for longer than that. `FrontIdentity` refuses to start where a CA's key can be
+read. It cannot enroll or revoke anyone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from provider.identity.authority import (
+    BACKDATE,
+    IdentityNotWritten,
+    StateDamaged,
+    StateDir,
+    current_time,
+    issue_server_certificate,
+    sync_directory,
+)
+from provider.identity.registry import TenantRecord, tenants, write_new_files
+from wire.errors import os_cause
+
+CA_KEY_NAME = "ca_key.pem"
+_MAX_FILE_BYTES = 64 << 20
+"""The most bytes of a file that is read here. A registry of a hundred thousand certificates has about 20 MB."""
+
+
+class _Copy(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    made_at: AwareDatetime
+    tenants: list[TenantRecord]
+
+
+@dataclass(frozen=True)
+class FrontFiles:
+    """Names the files that the CA's host made, and the age in seconds at which a copy no longer counts."""
+
+    server_cert: Path
+    server_key: Path
+    registry: Path
+    max_age_s: float
+
+
+def export_registry(state: StateDir, out: Path, *, now: datetime | None = None) -> int:
+    """Writes a signed copy of the registry; an older copy at this path is replaced as a whole.
+
+    Args:
+        state: the state directory with the CA.
+        out: the path of the copy.
+        now: the present time, for tests; None reads the clock.
+
+    Returns:
+        The number of certificates in the copy.
+
+    Raises:
+        StateDamaged: the registry cannot be read.
+        IdentityNotWritten: the copy cannot be written.
+    """
+    with state.lock():
+        records = tenants(state)
+    body = _Copy(made_at=current_time(now), tenants=records).model_dump_json().encode()
+    signature = base64.b64encode(state.ca.key.sign(body, ec.ECDSA(hashes.SHA256())))
+    try:
+        out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The copy keeps mkstemp's mode 0600: it names all tenants.
+        descriptor, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(signature + b"\n" + body)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(out)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_directory(out.parent)
+    except OSError as exc:
+        raise IdentityNotWritten(f"expected to write {str(out)!r}, got {exc.strerror}") from os_cause(exc)
+    return len(records)
+
+
+def export_server_identity(state: StateDir, out_dir: Path, host: str, names: Sequence[str] = ()) -> None:
+    """Issues a certificate for a provider that holds no CA key, and writes `server_key.pem` (mode 0600) and
+    `server_cert.pem` (the certificate, followed by the CA's) to a folder.
+
+    Raises:
+        InvalidHost: a name is neither an IP address nor a DNS name.
+        IdentityNotWritten: the folder holds such files already, or cannot be written.
+    """
+    key, certificate, ca = issue_server_certificate(state, host, names)
+    write_new_files(out_dir, {"server_key.pem": key, "server_cert.pem": certificate + ca})
+
+
+class FrontIdentity:
+    """Holds what a provider without the CA's key serves with: a server certificate, and the place of a registry copy.
+
+    It takes the place of a `StateDir` at `provider.net.server.Server`.
+    """
+
+    def __init__(self, files: FrontFiles, folder: Path, *, now: datetime | None = None) -> None:
+        """Reads and checks the files.
+
+        Args:
+            files: the certificate, its key and the registry copy.
+            folder: the folder for what the provider itself writes: usage and the status socket.
+            now: the present time, for tests; None reads the clock.
+
+        Raises:
+            StateDamaged: a CA's key can be read here, a file cannot be used, or the copy is too old.
+        """
+        self.path, self.tenants_path, self._files = folder, files.registry, files
+        for place in {folder, files.server_cert.parent, files.server_key.parent, files.registry.parent}:
+            if os.access(place / CA_KEY_NAME, os.R_OK):
+                raise StateDamaged(
+                    f"found a readable {CA_KEY_NAME} in {str(place)!r}: a provider that is given --server-cert must "
+                    "not be able to let anyone in; keep the CA on another host"
+                )
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_mode & 0o022:
+                raise StateDamaged(f"expected {str(folder)!r} to be writable by its owner only: run chmod 700 on it")
+        except OSError as exc:
+            raise StateDamaged(f"expected to use the folder {str(folder)!r}, got {exc.strerror}") from os_cause(exc)
+        self._ca = _certificates(files.server_cert)[-1]
+        self.server_material()
+        try:
+            _, ends_at = self.read_registry(_read(files.registry))
+        except ValueError as exc:
+            raise StateDamaged(
+                f"expected in {str(files.registry)!r} a copy made by `provider export-registry` of the CA that issued "
+                "--server-cert, found another or a damaged file"
+            ) from exc
+        if current_time(now) >= ends_at:
+            raise StateDamaged(
+                f"the registry copy {str(files.registry)!r} is older than {files.max_age_s:.0f} s: copy it again"
+            )
+
+    def server_material(self) -> tuple[bytes, bytes, bytes]:
+        """Reads the server's files again.
+
+        Returns:
+            The private key, the certificate and the CA's certificate, each in PEM.
+
+        Raises:
+            StateDamaged: the files do not belong together, the key can be read by others, or the certificate has
+                expired or is of another CA than at the start.
+        """
+        key_path = self._files.server_key
+        key_pem = _read(key_path)
+        if key_path.stat().st_mode & 0o077:
+            raise StateDamaged(f"expected {str(key_path)!r} to be readable by its owner only: run chmod 600 on it")
+        certificate, ca = _certificates(self._files.server_cert)
+        try:
+            key = serialization.load_pem_private_key(key_pem, password=None)
+            certificate.verify_directly_issued_by(ca)
+        except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+            raise StateDamaged(
+                f"expected {str(self._files.server_cert)!r} and {str(key_path)!r} as written by "
+                "`provider export-server`, found damaged files"
+            ) from None  # the parser's text may quote the key
+        if key.public_key() != certificate.public_key() or ca != self._ca:
+            raise StateDamaged(f"{str(key_path)!r} is not the key of {str(self._files.server_cert)!r}")
+        if certificate.not_valid_after_utc <= datetime.now(UTC):
+            raise StateDamaged(f"{str(self._files.server_cert)!r} has expired: run `provider export-server` again")
+        encoding = serialization.Encoding.PEM
+        return key_pem, certificate.public_bytes(encoding), ca.public_bytes(encoding)
+
+    def read_registry(self, data: bytes) -> tuple[list[TenantRecord], datetime]:
+        """Reads a registry copy: its records, and the time from which they no longer count.
+
+        Raises:
+            ValueError: the copy is damaged, was not signed by the CA, or was made in the future.
+        """
+        signature, _, body = data.partition(b"\n")
+        public = self._ca.public_key()
+        if not isinstance(public, ec.EllipticCurvePublicKey):
+            raise ValueError("not a P-256 CA")
+        try:
+            public.verify(base64.b64decode(signature, validate=True), body, ec.ECDSA(hashes.SHA256()))
+            copy = _Copy.model_validate_json(body)
+        except (binascii.Error, InvalidSignature, ValidationError):
+            raise ValueError("malformed registry copy") from None  # pydantic's text quotes the file
+        if copy.made_at > datetime.now(UTC) + BACKDATE:
+            raise ValueError("a registry copy of the future")
+        return copy.tenants, copy.made_at + timedelta(seconds=self._files.max_age_s)
+
+
+def _certificates(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
+    """Returns the server's and the CA's certificate of a file."""
+    with contextlib.suppress(ValueError, x509.InvalidVersion):
+        certificate, ca = x509.load_pem_x509_certificates(_read(path))
+        return certificate, ca
+    raise StateDamaged(f"expected in {str(path)!r} the two certificates that `provider export-server` writes")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise StateDamaged(f"expected {str(path)!r} to have at most {_MAX_FILE_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as exc:
+        raise StateDamaged(f"expected to read {str(path)!r}, got {exc.strerror}") from os_cause(exc)

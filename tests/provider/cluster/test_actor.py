@@ -1,0 +1,93 @@
+"""Tests an actor's code without a cluster: what it computes, and what it refuses to hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from provider.cluster.actor import Assignment, ShardActor
+from provider.model.served_model import ServedModel
+from tests.support.chat_model import make_chat_model
+from tests.support.ring_rows import ring_rows
+from tests.support.serving import make_served_model
+from wire.errors import WireCode
+from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
+from wire.ring.seeded_rows import SeededRows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("actor") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> ServedModel:
+    return make_served_model(folder, "native")
+
+
+def assignment(served: ServedModel, folder: Path, **changes: object) -> Assignment:
+    digests = dict(list(served.fingerprints.items())[:2])
+    options = {"model": str(folder), "weights": "native", "base_layers": None, "digests": digests, "threads": None}
+    return Assignment(**{**options, **changes})  # type: ignore[arg-type]
+
+
+def header(call: Call, rows: int = 0, cols: int = 0) -> bytes:
+    return Header(FrameType.REQUEST, 1, call, rows, cols).pack()
+
+
+@pytest.fixture(scope="module")
+def actor(served: ServedModel, folder: Path) -> ShardActor:
+    made = ShardActor(assignment(served, folder))
+    assert made.refusal() == ""
+    return made
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+def test_products_are_those_of_the_providers_process(
+    actor: ShardActor, served: ServedModel, direction: Direction, arithmetic: Arithmetic
+) -> None:
+    call = Call(1, direction, arithmetic)
+    cols = served.manifest().groups[1].widths(direction)[0]
+    rows = ring_rows(5).repeat(1, 8)[:, :cols].contiguous()
+    if arithmetic is Arithmetic.FLOAT:
+        rows = torch.randn(5, cols, generator=torch.Generator().manual_seed(0))
+    given = rows.numpy()
+    given.setflags(write=False)  # as what comes out of the object store
+    reply = actor.product(header(call, *rows.shape), given)
+    assert isinstance(reply, np.ndarray)
+    assert torch.equal(torch.tensor(reply), served.compute(call, rows))
+
+
+def test_the_product_of_a_seed(actor: ShardActor, served: ServedModel) -> None:
+    call = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
+    rows = SeededRows(bytes(range(32)), 0, 7)
+    reply = actor.product(header(call, 7), rows.pack())
+    assert isinstance(reply, np.ndarray)
+    assert torch.equal(torch.tensor(reply), served.compute(call, rows))
+
+
+def test_what_it_does_not_hold_and_what_cannot_be_are_codes(actor: ShardActor) -> None:
+    rows = np.zeros((1, 3), np.int32)
+    assert actor.product(header(Call(7, Direction.FORWARD, Arithmetic.RING)), rows) == WireCode.UNKNOWN_LAYER
+    assert actor.product(header(Call(0, Direction.FORWARD, Arithmetic.RING)), rows) == WireCode.INVALID_TENSOR
+    hint = header(Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT))
+    assert isinstance(actor.product(hint, b"short"), int)
+    assert actor.product(header(Call(0, Direction.FORWARD, Arithmetic.RING)), b"none") == WireCode.INTERNAL
+
+
+def test_other_weights_another_release_and_no_model_are_one_line(served: ServedModel, folder: Path) -> None:
+    digests = {0: served.fingerprints[1]}
+    for changes, text in (
+        ({"digests": digests}, "other weights of group 0"),
+        ({"digests": {999: digests[0]}}, "other weights of group 999"),
+        ({"weights": "int8"}, "other weights of group 0"),
+        ({"protocol": PROTOCOL_VERSION + 1}, "the same release"),
+        ({"model": str(folder / "none")}, "cannot find the model"),
+    ):
+        refusal = ShardActor(assignment(served, folder, **changes)).refusal()
+        assert text in refusal
+        assert "\n" not in refusal

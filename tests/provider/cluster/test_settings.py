@@ -1,0 +1,135 @@
+"""Tests what `provider serve --engine ray` refuses before it connects to anything."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from provider.cluster.connection import cluster_identity
+from provider.cluster.proof import prove_tls, prove_token
+from provider.config import load_settings
+from tests.support.ray_cluster import make_settings
+from tests.support.waiting import WAIT_S, end
+from wire.errors import ConfigurationError
+
+FILES = {"server_cert": Path("c"), "server_key": Path("k"), "registry": Path("r")}
+RAY = {"tls": True, "engine": "ray", "ray_address": "127.0.0.1:6379", **FILES}
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({**RAY, "ray_address": None}, "--ray-address HOST:PORT"),
+        ({**RAY, "tls": False}, "got no --tls"),
+        ({**RAY, "registry": None}, "got no --registry"),
+        ({**RAY, "server_key": None}, "got no --server-key"),
+        ({**RAY, "parallel": "tensor"}, "neither --parallel nor"),
+        ({**RAY, "names": "gpu7"}, "leave --names out"),
+        ({"ray_address": "127.0.0.1:6379"}, "need --engine ray"),
+        ({"ray_gpus": 1.0}, "need --engine ray"),
+        ({"tls": True, "server_cert": Path("c")}, "got no --server-key"),
+        ({**FILES}, "needs --tls"),
+    ],
+)
+def test_settings_that_cannot_be(flags: dict[str, Any], text: str) -> None:
+    settings = load_settings(flags)
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        settings.check_front()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://head:10001", "head", ":6379", "head:6379/x", "a b:1", ""])
+def test_an_address_that_ray_would_look_up_or_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="ray_address"):
+        load_settings({**RAY, "ray_address": address})
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Sets Ray's variables as an operator does, and returns them."""
+    settings = make_settings(tmp_path / "ray")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return settings
+
+
+def test_rays_variables_are_read(environment: dict[str, str]) -> None:
+    identity = cluster_identity()
+    assert str(identity.token) == environment["RAY_AUTH_TOKEN_PATH"]
+    assert str(identity.ca) == environment["RAY_TLS_CA_CERT"]
+
+
+@pytest.mark.parametrize(
+    "name", ["RAY_USE_TLS", "RAY_AUTH_MODE", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT", "RAY_AUTH_TOKEN_PATH"]
+)
+def test_a_variable_that_is_missing(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        cluster_identity()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["RAY_TLS_SERVER_KEY", "RAY_AUTH_TOKEN_PATH"])
+def test_a_secret_that_others_may_read(environment: dict[str, str], name: str) -> None:
+    Path(environment[name]).chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600") as caught:
+        cluster_identity()
+    assert Path(environment["RAY_AUTH_TOKEN_PATH"]).read_text() not in str(caught.value)
+
+
+def grpc_server(kind: str, environment: dict[str, str]) -> tuple[grpc.Server, int]:
+    """Starts a gRPC server that asks for certificates, or takes everybody by TLS, or speaks without TLS."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    if kind == "plain":
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        key, certificate, ca = (
+            Path(environment[f"RAY_TLS_{name}"]).read_bytes() for name in ("SERVER_KEY", "SERVER_CERT", "CA_CERT")
+        )
+        credentials = grpc.ssl_server_credentials([(key, certificate)], ca, kind == "closed")
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    return server, port
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("closed", None), ("everybody", "asks for no certificate"), ("plain", "does not speak TLS")]
+)
+def test_only_a_server_that_asks_for_certificates_passes(
+    environment: dict[str, str], kind: str, text: str | None
+) -> None:
+    server, port = grpc_server(kind, environment)
+    try:
+        with contextlib.nullcontext() if text is None else pytest.raises(ConfigurationError, match=text):
+            prove_tls("127.0.0.1", port, cluster_identity())
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_server_that_answers_nothing_is_not_taken_for_a_closed_one(environment: dict[str, str]) -> None:
+    """A probe that is not let in where it should be says so. A silent server must not pass for a safe one."""
+    identity = cluster_identity()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(WAIT_S)
+        hanging_up = threading.Thread(target=lambda: silent.accept()[0].close())
+        hanging_up.start()
+        with pytest.raises(ConfigurationError, match="does not speak TLS"):
+            prove_tls("127.0.0.1", silent.getsockname()[1], identity)
+        end(hanging_up)
+
+
+def test_a_head_that_answers_without_a_token_is_open(environment: dict[str, str]) -> None:
+    """This server knows no method, and says so to callers without a token instead of refusing them."""
+    server, port = grpc_server("closed", environment)
+    try:
+        with pytest.raises(ConfigurationError, match="answers without a token"):
+            prove_token("127.0.0.1", port, cluster_identity())
+    finally:
+        server.stop(None).wait()

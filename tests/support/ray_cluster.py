@@ -1,0 +1,112 @@
+"""Runs a Ray cluster of several nodes on this machine's loopback device, with TLS and a token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from tests.support.waiting import WAIT_S, until
+
+STORE_BYTES = 200 << 20
+"""The bytes of each node's object store."""
+
+
+class RayCluster:
+    """Runs a head and further nodes. The environment of this process has Ray's settings until `close`."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        """Starts the nodes, and puts certificates and the token into a folder."""
+        self._before = dict(os.environ)
+        os.environ.update(make_settings(folder))
+        from ray.cluster_utils import Cluster
+
+        options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "memory": 1 << 30}
+        self._cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        self.address: str = self._cluster.address
+        self.head = self._cluster.head_node
+        self.nodes = [self._cluster.add_node(**options) for _ in range(num_nodes - 1)]
+
+    def add_node(self) -> Any:
+        """Adds a node and returns it."""
+        self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, memory=1 << 30))
+        return self.nodes[-1]
+
+    def remove(self, node: Any) -> None:
+        """Ends a node's processes at once, as a lost host would end."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """Ends all nodes and restores the environment."""
+        self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._before)
+
+
+@contextlib.contextmanager
+def lone_head(environment: dict[str, str], port: int) -> Iterator[str]:
+    """Runs a head alone, with Ray's settings from an environment, in a process of its own.
+
+    Yields:
+        The head's address.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)]
+    command += ["--include-dashboard=false", "--num-cpus=0", f"--object-store-memory={STORE_BYTES}"]
+    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: is_answering(port), "Ray's head")
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()  # It ends all that it started.
+        head.wait(WAIT_S)
+
+
+def is_answering(port: int) -> bool:
+    """Returns whether something listens on a port of the loopback device."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_S):
+        return True
+    return False
+
+
+def make_settings(folder: Path) -> dict[str, str]:
+    """Writes certificates and a token to a folder. Returns the environment variables that name them."""
+    folder.mkdir(exist_ok=True)
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    (folder / "cert.pem").write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
+    for name, data in (("key.pem", certificate.private_key_pem.bytes()), ("token", os.urandom(32).hex().encode())):
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_bytes(data)
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(folder / "cert.pem"),
+        "RAY_TLS_SERVER_KEY": str(folder / "key.pem"),
+        "RAY_TLS_CA_CERT": str(folder / "ca.pem"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def actor_pids() -> list[int]:
+    """Returns the process ids of the shards' actors in this network namespace, the oldest first."""
+    here, found = os.stat("/proc/thread-self/ns/net").st_ino, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
+            is_actor = (folder / "cmdline").read_bytes().startswith(b"ray::ShardActor")
+            if is_actor and os.stat(folder / "ns/net").st_ino == here:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def node_of(pid: int) -> int:
+    """Returns the process id of the node (Ray calls it raylet) to which an actor's process belongs."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
