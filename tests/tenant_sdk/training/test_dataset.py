@@ -198,7 +198,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, expected: str) -
     assert expected in message
 
 
-ONE_FORM = "expected exactly one of messages, prompt with completion, or text; "
+ONE_FORM = "expected exactly one of messages, prompt with completion, text, or prompt with chosen and rejected; "
 KEYS = "expected the keys role and content; "
 BAD_ROWS: list[tuple[Any, str]] = [
     ({}, ONE_FORM + "no key came"),
