@@ -27,6 +27,10 @@ _VISIBLE = (
     "token counts, lengths and timing; which layers are called in which direction (the depth of the backward pass "
     "shows the lowest adapted layer); who you are; whatever can be inferred from outputs you show the provider"
 )
+_TRAINING = (
+    "an evaluation shows as forward passes of the same rows, at the steps that you set; a preference as two sequences, "
+    "each sent forward twice; truncation='drop' by how many rows are left"
+)
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
@@ -48,6 +52,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
+        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(verifier is not None)}"
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
@@ -96,6 +101,13 @@ def _row_counts(verified: bool, plan: Plan) -> str:
         "decides how many rows a text takes. Name one that you trust (tokenizer=, --tokenizer), pad (pad_rows=, "
         "--pad-rows), or verify"
     )
+
+
+def _loss_branches(verified: bool) -> str:
+    """Returns the text that says what becomes of options of `finetune` that let losses decide."""
+    if verified:
+        return "early_stopping_steps by when the evaluation's loss stopped falling"
+    return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:

@@ -103,7 +103,7 @@ class Trains:
             gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
             resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
                 starts over.
-            report_to: `tensorboard` writes losses and metrics to TensorBoard's files; None writes none.
+            report_to: where losses and metrics are written besides: `tensorboard` for its files, None for nowhere.
             log_dir: the folder of these files; None for `OUTPUT_DIR.logs`.
             progress: whether a progress bar is shown on stderr.
 
