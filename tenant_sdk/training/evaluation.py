@@ -19,7 +19,7 @@ from tenant_sdk.training.token_scores import Scores
 
 _PREFIX = "eval_"
 _LOSS = f"{_PREFIX}loss"
-_TIMES = ("runtime", "samples_per_second", "steps_per_second", "num_tokens")
+_TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "num_tokens")
 """Entries that Trainer and TRL add to an evaluation and that measure no quality."""
 
 

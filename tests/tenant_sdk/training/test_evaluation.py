@@ -125,7 +125,7 @@ def test_a_resumed_run_has_all_evaluations(
     def fail_late(call: Any, payload: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 130:
+        if calls == 100:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -214,7 +214,7 @@ def test_an_evaluation_is_forward_passes_of_the_same_rows(opened: Opened, tmp_pa
         client, provider = opened(HONEST)
         options = {**QUICK, "max_steps": 4}
         client.finetune(of_one_length("a"), lora(r=2), tmp_path / str(len(counts)), **{**options, **steps})
-        counts.append([sum(each[2] == kind for each in provider.seen) for kind in ("forward", "backward")])
+        counts.append([sum(each[2] == kind for each in provider.seen) for kind in ("FORWARD", "BACKWARD")])
     (plain, backward), (four, backward_of_four), (two, backward_of_two) = counts
     assert backward == backward_of_four == backward_of_two
     assert four - plain == 2 * (two - plain) > 0
