@@ -28,7 +28,7 @@ OTHERS = [
     for question, answer in (("who?", "nobody"), ("where?", "9 % ^"), ("when?", "{never}"), ("what?", "~~~"))
 ]
 """Rows on which a tiny model first gets better and then, as it learns ROWS by heart, worse."""
-OVERFIT: dict[str, Any] = {**QUICK, "max_steps": 24, "learning_rate": 0.1, "eval_steps": 2, "save_steps": 2}
+OVERFIT: dict[str, Any] = {**QUICK, "max_steps": 14, "learning_rate": 0.1, "eval_steps": 2, "save_steps": 2}
 
 
 def stock(folder: Path, scratch: Path, **options: Any) -> Any:
@@ -50,24 +50,25 @@ def test_a_run_stops_where_the_stock_trainer_stops(
         ROWS, lora(), tmp_path / "out", eval_data=OTHERS, early_stopping_steps=2 * patience,
         early_stopping_threshold=threshold, keep_best=True, **OVERFIT,
     )  # fmt: skip
-    assert 0 < want.state.global_step < 24, "the stock run did not stop early"
+    assert 0 < want.state.global_step < 14, "the stock run did not stop early"
     assert len(got.losses) == want.state.global_step
     assert [each.loss for each in got.evaluations] == pytest.approx(logged(want, "eval_loss"), rel=TOLERANCE)
-    assert got.adapter_step == want.state.best_global_step < want.state.global_step
+    assert got.adapter_step == want.state.best_global_step
+    assert threshold or got.adapter_step < len(got.losses)
 
 
 def test_the_best_adapter_is_written(chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> None:
     want = stock(chat_folder, tmp_path / "stock")
     got = chat_client.finetune(ROWS, lora(), tmp_path / "best", eval_data=OTHERS, keep_best=True, **OVERFIT)
-    assert len(got.losses) == 24
-    assert got.adapter_step == want.state.best_global_step < 24
+    assert len(got.losses) == 14
+    assert got.adapter_step == want.state.best_global_step < 14
     assert got.adapter_step == min(got.evaluations, key=lambda each: each.loss).step
     want.model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("best", "theirs"))
     for name, tensor in theirs.items():
         assert float((ours[name] - tensor).norm() / tensor.norm().clamp_min(1e-9)) < 1e-3, name
     last = chat_client.finetune(ROWS, lora(), tmp_path / "last", eval_data=OTHERS, **OVERFIT)
-    assert last.adapter_step == 24
+    assert last.adapter_step == 14
     assert last.losses == got.losses
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(chat_folder), tmp_path / "best")
     assert loaded.active_adapter == "default"
@@ -131,11 +132,11 @@ def test_a_provider_that_is_not_verified_may_not_steer_a_run(
     ):  # fmt: skip
         options = {**QUICK, "max_steps": 2, "eval_data": OTHERS, **branch}
         if mask == "lattice":
-            before = client.traffic
-            with pytest.raises(ConfigurationError, match=r"a provider that lies could .* verify=, --verify") as failure:
+            before = client.traffic.calls, client.traffic.bytes_up
+            with pytest.raises(ConfigurationError, match=r"a provider that lies could .*\(verify=, --verify\)") as failure:
                 client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
             assert "\n" not in str(failure.value)
-            assert client.traffic == before
+            assert (client.traffic.calls, client.traffic.bytes_up) == before
             assert not (tmp_path / "out.checkpoints").exists()
         else:
             assert client.finetune(ROWS, lora(r=2), tmp_path / "out", **options).evaluations
