@@ -133,7 +133,7 @@ def test_a_provider_that_is_not_verified_may_not_steer_a_run(
         options = {**QUICK, "max_steps": 2, "eval_data": OTHERS, **branch}
         if mask == "lattice":
             before = client.traffic.calls, client.traffic.bytes_up
-            with pytest.raises(ConfigurationError, match=r"a provider that lies could .*\(verify=, --verify\)") as failure:
+            with pytest.raises(ConfigurationError, match=r"provider that lies .* \(verify=, --verify\)") as failure:
                 client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
             assert "\n" not in str(failure.value)
             assert (client.traffic.calls, client.traffic.bytes_up) == before
