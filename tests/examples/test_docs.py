@@ -160,7 +160,7 @@ def test_masks_md_names_every_mask_and_option() -> None:
 
 def test_finetune_md_lists_every_option() -> None:
     table = prose(ROOT / "docs/finetune.md").partition("## All options")[2]
-    shown = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", table, re.MULTILINE))
+    shown = dict(re.findall(r"^\| `(\w+)` \| *([^|]*?) *\|", table, re.MULTILINE))
     flags = {option.name: option.opts[0] for option in typer.main.get_command(tenant_app).commands["finetune"].params}
     assert set(shown) == set(Recipe.model_fields)
     assert {name: flag.strip("`") for name, flag in shown.items() if flag.startswith("`")} == {
