@@ -31,7 +31,6 @@ from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, SavesAdapter, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.training.chunked_loss import chunk_loss
-from tenant_sdk.training.dataset import are_preferences
 from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
@@ -40,7 +39,7 @@ from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.reports import check_report_to, reports
 from tenant_sdk.training.result import FinetuneResult
-from tenant_sdk.training.run_data import RunData, parse_data, token_data
+from tenant_sdk.training.run_data import RunData, check_kind, parse_data, token_data
 from tenant_sdk.training.run_errors import adapter_errors, reading_errors, saving_errors
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_scores import score_tokens
@@ -101,8 +100,7 @@ def finetune(
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
-    if settings.window_tokens is not None and are_preferences(parsed.rows):
-        raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
+    check_kind(parsed, settings, peft_config)
     check_window(settings.window_tokens, settings.batch_size, room)
     longest = min(max_length or room, room)
     rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, truncation)

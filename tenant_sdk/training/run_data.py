@@ -11,10 +11,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftType
 
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.training.dataset import Row, are_preferences, load_rows
 from tenant_sdk.training.preference_rows import longest_side, preference_rows
+from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import num_tokens_of, training_rows
 from wire.errors import ConfigurationError, DatasetError
 
@@ -92,6 +94,20 @@ def _split(rows: list[Row], part: float, seed: int) -> ParsedData:
         [row for number, row in enumerate(rows) if number not in held_back],
         [row for number, row in enumerate(rows) if number in held_back],
     )
+
+
+def check_kind(parsed: ParsedData, settings: FinetuneSettings, peft_config: PeftConfig) -> None:
+    """Refuses settings that do not go with the kind of the rows, before rows are sent.
+
+    Raises:
+        ConfigurationError: preferences are to be trained on in windows or by prefix tuning.
+    """
+    if not are_preferences(parsed.rows):
+        return
+    if settings.window_tokens is not None:
+        raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
+    if peft_config.peft_type == PeftType.PREFIX_TUNING:  # its vectors are a cache, which DPO's passes turn off
+        raise ConfigurationError("prefix tuning is not possible with preferences: choose LoRA or prompt tuning")
 
 
 def token_data(

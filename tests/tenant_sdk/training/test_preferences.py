@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import base_trainer
@@ -290,6 +290,7 @@ def test_preferences_are_not_mixed_with_other_rows(rows: Any, chat_client: Tenan
     ("config", "options", "text"),
     [
         (lora(), {"window_tokens": 8}, "window_tokens is not possible with preferences"),
+        (PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), {}, "prefix tuning is not possible with"),
         (LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"), {}, "DPO cannot train the head"),
         (lora(), {"dpo_loss": "nonsense"}, "dpo_loss must be one of sigmoid, "),
         (lora(), {"dpo_beta": 0}, "dpo_beta must be positive, got 0"),
