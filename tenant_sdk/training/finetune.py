@@ -123,17 +123,12 @@ def finetune(
     trainer = _make_trainer(model, rows, settings, checkpoints, session, course)
     if isinstance(trainer, CompletionTrainer):
         trainer.windows = windows
-        trainer.same_rows_for_any_text = session.bucket is not None
-        # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
-        every_position = session.bucket is not None or num_virtual > 0
-        trainer.loss_in_chunks = chunk_loss(model, every_position=every_position)
-        if rows.eval_rows:
-            score_tokens(model, every_position=every_position)
+        _prepare_loss(trainer, session.bucket, num_virtual)
     trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
     session.fetch_hints(backward=True)
     before, began = session.traffic, time.monotonic()
     with closing(kept), saving_errors(), reading_errors(start):
-        logs = Path(log_dir) if log_dir is not None else output_dir.with_name(output_dir.name + ".logs")
+        logs = Path(log_dir or output_dir.with_name(output_dir.name + ".logs"))
         shown = _progress_bar(trainer) if progress else nullcontext()
         with quiet_transformers(), reports(trainer, report_to, logs), shown:
             if settings.dpo_precompute_reference and rows.are_preferences:
@@ -154,6 +149,16 @@ def finetune(
         evaluations=evaluations(trainer.state.log_history),
         adapter_step=trainer.state.best_global_step if settings.keep_best else trainer.state.global_step,
     )
+
+
+def _prepare_loss(trainer: CompletionTrainer, bucket: int | None, num_virtual: int) -> None:
+    """Lets a trainer's model compute its loss, and the scores of an evaluation, in chunks where it can."""
+    trainer.same_rows_for_any_text = bucket is not None
+    # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
+    every_position = bucket is not None or num_virtual > 0
+    trainer.loss_in_chunks = chunk_loss(trainer.model, every_position=every_position)
+    if trainer.eval_dataset is not None:
+        score_tokens(trainer.model, every_position=every_position)
 
 
 def _train(trainer: Trainer, start: Path | None) -> None:

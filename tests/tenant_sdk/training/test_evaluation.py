@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM
 
 from attacks.programs.overflow import Fault
@@ -60,6 +61,18 @@ def test_losses_are_those_of_the_stock_trainer(
     if bf16:
         exact = int8_client.finetune(ROWS, lora(), tmp_path / "exact", **QUICK)
         assert result.losses != pytest.approx(exact.losses, rel=1e-6), "nothing was computed in bf16"
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_losses_of_soft_prompts(config: Any, chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> None:
+    made = config(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    stock = stock_trainer(
+        AutoModelForCausalLM.from_pretrained(chat_folder), made, tmp_path / "stock", tokenized(),
+        eval_rows=tokenized(OTHERS), eval_strategy="steps", eval_steps=2, max_steps=2,
+    )  # fmt: skip
+    options = {**EVALUATED, "max_steps": 2}
+    (found,) = chat_client.finetune(ROWS, made, tmp_path / "out", eval_data=OTHERS, **options).evaluations
+    assert [found.loss] == pytest.approx(logged(stock, "eval_loss"), rel=TOLERANCE)
 
 
 def test_metrics_are_those_of_the_logits(chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> None:
