@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from noise.registry import DEFAULT_MASK, RING_ONLY
+from noise.registry import DEFAULT_MASK
 from tenant_sdk import embedded
 from tenant_sdk.explain import explain, problem_of_text
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
@@ -182,13 +182,8 @@ class TenantClient(Trains):
 
     @property
     def can_be_steered(self) -> bool:
-        """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies.
-
-        It could not if replies are verified, if the mask hides nothing in the first place, or if the provider runs in
-        this process (`inproc:`).
-        """
-        is_elsewhere = not all(url.startswith(embedded.SCHEME) for url in self._plan.urls)
-        return is_elsewhere and self.mask in RING_ONLY and not self.is_verified
+        """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
+        return self._plan.can_be_steered
 
     @property
     def bucket(self) -> int | None:

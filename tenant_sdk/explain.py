@@ -52,7 +52,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
-        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(verifier is not None)}"
+        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(plan)}"
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
@@ -103,11 +103,11 @@ def _row_counts(verified: bool, plan: Plan) -> str:
     )
 
 
-def _loss_branches(verified: bool) -> str:
+def _loss_branches(plan: Plan) -> str:
     """Returns the text that says what becomes of options of `finetune` that let losses decide."""
-    if verified:
-        return "early_stopping_steps by when the evaluation's loss stopped falling"
-    return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
+    if plan.can_be_steered:
+        return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
+    return "early_stopping_steps by when the evaluation's loss stopped falling"
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:

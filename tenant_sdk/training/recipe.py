@@ -244,7 +244,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     flag = extra.get(_FLAG, f"--{name.replace('_', '-')}")
     kinds = [kind for kind in _kinds(field.annotation) if kind is not NoneType]
-    word = next((kind for kind in _WORDS if kinds == [kind]), None)
+    word: Any = next((kind for kind in _WORDS if kinds == [kind]), None)
     if get_origin(field.annotation) is Literal:
         word = field.annotation
     if word is bool:

@@ -142,6 +142,26 @@ def test_a_provider_that_is_not_verified_may_not_steer_a_run(
             assert client.finetune(ROWS, lora(r=2), tmp_path / "out", **options).evaluations
 
 
+def test_explain_says_what_a_run_shows(chat_served_model: ServedModel, chat_folder: Path, tmp_path: Path) -> None:
+    options = {"cache": tmp_path / "cache", "progress": False}
+    with serving(chat_served_model) as server:
+        url = f"grpc://127.0.0.1:{server.port}"
+        said = []
+        for given in ({}, {"verify": chat_folder}, {"mask": "off"}):
+            with TenantClient(url, **options, **given) as client:
+                said.append(
+                    next((line for line in client.explain().splitlines() if line.startswith("fine-tuning")), "")
+                )
+    unverified, verified, off = said
+    for line in (unverified, verified):
+        assert "an evaluation shows as forward passes of the same rows" in line
+        assert "a preference as two sequences, each sent forward twice" in line
+        assert "truncation='drop' by how many rows are left" in line
+    assert "early_stopping_steps and keep_best are refused" in unverified
+    assert "early_stopping_steps by when the evaluation's loss stopped falling" in verified
+    assert off == ""
+
+
 def test_who_can_be_steered(chat_folder: Path, tmp_path: Path) -> None:
     url = "grpc://127.0.0.1:1"
     for given, expected in (
