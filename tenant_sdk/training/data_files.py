@@ -19,6 +19,11 @@ _MARKS = ("dataset_info.json", "dataset_dict.json")
 """The names of files that `save_to_disk` writes into the folder of a data set, or of several splits."""
 
 
+def one_line(path: str) -> str:
+    """Returns the path, escaped as ASCII if it has characters that would break the line or the terminal."""
+    return path if path.isprintable() else ascii(path)
+
+
 def is_table(path: str) -> bool:
     """Returns whether a path is one of a parquet file or of a folder, whose rows have numbers and no lines."""
     return path.lower().endswith(_SUFFIX) or is_saved_dataset(path)
@@ -53,7 +58,7 @@ def read_parquet(path: str) -> Iterator[tuple[int, object]]:
                     yield number, row
     except (ArrowException, OSError, ValueError) as exc:  # `from None`: Arrow's error may quote the file
         reason = f": {os.strerror(exc.errno)}" if isinstance(exc, OSError) and exc.errno else ""
-        raise DatasetError(f"{path}: expected a readable parquet file{reason}") from None
+        raise DatasetError(f"{one_line(path)}: expected a readable parquet file{reason}") from None
 
 
 def read_saved_dataset(path: str) -> Iterator[tuple[int, object]]:
@@ -64,7 +69,7 @@ def read_saved_dataset(path: str) -> Iterator[tuple[int, object]]:
         ConfigurationError: the library `datasets` is not installed.
     """
     if not any((Path(path) / name).is_file() for name in _MARKS):
-        raise DatasetError(f"{path}: expected a folder written by datasets' save_to_disk, found another one")
+        raise DatasetError(f"{one_line(path)}: expected a folder written by datasets' save_to_disk, found another one")
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError:
@@ -72,7 +77,8 @@ def read_saved_dataset(path: str) -> Iterator[tuple[int, object]]:
     try:
         found: Any = load_from_disk(path)
     except Exception:  # noqa: BLE001 - Arrow, JSON and the file system raise errors of their own, which may quote rows
-        raise DatasetError(f"{path}: expected a readable data set of the library datasets") from None
+        raise DatasetError(f"{one_line(path)}: expected a readable data set of the library datasets") from None
     if isinstance(found, DatasetDict):
-        raise DatasetError(f"{path}: expected one data set, found the splits {', '.join(found)}: name {path}/SPLIT")
+        shown, splits = one_line(path), ", ".join(found)
+        raise DatasetError(f"{shown}: expected one data set, found the splits {splits}: name {shown}/SPLIT")
     yield from enumerate(found, start=1)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenant_sdk.training.data_files import is_saved_dataset, is_table, read_parquet, read_saved_dataset
+from tenant_sdk.training.data_files import is_saved_dataset, is_table, one_line, read_parquet, read_saved_dataset
 from wire.errors import DatasetError
 
 # These are the roles of transformers' chat format (docs, "Chat templates"); a template may accept fewer.
@@ -151,7 +151,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
                     yield line, _json_value(path, line, text)
     except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
         reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
-        raise DatasetError(f"{_one_line(path)}: expected a readable JSONL file: {reason}") from None
+        raise DatasetError(f"{one_line(path)}: expected a readable JSONL file: {reason}") from None
 
 
 def _decode(path: str, line: int, raw: bytes) -> str:
@@ -270,12 +270,7 @@ def _string(where: str, value: object) -> str:
 def _where(source: str | None, line: int) -> str:
     if source is None:
         return f"data set, row {line}"
-    return f"{_one_line(source)}, {'row' if is_table(source) else 'line'} {line}"
-
-
-def _one_line(path: str) -> str:
-    """Returns the path, escaped as ASCII if it has characters that would break the line or the terminal."""
-    return path if path.isprintable() else ascii(path)
+    return f"{one_line(source)}, {'row' if is_table(source) else 'line'} {line}"
 
 
 def _type(value: object) -> str:

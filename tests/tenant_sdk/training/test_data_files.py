@@ -59,6 +59,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, text in (
         ("text.parquet", "expected a readable parquet file"),
         ("cut.parquet", "expected a readable parquet file"),
+        ("two\nlines.parquet", "expected a readable parquet file: No such file or directory"),
         ("none.parquet", "expected a readable parquet file: No such file or directory"),
         ("other", "expected a folder written by datasets' save_to_disk"),
         ("broken", "expected a readable data set"),
