@@ -27,11 +27,11 @@ _VISIBLE = (
     "token counts, lengths and timing; which layers are called in which direction (the depth of the backward pass "
     "shows the lowest adapted layer); who you are; whatever can be inferred from outputs you show the provider"
 )
+_OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 _TRAINING = (
     "an evaluation shows as forward passes of the same rows, at the steps that you set; a preference as two sequences, "
     "each sent forward twice; truncation='drop' by how many rows are left"
 )
-_OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
 def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
@@ -52,8 +52,8 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
-        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(plan)}"
         lines["outside the claim"] = _OUTSIDE
+        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(plan)}"
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
     if problem is not None:
@@ -103,13 +103,6 @@ def _row_counts(verified: bool, plan: Plan) -> str:
     )
 
 
-def _loss_branches(plan: Plan) -> str:
-    """Returns the text that says what becomes of options of `finetune` that let losses decide."""
-    if plan.can_be_steered:
-        return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
-    return "early_stopping_steps by when the evaluation's loss stopped falling"
-
-
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:
     """Returns the text that says how many bytes are sent and received for a token in the forward and the backward pass.
 
@@ -142,3 +135,10 @@ def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None
             f"most 2^-{verifier.kappa}, and the first failure ends the session"
         )
     return UNVERIFIED if hides else "none"
+
+
+def _loss_branches(plan: Plan) -> str:
+    """Returns the text that says what becomes of options of `finetune` that let losses decide."""
+    if plan.can_be_steered:
+        return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
+    return "early_stopping_steps by when the evaluation's loss stopped falling"
