@@ -8,12 +8,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.training.recipe import takes_recipe
 from wire.errors import VeilbaseError
 
 if TYPE_CHECKING:
@@ -92,63 +93,24 @@ def _client(
     )
 
 
+_CONNECTION: dict[str, Any] = {
+    "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "tokenizer": Tokenizer,
+    "pad_rows": PadRows, "accept_change": AcceptChange, "peer_uid": PeerUid,
+}  # fmt: skip
+"""The types of the options of `_client`, by name."""
+
+
 @app.command()
-def finetune(
-    data: Annotated[Path, typer.Argument(help="JSONL with messages, prompt and completion, or text.")],
-    output: Annotated[Path, typer.Option(help="Folder for the adapter.")],
-    url: Url = None,
-    identity: Identity = None,
-    mask: Mask = "",
-    verify: Verify = None,
-    parameters: Parameters = None,
-    tokenizer: Tokenizer = None,
-    pad_rows: PadRows = None,
-    accept_change: AcceptChange = None,
-    peer_uid: PeerUid = None,
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
-    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
-    window_tokens: Annotated[
-        int | None, typer.Option(help="Train in windows of so many tokens: less memory.", metavar="TOKENS")
-    ] = None,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    rank: Annotated[int, typer.Option(help="LoRA rank; alpha is twice as much.")] = 16,
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed of adapter initialisation and data order.")] = 0,
-    checkpointing: Annotated[
-        str, typer.Option(help="auto, none, replies (kept; recompute the rest) or recompute (more calls).")
-    ] = "auto",
-    memory_budget_mb: Annotated[
-        float | None, typer.Option(help="Memory for activations, in MB.", show_default="half of what is free")
-    ] = None,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="The same as --checkpointing recompute.")] = False,
-    resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
-) -> None:
-    """Train a LoRA adapter on a data set."""
-    not_connected = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
-    )  # fmt: skip
-    from peft import LoraConfig
+@takes_recipe(_CONNECTION)
+def finetune(recipe: Any) -> None:
+    """Train an adapter on a data set."""
+    connection = {name: getattr(recipe, name) for name in _CONNECTION}
+    not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
+    from tenant_sdk.training.command import check_data, finetune_command
 
-    from tenant_sdk.training.dataset import load_rows
-
-    if not (data.is_fifo() or data.is_char_device()):  # `finetune` reads a pipe, which can be read only once
-        load_rows(data)
+    check_data(recipe)
     with _until_ctrl_c(), not_connected as client:
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        result = client.finetune(
-            data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
-            window_tokens=window_tokens,
-            learning_rate=learning_rate, save_steps=save_steps, seed=seed,
-            checkpointing=None if checkpointing == "none" else checkpointing, memory_budget_mb=memory_budget_mb,
-            gradient_checkpointing=gradient_checkpointing, resume=resume,
-        )  # fmt: skip
-    typer.echo(
-        f"adapter {result.adapter_dir}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n"
-        f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
-        f"{result.seconds:.0f} s"
-    )
+        finetune_command(recipe, client, typer.echo)
 
 
 @contextlib.contextmanager

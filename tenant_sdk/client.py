@@ -25,7 +25,7 @@ from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.session import Session, open_bundle, open_session, open_text
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
-from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.trains import Trains
 from tenant_sdk.tuning import warn_if_not_tuned
 from wire.errors import ConfigurationError
 from wire.frame import Direction
@@ -33,12 +33,10 @@ from wire.manifest import Manifest
 from wire.transport.connection import Traffic
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
-
     from tenant_sdk.endpoint.server import Endpoint
 
 
-class TenantClient:
+class TenantClient(Trains):
     """Connects a tenant to a provider. The class is a context manager.
 
     Example:
@@ -188,6 +186,11 @@ class TenantClient:
         return self._plan.verify is not None
 
     @property
+    def can_be_steered(self) -> bool:
+        """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
+        return self._plan.can_be_steered
+
+    @property
     def bucket(self) -> int | None:
         """Returns the number of tokens to which prompts and training rows are padded; None if they are not padded."""
         return self._plan.bucket
@@ -222,93 +225,6 @@ class TenantClient:
                     check_fits_embedding(text.tokenizer, model.get_input_embeddings().weight.shape[0])
                 model.generation_config = generation_settings(text, model.config)
             return model
-
-    def finetune(
-        self,
-        data: Any,
-        peft_config: PeftConfig | None = None,
-        output_dir: str | Path = "adapters/adapter",
-        *,
-        max_steps: int | None = None,
-        num_epochs: float = 3.0,
-        batch_size: int = 8,
-        window_tokens: int | None = None,
-        gradient_accumulation_steps: int = 1,
-        learning_rate: float = 1e-3,
-        lr_scheduler_type: str = "linear",
-        warmup_steps: int = 3,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        max_length: int | None = None,
-        save_steps: int = 10,
-        seed: int = 0,
-        checkpointing: str | None = "auto",
-        memory_budget_mb: float | None = None,
-        gradient_checkpointing: bool = False,
-        resume: bool | None = None,
-        progress: bool = True,
-    ) -> FinetuneResult:
-        """Trains an adapter over the provider's base model.
-
-        Args:
-            data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`,
-                or `text`.
-            peft_config: the config of a PEFT method that docs/peft.md lists for `finetune`; LoRA on all linear layers
-                by default. The object is not changed.
-            output_dir: the adapter's folder; checkpoints are kept in `OUTPUT_DIR.checkpoints` until the run ends.
-            max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
-            num_epochs: number of passes over the data; ignored if `max_steps` is given.
-            batch_size: rows that go through the model together.
-            window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
-                the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
-                a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
-            gradient_accumulation_steps: batches whose gradients make one optimizer step.
-            learning_rate: AdamW's peak learning rate, which is reached after the warm-up.
-            lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
-            warmup_steps: number of optimizer steps in which the learning rate rises to its peak.
-            weight_decay: AdamW's weight decay.
-            max_grad_norm: the L2 norm to which a longer gradient is scaled down.
-            max_length: the most tokens that a row may have; by default the model's context minus the adapter's virtual
-                tokens. A longer row is an error.
-            save_steps: optimizer steps between checkpoints.
-            seed: the seed of the adapter's initial weights, of the order of rows and of dropout.
-            checkpointing: how a run saves memory for activations (docs/memory.md). None keeps all activations.
-                `replies` keeps the provider's replies, in memory and beyond that in an encrypted file, and computes the
-                rest again; the calls to the provider stay the same. `recompute` also asks the provider again, with
-                about twice as many forward calls. `auto` chooses the first of these that fits.
-            memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
-                half of what is free.
-            gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
-            resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
-                starts over.
-            progress: whether a progress bar is shown on stderr.
-
-        Returns:
-            The adapter's folder, and the losses, tokens, bytes and seconds of the run.
-
-        Raises:
-            DatasetError: a row cannot be used; the text names its line.
-            ConfigurationError: a setting is impossible, or there is a checkpoint of another run.
-            NotFinite: a value was NaN or infinite, and there is no adapter. With `verify` the error is raised at once,
-                without `verify` at the planned end of the run.
-            TransportError, ProtocolError, AccessError: a request failed; the same call again resumes the run.
-            StorageError: the disk has no room for replies, or returned other bytes than were written.
-            VeilbaseError: the adapter or a checkpoint could not be written.
-        """
-        from tenant_sdk.training.finetune import finetune
-        from tenant_sdk.training.settings import FinetuneSettings
-
-        settings = FinetuneSettings(
-            max_steps=max_steps, num_epochs=num_epochs, batch_size=batch_size, window_tokens=window_tokens,
-            gradient_accumulation_steps=gradient_accumulation_steps, learning_rate=learning_rate,
-            lr_scheduler_type=lr_scheduler_type, warmup_steps=warmup_steps, weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm, save_steps=save_steps, seed=seed,
-        )  # fmt: skip
-        return finetune(
-            self, data, peft_config, output_dir, settings, max_length=max_length, checkpointing=checkpointing,
-            memory_budget_mb=memory_budget_mb, gradient_checkpointing=gradient_checkpointing, resume=resume,
-            progress=progress,
-        )  # fmt: skip
 
     def generate(
         self,

@@ -37,6 +37,10 @@ _KINDS = (
     "when a training starts, by rows that hold nothing of yours and go without a mask"
 )
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
+_TRAINING = (
+    "an evaluation shows as forward passes of the same rows, at the steps that you set; a preference as two sequences, "
+    "each sent forward twice; truncation='drop' by how many rows are left"
+)
 
 
 def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
@@ -60,6 +64,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["DoRA"] = _DORA
         lines["other PEFT kinds"] = _KINDS
         lines["outside the claim"] = _OUTSIDE
+        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(plan)}"
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
     if problem is not None:
@@ -141,3 +146,10 @@ def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None
             f"most 2^-{verifier.kappa}, and the first failure ends the session"
         )
     return UNVERIFIED if hides else "none"
+
+
+def _loss_branches(plan: Plan) -> str:
+    """Returns the text that says what becomes of options of `finetune` that let losses decide."""
+    if plan.can_be_steered:
+        return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
+    return "early_stopping_steps by when the evaluation's loss stopped falling"

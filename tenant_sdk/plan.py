@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from noise.options import check_options
-from noise.registry import MASKS
+from noise.registry import MASKS, RING_ONLY
 from tenant_sdk import embedded
 from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.pins import PARTS
@@ -51,6 +51,16 @@ class Plan:
     bucket: int | None = None
     accepted_changes: tuple[str, ...] = ()
     peer_uid: int | None = None
+
+    @property
+    def can_be_steered(self) -> bool:
+        """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies.
+
+        It could not if replies are verified, if the mask hides nothing in the first place, or if the provider runs in
+        this process (`inproc:`).
+        """
+        is_elsewhere = not all(url.startswith(embedded.SCHEME) for url in self.urls)
+        return is_elsewhere and self.mask in RING_ONLY and self.verify is None
 
 
 def make_plan(

@@ -57,5 +57,9 @@ class TrainingSession(TextSession, Protocol):
     def traffic(self) -> Traffic:
         """Returns the numbers of calls, bytes sent and bytes received in this session so far."""
 
+    @property
+    def can_be_steered(self) -> bool:
+        """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
+
     def connect(self) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest."""

@@ -143,6 +143,18 @@ class _Mark(TrainerCallback):  # type: ignore[misc]
         (checkpoint / (_MARKER if self._is_sound() else _SPOILT)).touch(FILE_MODE)
 
 
+class SavesAdapter:
+    """Is a mixin of transformers' Trainer, whose checkpoints then hold the adapter and no tokenizer."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Saves the adapter without embeddings; otherwise PEFT would ask a hub whether the base vocabulary was
+        changed."""
+        trainer: Any = self
+        folder = Path(output_dir or trainer.args.output_dir)
+        make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, save_embedding_layers=False)
+
+
 def check_replaceable(output_dir: Path) -> None:
     """Refuses an output folder that holds anything but an adapter, since `save_adapter` replaces the whole folder.
 

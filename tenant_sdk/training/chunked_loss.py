@@ -33,10 +33,10 @@ them. With much smaller chunks the head's weight would be read too often, since 
 REMOTE_CHUNK_BYTES = 64 << 20
 """The bytes of a chunk's logits in float32, if the provider holds the head. Every chunk is then a call."""
 _PROBED = 40.0
-"""The largest logit in the test that finds how a model caps or scales its logits (`_probe`). Models cap at 30 or
+"""The largest logit in the test that finds how a model caps or scales its logits (`probe`). Models cap at 30 or
 more."""
 
-_Finish = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
 """A function from a head's output to the model's logits. It changes each element by itself: by a cap, a scale or not
 at all."""
 
@@ -65,7 +65,7 @@ def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
         raise ConfigurationError(f"expected a causal model with a head, got {type(model).__name__}")
-    finish = None if _has_another_loss(base) else _probe(base)
+    finish = None if _has_another_loss(base) else probe(base)
     if finish is None:
         return False
     base.forward = _ChunkedForward(base, finish, every_position).as_forward()  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def _has_another_loss(base: Any) -> bool:
 class _ChunkedForward:
     """Replaces the forward method of one model; see `chunk_loss`."""
 
-    def __init__(self, base: Any, finish: _Finish, every_position: bool) -> None:
+    def __init__(self, base: Any, finish: Finish, every_position: bool) -> None:
         self._base, self._finish, self._every_position = base, finish, every_position
         self._stock = base.forward
         self._takes_positions = "logits_to_keep" in inspect.signature(self._stock).parameters
@@ -108,7 +108,7 @@ class _ChunkedForward:
                 keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
                 options["logits_to_keep"], targets = keep, targets[:, keep]
         head = self._base.get_output_embeddings()
-        with _HeadInput(head) as seen:
+        with HeadInput(head) as seen:
             outputs = self._stock(*args, **options)
         loss = self._loss(head, seen.hidden, targets, count, outputs.logits)
         return type(outputs)(**{**outputs, "loss": loss})
@@ -127,7 +127,7 @@ class _ChunkedForward:
         )  # fmt: skip
 
 
-class _HeadInput:
+class HeadInput:
     """Catches the head's input in a forward pass and calls the head with no rows. `hidden` is the input that was
     caught, or None if the model did not call its head."""
 
@@ -141,7 +141,7 @@ class _HeadInput:
         self.hidden = args[0]
         return (args[0][:, :0], *args[1:])
 
-    def __enter__(self) -> _HeadInput:
+    def __enter__(self) -> HeadInput:
         self._hook = self._head.register_forward_pre_hook(self._take)
         return self
 
@@ -238,7 +238,7 @@ def _leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [each for each, _ in node.next_functions]
 
 
-def _probe(base: Any) -> _Finish | None:
+def probe(base: Any) -> Finish | None:
     """Returns the function by which a model turns its head's output into logits: unchanged, capped or scaled. Returns
     None if the model does anything else.
 
@@ -268,12 +268,12 @@ def _probe(base: Any) -> _Finish | None:
     return _recognised(known, logits.float().cpu(), base.config) if was_called else (lambda logits: logits)
 
 
-def _recognised(known: torch.Tensor, logits: torch.Tensor, config: Any) -> _Finish | None:
+def _recognised(known: torch.Tensor, logits: torch.Tensor, config: Any) -> Finish | None:
     if logits.shape != known.shape:
         return None
     cap = getattr(config, "final_logit_softcapping", None)
     scale = float(logits[0, 0, -1] / known[0, 0, -1])
-    candidates: list[_Finish] = [lambda logits: logits]
+    candidates: list[Finish] = [lambda logits: logits]
     if cap:
         candidates.append(lambda logits: torch.tanh(logits / cap) * cap)
     if 0 < abs(scale) < float("inf"):

@@ -1,8 +1,10 @@
 """This module reads and checks the rows of a user's data set.
 
-Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, or `text`. An error is one
-line, which names the file and the line of the row. It never shows a row's contents, only keys, types and numbers. The
-module tenant_sdk/training/labelled_tokens.py turns rows into tokens and labels.
+Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, `text`, or `prompt` with
+`chosen` and `rejected`. Rows of the last form are not mixed with others. An error is one line, which names the file and
+the line of the row. It never shows a row's contents, only keys, types and numbers. The modules
+tenant_sdk/training/labelled_tokens.py and preference_rows.py turn rows into tokens and labels, and data_files.py reads
+files other than JSONL.
 """
 
 from __future__ import annotations
@@ -12,18 +14,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tenant_sdk.training.data_files import is_saved_dataset, is_table, one_line, read_parquet, read_saved_dataset
 from wire.errors import DatasetError
-
-if TYPE_CHECKING:
-    pass
-
 
 # These are the roles of transformers' chat format (docs, "Chat templates"); a template may accept fewer.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_FORM_KEYS = ("messages", "prompt", "completion", "text")
+_FORM_KEYS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
 # TRL renders these keys into the prompt. A run that ignored them would train on another text than the user means.
 _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
@@ -62,18 +61,26 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Preference:
+    """Holds a prompt with an answer that is preferred to another one; both forms have the same prompt."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Holds one checked row; the repr of a row shows its source and line, but not its contents.
 
     Attributes:
         source: the file's path as the user gave it; None for rows from memory.
         line: the number of the line in the file, or of the row in memory, from 1.
-        form: the row's contents, in one of the three forms.
+        form: the row's contents, in one of the four forms.
     """
 
     source: str | None
     line: int
-    form: Text | Completion | Conversation
+    form: Text | Completion | Conversation | Preference
 
     @property
     def where(self) -> str:
@@ -85,8 +92,9 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
     """Reads and checks a data set.
 
     Args:
-        data: the path of a JSONL file (UTF-8, one object per line, blank lines skipped), a `datasets.Dataset`, or any
-            iterable of dicts. A key with the value null counts as absent, because `datasets` fills absent columns with
+        data: the path of a JSONL file (UTF-8, one object per line, blank lines skipped), of a parquet file (with this
+            suffix) or of a folder that `datasets.Dataset.save_to_disk` wrote; a `datasets.Dataset`; or any iterable of
+            dicts. A key with the value null counts as absent, because `datasets` fills absent columns with
             null. Keys other than those of the forms are ignored, except `tools` and `chat_template_kwargs`, which are
             refused.
 
@@ -94,11 +102,13 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
         The rows in order, at least one.
 
     Raises:
-        DatasetError: a file cannot be read or is not UTF-8, the data set is empty, or a row has none of the forms.
+        DatasetError: a file cannot be read or is not UTF-8, the data set is empty, a row has none of the forms, or only
+            some rows are preferences.
+        ConfigurationError: a library that reads this kind of file is not installed.
     """
     if isinstance(data, str | os.PathLike):
         source = os.fspath(data)
-        rows = [_parse_row(source, line, value) for line, value in _read_jsonl(source)]
+        rows = [_parse_row(source, line, value) for line, value in _read(source)]
     elif isinstance(data, Iterable) and not isinstance(data, Mapping | bytes | bytearray):
         source = None
         rows = [_parse_row(source, line, value) for line, value in enumerate(data, start=1)]
@@ -108,10 +118,25 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
         )
     if not rows:
         raise DatasetError(f"{source or 'data set'}: expected at least one row, none came")
+    other = next((row for row in rows if are_preferences([row]) is not are_preferences(rows)), None)
+    if other is not None:
+        raise DatasetError(f"{other.where}: expected chosen and rejected in all rows or in none")
     return rows
 
 
+def are_preferences(rows: Iterable[Row]) -> bool:
+    """Returns whether rows are preferences (prompts with a chosen and a rejected answer); the first row decides."""
+    return isinstance(next(iter(rows)).form, Preference)
+
+
 # Reading
+
+
+def _read(path: str) -> Iterator[tuple[int, object]]:
+    """Yields (number, value) of each row of a file, from 1; for JSONL the number is that of the line."""
+    if is_saved_dataset(path):
+        return read_saved_dataset(path)
+    return read_parquet(path) if is_table(path) else _read_jsonl(path)
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
@@ -126,7 +151,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
                     yield line, _json_value(path, line, text)
     except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
         reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
-        raise DatasetError(f"{_one_line(path)}: expected a readable JSONL file: {reason}") from None
+        raise DatasetError(f"{one_line(path)}: expected a readable JSONL file: {reason}") from None
 
 
 def _decode(path: str, line: int, raw: bytes) -> str:
@@ -162,7 +187,7 @@ def _parse_row(source: str | None, line: int, value: object) -> Row:
     return Row(source, line, _parse_form(where, value))
 
 
-def _parse_form(where: str, value: Mapping[str, object]) -> Text | Completion | Conversation:
+def _parse_form(where: str, value: Mapping[str, object]) -> Text | Completion | Conversation | Preference:
     present = [(key, value[key]) for key in _FORM_KEYS if value.get(key) is not None]
     match present:
         case [("text", text)]:
@@ -170,22 +195,33 @@ def _parse_form(where: str, value: Mapping[str, object]) -> Text | Completion | 
         case [("messages", messages)]:
             return _conversation(where, "messages", [], _messages(f"{where}: messages", messages))
         case [("prompt", prompt), ("completion", completion)]:
-            return _prompt_completion(where, prompt, completion)
+            return _prompt_completion(where, prompt, "completion", completion)
+        case [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]:
+            return Preference(_answer(where, prompt, "chosen", chosen), _answer(where, prompt, "rejected", rejected))
     raise DatasetError(
-        f"{where}: expected exactly one of messages, prompt with completion, or text; {_keys(value)} came"
+        f"{where}: expected exactly one of messages, prompt with completion, text, or prompt with chosen and rejected; "
+        f"{_keys(value)} came"
     )
 
 
-def _prompt_completion(where: str, prompt: object, completion: object) -> Completion | Conversation:
+def _prompt_completion(where: str, prompt: object, key: str, completion: object) -> Completion | Conversation:
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(_string(f"{where}: prompt", prompt), _string(f"{where}: completion", completion))
+        return Completion(_string(f"{where}: prompt", prompt), _string(f"{where}: {key}", completion))
     if isinstance(prompt, list | tuple) and isinstance(completion, list | tuple):
         given = _messages(f"{where}: prompt", prompt)
-        return _conversation(where, "completion", given, _messages(f"{where}: completion", completion))
+        return _conversation(where, key, given, _messages(f"{where}: {key}", completion))
     raise DatasetError(
-        f"{where}: expected prompt and completion to be two strings or two lists of messages; "
+        f"{where}: expected prompt and {key} to be two strings or two lists of messages; "
         f"{_type(prompt)} and {_type(completion)} came"
     )
+
+
+def _answer(where: str, prompt: object, key: str, answer: object) -> Completion | Conversation:
+    """Returns the form of a preference's answer. It is one message, so that every token after the prompt is the
+    assistant's."""
+    if isinstance(answer, list | tuple) and len(answer) > 1:
+        raise DatasetError(f"{where}: {key}: expected one message, the assistant's; {len(answer)} came")
+    return _prompt_completion(where, prompt, key, answer)
 
 
 def _conversation(where: str, key: str, given: list[dict[str, str]], wanted: list[dict[str, str]]) -> Conversation:
@@ -232,12 +268,9 @@ def _string(where: str, value: object) -> str:
 
 
 def _where(source: str | None, line: int) -> str:
-    return f"data set, row {line}" if source is None else f"{_one_line(source)}, line {line}"
-
-
-def _one_line(path: str) -> str:
-    """Returns the path, escaped as ASCII if it has characters that would break the line or the terminal."""
-    return path if path.isprintable() else ascii(path)
+    if source is None:
+        return f"data set, row {line}"
+    return f"{one_line(source)}, {'row' if is_table(source) else 'line'} {line}"
 
 
 def _type(value: object) -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -21,12 +19,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
-from safetensors import SafetensorError
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from noise.disk.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
@@ -35,20 +31,25 @@ from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
-from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.checkpoints import Checkpoints, SavesAdapter, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.training.chunked_loss import chunk_loss
-from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
+from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.pruning import prune
+from tenant_sdk.training.reports import check_report_to, reports
 from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.run_data import RunData, check_kind, parse_data, token_data
+from tenant_sdk.training.run_errors import adapter_errors, reading_errors, saving_errors
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.step_losses import StepLosses
-from tenant_sdk.training.token_rows import training_rows
+from tenant_sdk.training.token_scores import score_tokens
+from tenant_sdk.training.truncation import REFUSE, check_truncation
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows, training_step
-from wire.errors import ConfigurationError, NotFinite, VeilbaseError
+from wire.errors import ConfigurationError, NotFinite
 from wire.loading import loading, quiet_transformers
 
 
@@ -65,11 +66,15 @@ def finetune(
     output_dir: str | Path,
     settings: FinetuneSettings,
     *,
+    eval_data: Any = None,
     max_length: int | None = None,
+    truncation: str = REFUSE,
     checkpointing: str | None = "auto",
     memory_budget_mb: float | None = None,
     gradient_checkpointing: bool = False,
     resume: bool | None = None,
+    report_to: str | None = None,
+    log_dir: str | Path | None = None,
     progress: bool = True,
     on_step: Callable[[int, float], None] | None = None,
 ) -> FinetuneResult:
@@ -79,53 +84,63 @@ def finetune(
         session: the tenant's session, which this function connects if the session is not connected yet.
         data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
         settings: the settings that identify the run, together with its data and its adapter.
-        max_length, checkpointing, memory_budget_mb, gradient_checkpointing, resume, progress: the arguments of
-            `TenantClient.finetune`.
+        eval_data, max_length, truncation, checkpointing, memory_budget_mb, gradient_checkpointing, resume, report_to,
+            log_dir, progress: the arguments of `TenantClient.finetune`.
         on_step: called with the number and the loss of each optimizer step.
 
     Returns:
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
     """
     settings.check()
+    check_loss_branches(session, settings, has_evaluation=eval_data is not None)
+    check_truncation(truncation, session.bucket)
+    check_report_to(report_to)
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
     mode = None if settings.window_tokens is not None and mode == "auto" else mode
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
-    parsed = load_rows(data)
+    parsed = parse_data(data, eval_data, settings.seed)
     manifest = session.connect()
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     check_trainable(peft_config)
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
+    check_kind(parsed, settings, peft_config)
     check_window(settings.window_tokens, settings.batch_size, room)
-    rows = training_rows(parsed, session.text, min(max_length or room, room), session.bucket, num_virtual)
+    longest = min(max_length or room, room)
+    rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, truncation)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
-    start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
+    start = checkpoints.open(
+        fingerprint([*rows.rows, *rows.eval_rows], peft_config.to_dict(), settings, digests), resume
+    )
 
     set_seed(settings.seed)
     model = _adapted(session, peft_config, settings.seed)
-    longest = settings.batch_size * (max(len(row["input_ids"]) for row in rows) + num_virtual)
-    kept = choose(mode, model.get_base_model(), longest, has_dropout(model), memory_budget_mb, checkpoints.folder)
+    batch = rows.longest_batch(settings.batch_size, num_virtual)
+    kept = choose(mode, model.get_base_model(), batch, has_dropout(model), memory_budget_mb, checkpoints.folder)
     windows = _windows(model, settings.window_tokens, kept)
     if kept.mode is None and windows is None:  # with checkpointing or windows, one block's or window's graph is there
         prune(model)
     course = planned_calls(model).course
-    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
+    trainer = _make_trainer(model, rows, settings, checkpoints, session, course)
     if on_step is not None:
         trainer.add_callback(StepLosses(on_step))
-    trainer.windows = windows
-    trainer.same_rows_for_any_text = session.bucket is not None
-    # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
-    trainer.loss_in_chunks = chunk_loss(model, every_position=session.bucket is not None or num_virtual > 0)
+    if isinstance(trainer, CompletionTrainer):
+        trainer.windows = windows
+        _prepare_loss(trainer, session.bucket, num_virtual)
     trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
     session.fetch_hints(backward=True)
     before, began = session.traffic, time.monotonic()
-    with closing(kept), _saving_errors(), _reading_errors(start):
-        with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
+    with closing(kept), saving_errors(), reading_errors(start):
+        logs = Path(log_dir or output_dir.with_name(output_dir.name + ".logs"))
+        shown = _progress_bar(trainer) if progress else nullcontext()
+        with quiet_transformers(), reports(trainer, report_to, logs), shown:
+            if settings.dpo_precompute_reference and rows.are_preferences:
+                trainer.precompute_reference()
             _train(trainer, start)
         _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
@@ -139,7 +154,19 @@ def finetune(
         bytes_down=after.bytes_down - before.bytes_down,
         seconds=seconds,
         resumed_from_step=int(start.name.rpartition("-")[2]) if start else 0,
+        evaluations=evaluations(trainer.state.log_history),
+        adapter_step=trainer.state.best_global_step if settings.keep_best else trainer.state.global_step,
     )
+
+
+def _prepare_loss(trainer: CompletionTrainer, bucket: int | None, num_virtual: int) -> None:
+    """Lets a trainer's model compute its loss, and the scores of an evaluation, in chunks where it can."""
+    trainer.same_rows_for_any_text = bucket is not None
+    # the positions of a prompt-learning adapter's virtual tokens are not those of the rows' labels
+    every_position = bucket is not None or num_virtual > 0
+    trainer.loss_in_chunks = chunk_loss(trainer.model, every_position=every_position)
+    if trainer.eval_dataset is not None:
+        score_tokens(trainer.model, every_position=every_position)
 
 
 def _train(trainer: Trainer, start: Path | None) -> None:
@@ -183,7 +210,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     An adapter that would train a base layer as a whole is refused: the layer has no weight here that could be trained,
     and stock PEFT could not load the adapter.
     """
-    with _adapter_errors():
+    with adapter_errors():
         base = session.load_model()
         with loading(), DrawnFrom(seed):
             model = get_peft_model(base, for_remote_base(peft_config))
@@ -243,7 +270,7 @@ def completion_loss(
     return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
 
 
-class CompletionTrainer(Trainer):  # type: ignore[misc]
+class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: ignore[misc]
     """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
 
     num_tokens = 0
@@ -265,23 +292,16 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         self.num_tokens += int(inputs["attention_mask"].sum())
         self.before_forward(inputs["input_ids"])
         if self.loss_in_chunks:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self._without_cache(model))
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self.without_cache(model))
             return (outputs.loss, outputs) if return_outputs else outputs.loss
         if not self._keeps_logits(model):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
         return (loss, outputs) if return_outputs else loss
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Saves the adapter without embeddings; otherwise PEFT would ask a hub whether the base vocabulary was
-        changed."""
-        folder = Path(output_dir or self.args.output_dir)
-        make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
-        self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
-
     @staticmethod
-    def _without_cache(model: Any) -> dict[str, bool]:
-        # prefix tuning gives its vectors as a cache
+    def without_cache(model: Any) -> dict[str, bool]:
+        """Returns the argument by which a model keeps no cache; prefix tuning gives its vectors as one."""
         return {} if getattr(model.active_peft_config, "is_prompt_learning", False) else {"use_cache": False}
 
     def _keeps_logits(self, model: Any) -> bool:
@@ -307,13 +327,13 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 @quiet_transformers()  # Trainer reads the log level and sets it
 def _make_trainer(
     model: Any,
-    rows: list[dict[str, list[int]]],
+    rows: RunData,
     settings: FinetuneSettings,
     checkpoints: Checkpoints,
-    pad: int,
+    session: TrainingSession,
     course: Course,
-) -> CompletionTrainer:
-    arguments = TrainingArguments(
+) -> Any:
+    arguments: dict[str, Any] = dict(
         output_dir=str(checkpoints.folder),
         max_steps=settings.max_steps or -1,
         num_train_epochs=settings.num_epochs,
@@ -338,16 +358,37 @@ def _make_trainer(
         label_names=["labels"],
         dataloader_num_workers=0,  # workers would fork after the connection is open
         dataloader_pin_memory=False,
+        bf16=settings.bf16,
+        prediction_loss_only=True,
+        per_device_eval_batch_size=settings.batch_size,
+        eval_strategy="steps" if rows.eval_rows else "no",
+        eval_steps=settings.steps_of_evaluation,
+        load_best_model_at_end=settings.keep_best,
+        metric_for_best_model="loss" if settings.keep_best else None,
+        greater_is_better=False if settings.keep_best else None,
     )
 
     def is_sound() -> bool:
         course.check(trainable(model))
         return not course.sends_zeros
 
-    trainer = CompletionTrainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad),
-        callbacks=[KeepFinite(course), checkpoints.callback(is_sound)],
-    )  # fmt: skip
+    callbacks = [KeepFinite(course), checkpoints.callback(is_sound)]
+    callbacks += [EvaluateAtTheEnd(course)] if rows.eval_rows else []
+    if settings.early_stopping_steps is not None:
+        callbacks.append(StopEarly(settings.early_stopping_steps, settings.early_stopping_threshold))
+    pad = pad_token(session.tokenizer)
+    trainer: Any
+    if rows.are_preferences:
+        from tenant_sdk.training.preference_trainer import make_preference_trainer
+
+        trainer = make_preference_trainer(
+            model, arguments, settings, rows.rows, rows.eval_rows, session.tokenizer, pad, session.bucket, callbacks
+        )
+    else:
+        trainer = CompletionTrainer(
+            model=model, args=TrainingArguments(**arguments), train_dataset=rows.rows,
+            eval_dataset=rows.eval_rows or None, data_collator=Collator(pad), callbacks=callbacks,
+        )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
@@ -361,57 +402,6 @@ def _progress_bar(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         bar.stop()  # Trainer does not tell its callbacks that a run failed
-
-
-@contextmanager
-def _adapter_errors() -> Iterator[None]:
-    try:
-        yield
-    except VeilbaseError:
-        raise
-    except (ValueError, TypeError) as exc:
-        text = str(exc).split("\n")[0][:200]
-        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
-
-
-@contextmanager
-def _saving_errors() -> Iterator[None]:
-    try:
-        yield
-    except VeilbaseError:
-        raise
-    except Exception as exc:
-        reason = _full_disk(exc)
-        if reason is None:
-            raise
-        # `from None`, here and below: frames of a training step hold texts, adapter and gradients.
-        raise VeilbaseError(
-            f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
-            "it goes on from the last complete checkpoint"
-        ) from None
-
-
-@contextmanager
-def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except (json.JSONDecodeError, pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError) as exc:
-        read_by_torch = not isinstance(exc, RuntimeError) or "PytorchStreamReader" in str(exc)
-        if checkpoint is None or not read_by_torch or _full_disk(exc) is not None:
-            raise
-        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False (--no-resume) to start over") from None
-
-
-def _full_disk(exc: BaseException) -> str | None:
-    """Returns the reason why a file could not be written, or None if the failure was another one.
-
-    The error's text is searched too, because safetensors and torch do not pass on the OSError.
-    """
-    if isinstance(exc, OSError):
-        return exc.strerror or "write error"
-    text = str(exc)
-    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "unexpected pos", "os error")
-    return "no space or no permission" if any(word in text for word in writes) else None
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:

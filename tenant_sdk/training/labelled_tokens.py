@@ -115,16 +115,19 @@ def _tokenize_row(
     with surviving(row.where):
         if isinstance(row.form, Conversation):
             input_ids, labels = _tokenize_conversation(row.where, row.form, tokenizer)
-        else:
+        elif isinstance(row.form, Text | Completion):
             input_ids, labels = _tokenize_plain(row.form, tokenizer, add_eos)
+        else:
+            raise DatasetError(f"{row.where}: expected a row to train on, a preference came")
     if len(input_ids) > max_length:
         beside = f" beside the adapter's {num_virtual_tokens} virtual ones" if num_virtual_tokens else ""
         raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
     # A causal model predicts token i from the tokens before it, so a label at position 0 trains nothing.
     if all(label == IGNORE_INDEX for label in labels[1:]):
+        most = "" if max_length == sys.maxsize else f" (at most {max_length})"
         raise DatasetError(
-            f"{row.where}: expected at least one label token after the first of the row's {len(input_ids)} tokens "
-            f"(at most {max_length}), none came"
+            f"{row.where}: expected at least one label token after the first of the row's {len(input_ids)} tokens"
+            f"{most}, none came"
         )
     return {"input_ids": input_ids, "labels": labels, "attention_mask": [1] * len(input_ids)}
 

@@ -9,6 +9,8 @@ from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 """The learning-rate schedules of transformers that need no further argument."""
+_DPO_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm")
+"""The losses of TRL's DPOTrainer that need no further argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,31 @@ class FinetuneSettings:
     max_grad_norm: float
     save_steps: int
     seed: int
+    bf16: bool = False
+    eval_steps: int | None = None
+    early_stopping_steps: int | None = None
+    early_stopping_threshold: float = 0.0
+    keep_best: bool = False
+    dpo_beta: float = 0.1
+    dpo_loss: str = "sigmoid"
+    dpo_precompute_reference: bool = False
+
+    @property
+    def steps_of_evaluation(self) -> int:
+        """Returns the number of optimizer steps between evaluations, by default that between checkpoints."""
+        return self.save_steps if self.eval_steps is None else self.eval_steps
 
     def check(self) -> None:
         """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
         write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
-        positive += () if self.max_steps is None else ("max_steps",)
-        positive += () if self.window_tokens is None else ("window_tokens",)
+        optional = ("max_steps", "window_tokens", "eval_steps", "early_stopping_steps")
+        positive += ("dpo_beta", *(name for name in optional if getattr(self, name) is not None))
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):
+        more = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
+        for name in ("learning_rate", "warmup_steps", *more):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
         if self.seed >= 1 << 32:  # numpy's generator takes no more
@@ -46,4 +62,11 @@ class FinetuneSettings:
         if self.lr_scheduler_type not in _SCHEDULERS:
             raise ConfigurationError(
                 f"lr_scheduler_type must be one of {', '.join(_SCHEDULERS)}, got {self.lr_scheduler_type!r}"
+            )
+        if self.dpo_loss not in _DPO_LOSSES:
+            raise ConfigurationError(f"dpo_loss must be one of {', '.join(_DPO_LOSSES)}, got {self.dpo_loss!r}")
+        if self.keep_best and self.steps_of_evaluation != self.save_steps:
+            raise ConfigurationError(
+                f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
+                f"got {self.eval_steps}"
             )

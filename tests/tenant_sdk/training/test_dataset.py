@@ -198,7 +198,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, expected: str) -
     assert expected in message
 
 
-ONE_FORM = "expected exactly one of messages, prompt with completion, or text; "
+ONE_FORM = "expected exactly one of messages, prompt with completion, text, or prompt with chosen and rejected; "
 KEYS = "expected the keys role and content; "
 BAD_ROWS: list[tuple[Any, str]] = [
     ({}, ONE_FORM + "no key came"),
@@ -267,7 +267,7 @@ def test_an_empty_iterable_is_refused() -> None:
         load_rows(iter([]))
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", ".", "two\nlines.jsonl", "null\0.jsonl"])
+@pytest.mark.parametrize("name", ["absent.jsonl", "two\nlines.jsonl", "null\0.jsonl"])
 def test_an_unreadable_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(DatasetError, match="expected a readable JSONL file: ") as failure:
         load_rows(tmp_path / name)

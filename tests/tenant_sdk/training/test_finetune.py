@@ -20,44 +20,30 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
-from tenant_sdk.training.labelled_tokens import Collator, tokenize
-from tests.support.chat_model import character_tokenizer, make_chat_model
+from tenant_sdk.training.labelled_tokens import Collator
+from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
+from tests.support.stock_training import TOLERANCE, logged, stock_trainer, tokenized
 from wire.errors import ConfigurationError, DatasetError
 from wire.frame import Direction
 
-TOLERANCE = 1e-4
 TEXTS = [{"text": "abc def"}, {"text": "a longer line of text"}, {"text": "owl"}, {"text": "Port Hale"}]
 
 
-def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
-    return tokenize(load_rows(data), character_tokenizer(), 128)
-
-
 def stock_losses(folder: Path, config: Any, scratch: Path, data: Any = ROWS, **changes: Any) -> tuple[list[float], Any]:
-    """Returns the losses of transformers' own Trainer on a local model with the same settings."""
-    set_seed(0)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
-    settings = {"gradient_accumulation_steps": 1, **QUICK, **changes}
-    arguments = TrainingArguments(
-        output_dir=str(scratch), max_steps=settings["max_steps"], learning_rate=settings["learning_rate"],
-        per_device_train_batch_size=settings["batch_size"], seed=0, logging_steps=1, save_strategy="no", use_cpu=True,
-        gradient_accumulation_steps=settings["gradient_accumulation_steps"], report_to=[], disable_tqdm=True,
-        remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=tokenized(data), data_collator=Collator(0))
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+    """Returns the losses of transformers' own Trainer on a local model with the same settings, and the model."""
+    local = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = stock_trainer(local, config, scratch, tokenized(data), **changes)
+    return logged(trainer), trainer.model
 
 
 def logits(model: Any) -> torch.Tensor:

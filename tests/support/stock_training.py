@@ -1,0 +1,82 @@
+"""Trains with transformers' own Trainer and TRL's own DPOTrainer on a local model, for comparison with `finetune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.labelled_tokens import Collator, tokenize
+from tests.support.chat_model import character_tokenizer
+from tests.support.quick_training import QUICK, ROWS
+from wire.ring.quantise import quantise
+
+TOLERANCE = 1e-4
+"""The largest relative difference between a loss of `finetune` and the same loss of a stock trainer."""
+
+
+def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
+    """Returns the token rows of a data set, by the tiny chat model's tokenizer."""
+    return tokenize(load_rows(data), character_tokenizer(), 128)
+
+
+def dequantised(folder: Path) -> PreTrainedModel:
+    """Returns the local model in a folder with the weights that a provider with int8 weights computes with."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                weight, scales = quantise(module.weight.t().contiguous())
+                module.weight.copy_((weight.float() * scales).t())
+    return model
+
+
+def training_arguments(scratch: Path, **changes: Any) -> dict[str, Any]:
+    """Returns arguments for a stock trainer that agree with the settings in QUICK.
+
+    Args:
+        scratch: the folder for checkpoints.
+        changes: settings of `finetune` under their own names, and further arguments of TrainingArguments.
+    """
+    settings = {**QUICK, **changes}
+    batch_size = settings.pop("batch_size")
+    del settings["progress"]
+    return {
+        "output_dir": str(scratch), "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size,
+        "seed": 0, "data_seed": 0, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": [],
+        "disable_tqdm": True, "remove_unused_columns": False, "label_names": ["labels"], "bf16": False,
+        "dataloader_pin_memory": False, **settings,
+    }  # fmt: skip
+
+
+def stock_trainer(
+    model: PreTrainedModel, config: Any, scratch: Path, rows: Any, *, eval_rows: Any = None, callbacks: Any = (),
+    **changes: Any,
+) -> Trainer:  # fmt: skip
+    """Returns a Trainer of transformers that has trained an adapter on a local model.
+
+    Args:
+        model: the base model.
+        config: PEFT's config.
+        scratch: the folder for checkpoints.
+        rows, eval_rows: token rows.
+        callbacks: callbacks of the Trainer.
+        changes: see `training_arguments`.
+    """
+    set_seed(0)
+    trainer = Trainer(
+        model=get_peft_model(model, config), args=TrainingArguments(**training_arguments(scratch, **changes)),
+        train_dataset=rows, eval_dataset=eval_rows, data_collator=Collator(0), callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str = "loss") -> list[float]:
+    """Returns the values of one name in a Trainer's history, in order."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]

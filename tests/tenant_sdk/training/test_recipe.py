@@ -1,0 +1,197 @@
+"""Tests recipes: they have every option of `finetune`, flags win over them, and what cannot be is one line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from peft import IA3Config, LoraConfig
+from typer.testing import CliRunner
+
+from tenant_sdk import TenantClient, cli
+from tenant_sdk.training.command import peft_config_of
+from tenant_sdk.training.recipe import Recipe, load_recipe, with_connection
+from tests.support.quick_training import ROWS
+from tests.support.repository import ROOT
+from wire.errors import ConfigurationError
+
+SECRET = "hunter2"
+NEEDED = "data: d.jsonl\noutput_dir: out\n"
+KIND = with_connection({"url": cli.Url, "identity": cli.Identity, "verify": cli.Verify, "pad_rows": cli.PadRows})
+
+
+def loaded(text: str, folder: Path, **flags: Any) -> Any:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return load_recipe(KIND, flags, path)
+
+
+def test_every_option_of_finetune_is_in_it_with_the_same_default() -> None:
+    parameters = dict(inspect.signature(TenantClient.finetune).parameters)
+    apart = {"self": None, "data": None, "peft_config": None, "output_dir": None}
+    assert set(parameters) - set(apart) == set(Recipe().options())
+    for name, value in Recipe().options().items():
+        assert value == parameters[name].default, name
+    assert set(Recipe.model_fields) == (set(parameters) - {"self"}) | {"rank"}
+
+
+def test_every_option_is_a_flag_unless_it_holds_more_than_a_word() -> None:
+    command = typer.main.get_command(cli.app).commands["finetune"]  # type: ignore[attr-defined]
+    flags = {option.name: option for option in command.params}
+    assert set(flags) - {"config", "help"} - set(Recipe.model_fields) == {
+        "url", "identity", "mask", "verify", "parameters", "tokenizer", "pad_rows", "accept_change", "peer_uid",
+    }  # fmt: skip
+    assert set(Recipe.model_fields) - set(flags) == {"peft_config"}
+    assert all(option.default is None and option.help for option in command.params if option.name != "help")
+    assert flags["num_epochs"].opts == ["--epochs"]
+    assert flags["output_dir"].opts == ["--output"]
+    assert (flags["bf16"].opts, flags["bf16"].secondary_opts) == (["--bf16"], ["--no-bf16"])
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    text = (
+        NEEDED + "max_steps: 7\nkeep_best: true\nbatch_size: 2\nlearning_rate: 1e-2\nverify: null\nurl: grpcs://x:1\n"
+    )
+    recipe = loaded(text, tmp_path, max_steps=9, keep_best=False, data=Path("e.jsonl"), batch_size=None)
+    assert (recipe.max_steps, recipe.keep_best, recipe.data) == (9, False, Path("e.jsonl"))
+    assert (recipe.batch_size, recipe.learning_rate) == (2, 1e-2)
+    assert (recipe.seed, recipe.verify, recipe.url) == (0, None, ["grpcs://x:1"])
+    assert loaded(NEEDED + "identity: [a, b]", tmp_path).identity == [Path("a"), Path("b")]
+    assert load_recipe(KIND, {"data": Path("d"), "output_dir": Path("o"), "eval_data": "0.1"}, None).eval_data == 0.1
+    assert loaded(NEEDED + "eval_data: held/out.jsonl", tmp_path).eval_data == Path("held/out.jsonl")
+    assert loaded(NEEDED + "log_dir: ~/x", tmp_path).log_dir == Path.home() / "x"
+
+
+def test_how_checkpointing_is_named(tmp_path: Path) -> None:
+    assert loaded(NEEDED + "checkpointing: none", tmp_path).options()["checkpointing"] is None
+    assert loaded(NEEDED + "checkpointing: replies", tmp_path).options()["checkpointing"] == "replies"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_step: 7", "'max_step' is no option: the nearest is max_steps"),
+        ("epochs: 7", "'epochs' is no option: the nearest is num_epochs"),
+        ("learning-rate: 7", "'learning-rate' is no option: the nearest is learning_rate"),
+        ("qqq: 7", "'qqq' is no option: the nearest is "),
+        ("7: 7", "7 is no option: the nearest is "),
+        (f"max_steps: {SECRET}", "max_steps: input should be a valid integer"),
+        (f"checkpointing: {SECRET}", "checkpointing: input should be 'auto', 'none', 'replies' or 'recompute'"),
+        ("max_steps: [1", "is no YAML file, see line "),
+        (f"!!python/object/apply:os.system ['{SECRET}']", "is no YAML file"),
+        (f"- {SECRET}", "expected options with values"),
+        ("output_dir: null", "name a folder for the adapter: --output"),
+        ("data: null", "name a data set: tenant finetune DATA"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(text: str, expected: str, tmp_path: Path) -> None:
+    needed = NEEDED if not text.endswith("null") else "".join(
+        line + "\n" for line in NEEDED.splitlines() if not line.startswith(text.split(":")[0])
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError) as failure:
+        loaded(text if text.startswith(("!", "-")) else needed + text, tmp_path)
+    assert expected in str(failure.value)
+    assert "\n" not in str(failure.value)
+    assert SECRET not in str(failure.value)
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none\.yaml: expected a readable recipe: No such file or directory"):
+        load_recipe(KIND, {}, tmp_path / "none.yaml")
+
+
+def test_the_adapters_settings() -> None:
+    stock = peft_config_of(Recipe())
+    assert isinstance(stock, LoraConfig)
+    assert (stock.r, stock.lora_alpha, stock.target_modules, stock.task_type) == (16, 32, "all-linear", "CAUSAL_LM")
+    ranked = peft_config_of(Recipe(rank=4, peft_config={"r": 8, "lora_dropout": 0.1, "target_modules": ["q_proj"]}))
+    assert (ranked.r, ranked.lora_alpha, ranked.lora_dropout, ranked.target_modules) == (4, 8, 0.1, {"q_proj"})
+    other = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
+    assert isinstance(peft_config_of(Recipe(peft_config=other)), IA3Config)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Recipe(peft_config={"rr": 4}), "peft_config: 'rr' is no option: the nearest is r"),
+        (Recipe(peft_config={"peft_type": "LORAX"}), "peft_config: peft_type must be one of "),
+        (Recipe(rank=4, peft_config={"peft_type": "IA3"}), r"rank \(--rank\) is LoRA's, and peft_config names IA3"),
+        (Recipe(peft_config={"r": 4, "layers_pattern": "x"}), "PEFT cannot put this adapter on the model"),
+    ],
+)
+def test_adapters_settings_that_cannot_be(recipe: Recipe, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected) as failure:
+        peft_config_of(recipe)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.fixture
+def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Provides a folder with the repository's examples in it, as the working folder."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
+    """The command runs the recipe as it is, but for the model and the number of steps. Rows of the examples are longer
+    than the tiny model's context, in which a character is a token, so most are left out."""
+    words = [
+        "finetune",
+        "--config",
+        "examples/recipe.yaml",
+        "--url",
+        f"inproc:{chat_folder}",
+        "--verify",
+        str(chat_folder),
+    ]
+    words += [
+        "--mask",
+        "off",
+        "--max-steps",
+        "3",
+        "--eval-steps",
+        "1",
+        "--save-steps",
+        "1",
+        "--max-length",
+        "128",
+        "--rank",
+        "2",
+    ]
+    done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "adapter adapters/harborlight\nloss " in done.output
+    assert "evaluation loss " in done.output
+    config = json.loads((at_root / "adapters/harborlight/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4, 0.05)
+    assert list((at_root / "logs/harborlight").glob("events.out.tfevents.*"))
+
+
+def test_the_command_says_one_line(at_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (at_root / "recipe.yaml").write_text(NEEDED + "max_stepz: 3")
+    (at_root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for words, expected in (
+        (["--config", "recipe.yaml"], "recipe.yaml: 'max_stepz' is no option: the nearest is max_steps"),
+        (["data.jsonl"], "name a folder for the adapter: --output"),
+        (
+            ["data.jsonl", "--output", "out", "--url", "inproc:x", "--eval-data", "7"],
+            "eval_data must be a data set or a part",
+        ),
+        (
+            ["data.jsonl", "--output", "out", "--url", "inproc:x", "--eval-data", "no.jsonl"],
+            "no.jsonl: expected a readable",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", ["tenant", "finetune", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert end.value.code == 1
+        assert line.startswith("tenant: ")
+        assert expected in line
