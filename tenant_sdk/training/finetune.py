@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -42,6 +43,7 @@ from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.soft_prompts import PREFIX, kind_of
 from tenant_sdk.training.token_rows import training_rows
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows, training_step
@@ -104,7 +106,7 @@ def finetune(
     model = _adapted(session, peft_config, settings.seed)
     longest = settings.batch_size * (max(len(row["input_ids"]) for row in rows) + num_virtual)
     kept = choose(mode, model.get_base_model(), longest, has_dropout(model), memory_budget_mb, checkpoints.folder)
-    windows = _windows(model, settings.window_tokens, kept)
+    windows = prepare_windows(model, settings.window_tokens, kept)
     if kept.mode is None and windows is None:  # with checkpointing or windows, one block's or window's graph is there
         prune(model)
     course = planned_calls(model).course
@@ -189,7 +191,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     return model
 
 
-def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
+def prepare_windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
     """Prepares a model with an adapter for activation checkpointing and for windows (parts of a batch's tokens).
 
     All windows but the last go through the model twice. With a store of replies, the second pass uses the provider's
@@ -199,12 +201,14 @@ def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Wind
     Returns:
         The object that trains in windows; None if batches go through the model as a whole.
     """
+    # a checkpointed block would drop the keys and values of a prefix, which only the cache of windows can hand it twice
+    is_one_window = window_tokens is None and kept.mode is not None and kind_of(model) == PREFIX
     if window_tokens is None or kept.store is None:
         kept.turn_on(model.get_base_model())
-    if window_tokens is None:
+    if window_tokens is None and not is_one_window:
         return None
-    windows = Windows(model, window_tokens)
-    if kept.store is not None:
+    windows = Windows(model, sys.maxsize if window_tokens is None else window_tokens)
+    if kept.store is not None and not is_one_window:
         windows.contexts = KeptReplies(kept.store).contexts
     return windows
 

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tenant_sdk.training.soft_prompts import EMBEDDINGS, PREFIX, kind_of
 from wire.errors import ConfigurationError
 
 _ATTENTION = "veilbase_windows"
@@ -29,6 +30,9 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 batch."""
 _NOT_BY_TOKEN = frozenset({"ADAPTION_PROMPT", "XLORA"})
 """The kinds of adapters, apart from soft prompts, that do not treat each token by itself."""
+_SOFT_PROMPTS = EMBEDDINGS | {PREFIX}
+"""The kinds of soft prompts that windows support. Others need more than token ids (multitask prompt tuning) or have a
+loss of their own (CPT)."""
 
 
 def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
@@ -50,12 +54,13 @@ def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
 
 
 def check_adapter(model: Any) -> None:
-    """Raises ConfigurationError if an adapter does not treat each token by itself."""
+    """Raises ConfigurationError if an adapter neither treats each token by itself nor is a soft prompt of a known
+    kind."""
     config = getattr(model, "active_peft_config", None)
     if config is None:
         return
     kind = getattr(config.peft_type, "value", str(config.peft_type))
-    if getattr(config, "is_prompt_learning", False) or kind in _NOT_BY_TOKEN:
+    if kind in _NOT_BY_TOKEN or kind_of(model) not in {None, *_SOFT_PROMPTS}:
         raise ConfigurationError(f"window_tokens is not possible with {kind}: take an adapter of layers, such as LoRA")
     if getattr(config, "alora_invocation_tokens", None):
         raise ConfigurationError("window_tokens is not possible with alora_invocation_tokens")

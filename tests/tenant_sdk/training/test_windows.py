@@ -3,13 +3,22 @@ models or batches that cannot be divided are refused."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    CPTConfig,
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)  # fmt: skip
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, JambaConfig, LlamaConfig, MixtralConfig
 
@@ -81,10 +90,7 @@ def test_activation_checkpointing(kind: str) -> None:
 
     first = next(module for name, module in model.named_modules() if ".0." in name and name.endswith("lora_A.default"))
     first.register_forward_hook(count)
-    windows, announced = Windows(model, 16), []
-    windows.before_graph = lambda token_ids: announced.append(tuple(token_ids.shape))
-    windows.backward(inputs)
-    assert announced == [(2, 7), (2, 8), (2, 8)]
+    Windows(model, 16).backward(inputs)
     assert num_passes == 2 + 3 + 3, "two windows before the last, three with gradients, and these once more"
     got = gradients_of(model)
     for name, gradient in want.items():
@@ -255,14 +261,70 @@ def test_attention_that_cannot_be_cut(config: Any, reason: str) -> None:
         Windows(model, 8)
 
 
+SOFT = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+SOFT_PROMPTS = {
+    "prompt": PromptTuningConfig(**SOFT),
+    "P": PromptEncoderConfig(encoder_hidden_size=16, **SOFT),
+    "prefix": PrefixTuningConfig(**SOFT),
+    "prefix by an encoder": PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=16, **SOFT),
+    "longer than a window": PromptTuningConfig(**{**SOFT, "num_virtual_tokens": 9}),
+    "prefix longer than a sliding window": PrefixTuningConfig(**{**SOFT, "num_virtual_tokens": 9}),
+}
+
+
+def model_loss(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Returns the loss of PEFT's own forward method, and its gradients."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
+def soft_prompt(name: str) -> Any:
+    return copy.deepcopy(SOFT_PROMPTS[name])  # PEFT writes the model's sizes into a config
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    # PEFT cannot put embeddings before the projection that this OPT has
+    [(kind, name) for kind in [*CONFIGS, "gemma2"] for name in SOFT_PROMPTS if kind != "opt" or "prefix" in name],
+)
+def test_soft_prompts(kind: str, prompt: str) -> None:
+    model, inputs = make(kind, soft_prompt(prompt)), padded_batch()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    loss, want = model_loss(model, inputs)
+    for window_tokens in (8, 1000):
+        model.zero_grad()
+        assert float(Windows(model, window_tokens).backward(inputs)) == pytest.approx(loss, rel=1e-5)
+        got = gradients_of(model)
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            assert gradient.norm() > 0, name
+            assert relative(got[name], gradient) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "prefix"])
+def test_soft_prompts_with_activation_checkpointing(prompt: str) -> None:
+    model, inputs = make("llama", soft_prompt(prompt)), padded_batch()
+    _, want = model_loss(model, inputs)
+    model.zero_grad()
+    model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    for window_tokens in (8, 1000):
+        model.zero_grad()
+        Windows(model, window_tokens).backward(inputs)
+        assert all(relative(got, want[name]) < TOLERANCE for name, got in gradients_of(model).items())
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "with PROMPT_TUNING"),
-        (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "with PREFIX_TUNING"),
+        (CPTConfig(cpt_token_ids=[3, 4], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"), "with CPT"),
         (lora(alora_invocation_tokens=[5]), "with alora_invocation_tokens"),
     ],
-    ids=["prompt", "prefix", "aLoRA"],
+    ids=["CPT", "aLoRA"],
 )
 def test_adapters_that_cannot_be_cut(config: Any, said: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_config(CONFIGS["llama"]), config)
