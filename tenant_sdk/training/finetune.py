@@ -85,7 +85,10 @@ def finetune(
     """
     settings.check()
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
-    mode = None if settings.window_tokens is not None and mode == "auto" else mode
+    if settings.window_tokens is not None and mode == "auto":
+        if memory_budget_mb is not None:
+            raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
+        mode = None
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)

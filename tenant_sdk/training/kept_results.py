@@ -72,7 +72,8 @@ class KeepingResults(TorchDispatchMode):
     def _keep(self, tensors: tuple[torch.Tensor, ...]) -> list[_Kept] | None:
         found = []
         for each in tensors:
-            order = tuple(sorted(range(each.dim()), key=lambda place: -each.stride(place)))
+            strides = each.stride()
+            order = tuple(sorted(range(each.dim()), key=lambda place: -strides[place]))
             reply = self._store.keep_extra(each.permute(order))
             if reply is None:
                 return None
@@ -105,9 +106,9 @@ def bytes_per_row(model: Any) -> int:
     config, item_bytes = model.config.get_text_config(), model.dtype.itemsize
     num_heads = int(getattr(config, "num_attention_heads", 0))
     head_dim = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // max(num_heads, 1)
-    attention = int(getattr(config, "num_hidden_layers", 1)) * num_heads * (head_dim * item_bytes + _SUM_BYTES)
+    attention: int = int(getattr(config, "num_hidden_layers", 1)) * num_heads * (head_dim * item_bytes + _SUM_BYTES)
     narrow = sum(
-        each.out_features * each.weight.dtype.itemsize
+        int(each.out_features) * each.weight.dtype.itemsize
         for each in model.modules()
         if isinstance(each, nn.Linear)
         and not isinstance(each, RemoteLinear)

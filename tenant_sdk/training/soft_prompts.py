@@ -28,7 +28,7 @@ _Inputs = Mapping[str, torch.Tensor]
 
 def kind_of(model: Any) -> str | None:
     """Returns PEFT's name of a model's kind of soft prompt; None if the model has no soft prompt."""
-    config = getattr(model, "active_peft_config", None)
+    config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
         return None
     return str(getattr(config.peft_type, "value", config.peft_type))

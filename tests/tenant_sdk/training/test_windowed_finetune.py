@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PrefixTuningConfig
 from transformers import JambaConfig
 from typer.testing import CliRunner
 
@@ -137,6 +138,37 @@ def test_recomputed_blocks(chat_client: Any, tmp_path: Path) -> None:
     whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
     result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=24, checkpointing="recompute", **SHORT)
     assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+PREFIX = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("mode", ["replies", "recompute"])
+@pytest.mark.parametrize("window_tokens", [None, 24])
+def test_prefix_tuning_with_checkpointing(
+    chat_client: Any, tmp_path: Path, sent: Sent, mode: str, window_tokens: int | None
+) -> None:
+    """A checkpointed block of transformers drops its cache, and with it the prefix; here the prefix stays."""
+    whole = chat_client.finetune(ROWS, PREFIX, tmp_path / "whole", checkpointing=None, **SHORT)
+    want = rows_by_group(sent)
+    sent.clear()
+    result = chat_client.finetune(
+        ROWS, PREFIX, tmp_path / "out", checkpointing=mode, window_tokens=window_tokens, **SHORT
+    )
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert len(set(whole.losses)) == 3
+    got = rows_by_group(sent)
+    for name, direction in want:
+        if "lm_head" not in name and mode == "replies":
+            assert got[name, direction] == want[name, direction]
+    assert mode == "replies" or sum(got.values()) > 1.2 * sum(want.values())
+
+
+def test_a_budget_of_memory_needs_replies(chat_client: Any, tmp_path: Path, sent: Sent) -> None:
+    with pytest.raises(ConfigurationError, match="checkpointing='replies'") as failure:
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=24, memory_budget_mb=100, **SHORT)
+    assert "\n" not in str(failure.value)
+    assert sent == []
 
 
 def test_a_run_over_a_context_of_one_window_sends_what_a_whole_one_sends(chat_client: Any, tmp_path: Path) -> None:
