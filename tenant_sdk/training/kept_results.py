@@ -6,8 +6,8 @@ results take a ninth of the memory of those products, and attention over a long 
 a block again.
 
 Guarantees: results come back bit for bit, in the layout in memory that they had. A result that was not kept, because
-the store has no room for it or because the operation is another one (attention on a GPU, or with dropout), is computed
-again, which gives the same numbers.
+the store has no room for it or because the operation is another one (one on a GPU, or attention with dropout), is
+computed again, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Results = deque[list[_Kept] | None]
 
 
 def _is_costly(func: Any, args: tuple[Any, ...]) -> bool:
-    return func is _ATTENTION or (func is _PRODUCT and _is_narrow(*args[1].shape))
+    return func is _ATTENTION or (func is _PRODUCT and args[0].is_cpu and _is_narrow(*args[1].shape))
 
 
 def _is_narrow(in_features: int, out_features: int) -> bool:
@@ -98,11 +98,13 @@ class HandingOutResults(TorchDispatchMode):
 
 
 def bytes_per_row(model: Any) -> int:
-    """Returns the bytes that the results of all blocks take for each token.
+    """Returns the bytes that the results of all blocks take for each token, on a CPU; elsewhere nothing is kept.
 
     Args:
         model: a model of transformers, with or without adapters in it.
     """
+    if model.device.type != "cpu":
+        return 0
     config, item_bytes = model.config.get_text_config(), model.dtype.itemsize
     num_heads = int(getattr(config, "num_attention_heads", 0))
     head_dim = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // max(num_heads, 1)
