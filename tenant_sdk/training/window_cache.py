@@ -47,7 +47,7 @@ class _Kept:
         """Returns what `put_prefix` stored, with its gradient from all windows; None if there is no such gradient."""
         if self._prefix is None or self._gradients is None:
             return None
-        return self._prefix, self._gradients[:, :, stop - self._prefix.shape[2] : stop]
+        return self._prefix, self._gradients[:, :, stop - self._prefix.shape[2] : stop].to(self._prefix.dtype)
 
     def extended(self, own: torch.Tensor, first: int, start: int, is_again: bool) -> torch.Tensor:
         """Stores the keys (or values) of the present window, and returns those of the tokens from `first` on.
@@ -78,7 +78,9 @@ class _Kept:
         if first == start:
             return
         if self._gradients is None:
-            self._gradients = gradient.new_zeros(*gradient.shape[:2], start, gradient.shape[3])
+            # float32, since the sum has a part from every later window
+            shape = (*gradient.shape[:2], start, gradient.shape[3])
+            self._gradients = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
         self._gradients[:, :, first:start] += gradient
 
     def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -87,7 +89,7 @@ class _Kept:
         own, self.own = self.own, None
         if own is None or self._gradients is None:
             return None
-        return own, self._gradients[:, :, start:stop]
+        return own, self._gradients[:, :, start:stop].to(own.dtype)
 
 
 class _Seen(torch.autograd.Function):

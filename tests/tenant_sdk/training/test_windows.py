@@ -22,6 +22,7 @@ from peft import (
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, JambaConfig, LlamaConfig, MixtralConfig
 
+from tenant_sdk.training.window_cache import _Kept
 from tenant_sdk.training.windows import Windows
 from tests.support import served_kinds
 from tests.support.parity import adapted, relative
@@ -147,6 +148,34 @@ def test_a_batch_without_a_label() -> None:
     inputs["labels"].fill_(-100)
     assert float(Windows(model, 8).backward(inputs)) == 0
     assert all(float(gradient.norm()) == 0 for gradient in gradients_of(model).values())
+
+
+def test_gradients_from_many_windows_are_added_in_float32() -> None:
+    kept = _Kept(num_tokens=2)
+    kept.extended(torch.ones(1, 1, 1, 4, dtype=torch.bfloat16, requires_grad=True), 0, 0, is_again=False)
+    own = kept.own
+    for _ in range(300):
+        kept.add_gradient(torch.ones(1, 1, 1, 4, dtype=torch.bfloat16), 0, 1)
+    found = kept.taken(0, 1)
+    assert found is not None
+    assert found[0] is own
+    assert found[1].dtype is torch.bfloat16
+    assert found[1].unique().tolist() == [300], "bfloat16 adds nothing to 256"
+
+
+def test_bfloat16() -> None:
+
+    def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([gradients[name].float().flatten() for name in sorted(gradients)])
+
+    inputs = padded_batch()
+    exact = flat(whole_gradients(make("llama"), inputs)[1])
+    model = make("llama").to(torch.bfloat16)
+    whole = flat(whole_gradients(model, inputs)[1])
+    model.zero_grad()
+    Windows(model, 2).backward(inputs)
+    found = relative(flat(gradients_of(model)), exact)
+    assert 1e-3 < found < 1.5 * relative(whole, exact)
 
 
 def test_logits_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
