@@ -35,7 +35,7 @@ from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.training.chunked_loss import chunk_loss
+from tenant_sdk.training.chunked_loss import chunk_loss, has_another_loss
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
@@ -287,7 +287,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         base = self.accelerator.unwrap_model(model)
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         # a prompt-learning method adds tokens in front, which would shift the indices
-        return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
+        return not (getattr(model.active_peft_config, "is_prompt_learning", False) or has_another_loss(base)) and (
             "logits_to_keep" in inspect.signature(base.forward).parameters
         )
 

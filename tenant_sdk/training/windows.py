@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,7 +117,20 @@ class Windows:
         rows.zero_()[index] = gradient  # from here on, `hidden` is the gradient of the hidden states
         self._backward(inputs, windows, seeds, cache, again, last, hidden)
         prompted.backward()
-        return total
+        return total + self._regularise(share)
+
+    def _regularise(self, share: float) -> torch.Tensor:
+        """Returns what the adapter itself adds to a batch's loss, times `share`, and adds its gradients to those of the
+        parameters. AdaLoRA does so; other kinds add nothing.
+
+        PEFT's forward method runs for it, over a base model that does nothing but return a loss of zero.
+        """
+        nothing = SimpleNamespace(loss=torch.zeros((), device=self._causal.device))
+        with _replaced_forward(self._causal, nothing):
+            loss: torch.Tensor = self._run(input_ids=None).loss * share
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _backward(
         self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PrefixTuningConfig
-from transformers import JambaConfig
+from transformers import JambaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from attacks.programs.overflow import Fault
@@ -290,6 +290,20 @@ def test_windows_that_cannot_be(chat_client: Any, tmp_path: Path, window_tokens:
     assert "\n" not in str(failure.value)
     assert list(tmp_path.iterdir()) == []
     assert sent == []
+
+
+def test_a_model_with_another_loss_trains_on_it(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=100.0
+    )
+    save_random(config, tmp_path / "mixtral")
+    character_tokenizer().save_pretrained(tmp_path / "mixtral")
+    options = {**QUICK, "max_steps": 1}
+    with client_of(tmp_path / "mixtral") as client:
+        adapter = lora(target_modules=["q_proj"])
+        assert client.finetune(ROWS, adapter, tmp_path / "out", **options).losses[0] > 100
+        with pytest.raises(ConfigurationError, match="its loss is more than the cross entropy of tokens"):
+            client.finetune(ROWS, adapter, tmp_path / "windows", window_tokens=16, **options)
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_rows_are_sent(

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     CPTConfig,
     IA3Config,
+    LilyConfig,
     LoraConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
@@ -281,8 +283,12 @@ STATEFUL = JambaConfig(
             LlamaConfig(**SIZES, layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4),
             "llama: its attention is cut into chunks already",
         ),
+        (
+            MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+            "mixtral: its loss is more than the cross entropy of tokens",
+        ),
     ],
-    ids=["state", "rotary embedding", "shared keys", "chunks"],
+    ids=["state", "rotary embedding", "shared keys", "chunks", "loss of the router"],
 )
 def test_attention_that_cannot_be_cut(config: Any, reason: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_config(config), lora(target_modules=["q_proj"]))
@@ -307,6 +313,24 @@ def model_loss(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict
     loss = model(**inputs).loss
     loss.backward()
     return float(loss.detach()), gradients_of(model)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_adalora_with_its_regulariser(share: float) -> None:
+    """AdaLoRA's forward method adds to the loss; windows add it once for a batch."""
+    config = AdaLoraConfig(
+        init_r=4, target_r=2, total_step=10, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model, inputs = make("llama", config), padded_batch()
+    loss, want = model_loss(model, inputs)
+    without, _ = whole_gradients(model, inputs)
+    assert loss > without + 0.1
+    model.zero_grad()
+    got = Windows(model, 8).backward(inputs, share=share)
+    assert float(got) == pytest.approx(share * loss, rel=1e-5)
+    assert not got.requires_grad
+    for name, gradient in gradients_of(model).items():
+        assert relative(gradient, share * want[name]) < TOLERANCE, name
 
 
 def soft_prompt(name: str) -> Any:
@@ -352,8 +376,9 @@ def test_soft_prompts_with_activation_checkpointing(prompt: str) -> None:
     [
         (CPTConfig(cpt_token_ids=[3, 4], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"), "with CPT"),
         (lora(alora_invocation_tokens=[5]), "with alora_invocation_tokens"),
+        (LilyConfig(r=4, num_B=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "with LILY"),
     ],
-    ids=["CPT", "aLoRA"],
+    ids=["CPT", "aLoRA", "Lily"],
 )
 def test_adapters_that_cannot_be_cut(config: Any, said: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_config(CONFIGS["llama"]), config)
