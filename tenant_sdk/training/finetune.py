@@ -28,7 +28,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from noise.disk.private_files import make_private_folder
-from tenant_sdk.adapters import copied_base_layer, virtual_tokens
+from tenant_sdk.adapters import copied_base_layer, no_compiler, virtual_tokens
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
@@ -182,7 +182,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     """
     with _adapter_errors():
         base = session.load_model()
-        with loading(), DrawnFrom(seed):
+        with loading(), no_compiler(), DrawnFrom(seed):
             model = get_peft_model(base, peft_config)
     copied = copied_base_layer(model)
     if copied is not None:

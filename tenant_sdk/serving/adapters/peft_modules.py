@@ -10,22 +10,21 @@ an adapter that takes too long for one row. No compiler runs.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.boft import layer as boft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from tenant_sdk.adapters import no_compiler
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
 from tenant_sdk.serving.adapters.weights_file import ModuleFile
@@ -181,7 +180,7 @@ def _injected(
     """
     settings = contents.settings
     try:
-        with loading(), _no_compiler(), _no_random_numbers(), META if device == META else torch.device("cpu"):
+        with loading(), no_compiler(), _no_random_numbers(), META if device == META else torch.device("cpu"):
             config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](**_options(contents, layers))
             return PeftModel(_skeleton(contents, layers, dtype, device), config)
     except VeilbaseError:
@@ -254,16 +253,6 @@ def _try(
             f"the adapter {packed.name} cannot be computed in {module} ({type(exc).__name__})"
         ) from None
     raise ConfigurationError(f"the adapter {packed.name} {reason}, in {module}")
-
-
-@contextlib.contextmanager
-def _no_compiler() -> Iterator[None]:
-    """Keeps PEFT from compiling BOFT's CUDA code, which it tries for every layer; BOFT then computes with torch."""
-    before, boft._FBD_CUDA = boft._FBD_CUDA, False
-    try:
-        yield
-    finally:
-        boft._FBD_CUDA = before
 
 
 class _NoRandomNumbers(TorchDispatchMode):
