@@ -2,8 +2,8 @@
 compute them again: attention, and products that are much narrower than their input, such as those of LoRA's A.
 
 It works beside tenant_sdk/training/kept_replies.py, which keeps the provider's products of the same block. These
-results take a ninth of the memory of those products, and attention over a long row takes most of the time of computing
-a block again.
+results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
+computing a block again.
 
 Guarantees: results come back bit for bit, in the layout in memory that they had. A result that was not kept, because
 the store has no room for it or because the operation is another one (one on a GPU, or attention with dropout), is
