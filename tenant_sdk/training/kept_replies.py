@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tenant_sdk.model.product_source import products_from
-from tenant_sdk.training.kept_results import HandingOutResults, KeepingResults, Results
+from tenant_sdk.training.kept_results import Results, handing_out_results, keeping_results
 from tenant_sdk.training.reply_store import KeptReply, ReplyStore
 from wire.errors import StorageError
 
@@ -39,12 +38,12 @@ class KeptReplies:
         results: Results = deque()
 
         def keep(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-            with _disable_current_modes():  # masks and checks of replies multiply too
+            with torch._C.DisableTorchFunction():  # masks and checks of replies multiply too
                 product = ask()
             kept.append(self._store.keep(product))
             return product
 
-        return _within(products_from(keep), KeepingResults(self._store, results)), _handing_out(kept, results)
+        return _within(products_from(keep), keeping_results(self._store, results)), _handing_out(kept, results)
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ def _handing_out(kept: deque[KeptReply], results: Results) -> Iterator[None]:
         return product
 
     try:
-        with products_from(hand_out), HandingOutResults(results):
+        with products_from(hand_out), handing_out_results(results):
             yield
     finally:  # torch ends the second run as soon as it has what it needs
         kept.clear()

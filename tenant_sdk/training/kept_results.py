@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenant_sdk.model.remote_linear import RemoteLinear
@@ -25,6 +27,11 @@ from tenant_sdk.training.reply_store import KeptReply, ReplyStore
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PRODUCT = torch.ops.aten.mm.default
+_COSTLY_CALLS = frozenset({
+    functional.scaled_dot_product_attention, functional.linear, torch.matmul, torch.mm, torch.Tensor.matmul,
+    torch.Tensor.mm, torch.Tensor.__matmul__,
+})  # fmt: skip
+"""The functions of torch's interface in Python that run these two operations."""
 _NARROW = 8
 """A product is kept if it has at most 1/8 of the columns of its input."""
 _SUM_BYTES = 4
@@ -55,11 +62,23 @@ def _is_narrow(in_features: int, out_features: int) -> bool:
     return out_features * _NARROW <= in_features
 
 
-class KeepingResults(TorchDispatchMode):
-    """Keeps results of costly operations inside its context."""
+class _InCostlyCalls(TorchFunctionMode):
+    """Turns a dispatch mode on inside those of torch's functions that may run a costly operation. The mode sees every
+    operation while it is on, which takes four times as long as this class does."""
 
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _COSTLY_CALLS:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))
+
+
+class _Keeping(TorchDispatchMode):
     def __init__(self, store: ReplyStore, results: Results) -> None:
-        """Keeps results in `store`, and appends them to `results`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._store, self._results = store, results
 
@@ -81,11 +100,8 @@ class KeepingResults(TorchDispatchMode):
         return found
 
 
-class HandingOutResults(TorchDispatchMode):
-    """Returns kept results in place of computing them, inside its context."""
-
+class _HandingOut(TorchDispatchMode):
     def __init__(self, results: Results) -> None:
-        """Takes the results from the beginning of `results`, and removes them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._results = results
 
@@ -95,6 +111,17 @@ class HandingOutResults(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         tensors = tuple(each.take() for each in kept)
         return tensors[0] if func is _PRODUCT else tensors
+
+
+def keeping_results(store: ReplyStore, results: Results) -> TorchFunctionMode:
+    """Returns a context in which results of costly operations are kept in `store`, and appended to `results`."""
+    return _InCostlyCalls(_Keeping(store, results))
+
+
+def handing_out_results(results: Results) -> TorchFunctionMode:
+    """Returns a context in which costly operations return the results at the beginning of `results`, and remove them
+    there, in place of computing."""
+    return _InCostlyCalls(_HandingOut(results))
 
 
 def bytes_per_row(model: Any) -> int:
