@@ -1,15 +1,18 @@
 """This module loads PEFT adapters onto a model whose base layers are at the provider.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
-with a one-line error. No adapter is applied only in part.
+with a one-line error. No adapter is applied only in part. Loading one runs no compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel
+from peft.tuners.boft import layer as boft
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
@@ -33,7 +36,7 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
         model: Any = session.load_model()
         if adapter is not None:
             try:
-                with loading():
+                with loading(), no_compiler():
                     config = PeftConfig.from_pretrained(str(adapter))
                     _check_settings(model, str(adapter), config)
                     config = for_remote_base(config)
@@ -57,6 +60,19 @@ def _check_settings(model: Any, adapter: str, config: PeftConfig) -> None:
     check_loadable(adapter, config)
     if getattr(config, "init_lora_weights", None) == "mica":  # it keeps B as it starts, and reads the weight for that
         config.init_lora_weights = True
+
+
+@contextlib.contextmanager
+def no_compiler() -> Iterator[None]:
+    """Keeps PEFT from compiling BOFT's CUDA code, which it tries for every layer; BOFT then computes with torch.
+
+    Callers must be inside `loading`.
+    """
+    before, boft._FBD_CUDA = boft._FBD_CUDA, False
+    try:
+        yield
+    finally:
+        boft._FBD_CUDA = before
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:

@@ -36,6 +36,10 @@ _KINDS = (
     "for each row; PEANuT sends as many as its rank in each pass; PiSSA, OLoRA, PSOFT, TinyLoRA, DeLoRA and DEFT ask "
     "when a training starts, by rows that hold nothing of yours and go without a mask"
 )
+_LABELS = (
+    "in fine-tuning, a provider that has the output layer sees how many positions have labels, not which "
+    "(pad_rows=, --pad-rows, hides it)"
+)
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 _TRAINING = (
     "an evaluation shows as forward passes of the same rows, at the steps that you set; a preference as two sequences, "
@@ -104,13 +108,13 @@ def _row_counts(verified: bool, plan: Plan) -> str:
             "unless fixed_length=True (--fixed-length)"
         )
     if plan.tokenizer is not None:
-        return f"the tokenizer that you named decides how text becomes rows: {plan.tokenizer}"
+        return f"the tokenizer that you named decides how text becomes rows: {plan.tokenizer}; {_LABELS}"
     if verified:
-        return "the trusted checkpoint's tokenizer decides how text becomes rows"
+        return f"the trusted checkpoint's tokenizer decides how text becomes rows; {_LABELS}"
     return (
         "NOT PROTECTED: prompts and training texts, as far as their number of rows tells. The provider's own tokenizer "
         "decides how many rows a text takes. Name one that you trust (tokenizer=, --tokenizer), pad (pad_rows=, "
-        "--pad-rows), or verify"
+        f"--pad-rows), or verify; {_LABELS}"
     )
 
 

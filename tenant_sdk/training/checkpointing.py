@@ -24,6 +24,7 @@ from tenant_sdk.kinds.features import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.kept_replies import KeptReplies
+from tenant_sdk.training.kept_results import bytes_per_row
 from tenant_sdk.training.reply_store import ReplyStore
 from wire.errors import ConfigurationError, StorageError
 
@@ -74,11 +75,18 @@ class Estimate:
         working: what a step with checkpointing keeps, apart from replies: the inputs of all transformer blocks, and
             the autograd graph of one block.
         replies: the provider's replies for all blocks.
+        results: what is kept beside the replies (tenant_sdk/training/kept_results.py).
     """
 
     plain: int
     working: int
     replies: int
+    results: int
+
+    @property
+    def stored(self) -> int:
+        """Returns the bytes that `replies` stores for the batch."""
+        return self.replies + self.results
 
 
 def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
@@ -99,7 +107,10 @@ def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
     inputs = int(getattr(config, "hidden_size", 0)) * num_blocks * item_bytes
     for kept_by_kind, second_outputs in (features_of_dora(base), features_of_kinds(base)):
         kept, outputs = kept + kept_by_kind * item_bytes, outputs + second_outputs * item_bytes
-    return Estimate(int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs)
+    return Estimate(
+        int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs,
+        num_rows * bytes_per_row(base),
+    )  # fmt: skip
 
 
 def _remote(model: Any) -> Iterable[tuple[int, int]]:
@@ -119,10 +130,11 @@ def has_dropout(model: Any) -> bool:
 class Checkpointing:
     """Holds the mode of one run, and the store of the provider's replies if the mode is `replies`."""
 
-    def __init__(self, mode: str | None, store: ReplyStore | None, bytes_per_row: int) -> None:
-        """Keeps what `choose` found; `bytes_per_row` is the size of all replies for one token, in bytes."""
+    def __init__(self, mode: str | None, store: ReplyStore | None, stored_per_row: tuple[int, int] = (0, 0)) -> None:
+        """Keeps what `choose` found; `stored_per_row` is the size of all replies for one token, and the size of what is
+        kept beside them, in bytes."""
         self.mode, self.store = mode, store
-        self._bytes_per_row = bytes_per_row
+        self._stored_per_row = stored_per_row
 
     def before_step(self, num_rows: int) -> None:
         """Reserves room in the store for the replies of the next forward pass.
@@ -134,7 +146,7 @@ class Checkpointing:
             StorageError: the disk has no room.
         """
         if self.store is not None:
-            self.store.reserve(num_rows * self._bytes_per_row)
+            self.store.reserve(*(num_rows * each for each in self._stored_per_row))
 
     def turn_on(self, base: Any) -> None:
         """Turns checkpointing on in a model without adapters, or in the base model of a model with adapters.
@@ -183,16 +195,17 @@ def choose(
     in_memory = max(0, budget - need.working)
     if mode == "auto":
         mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
-        if mode == "replies" and need.replies - in_memory > _free_disk(folder):
+        if mode == "replies" and need.stored - in_memory > _free_disk(folder):
             mode = "recompute"
     if mode != "replies":
-        return Checkpointing(mode, None, 0)
-    if need.replies - in_memory > _free_disk(folder):
+        return Checkpointing(mode, None)
+    if need.stored - in_memory > _free_disk(folder):
         raise StorageError(
-            f"expected {(need.replies - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
+            f"expected {(need.stored - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
             f"{_free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
         )
-    return Checkpointing(mode, ReplyStore(in_memory, folder), need.replies // max(1, num_rows))
+    per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
+    return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)
 
 
 def free_memory() -> int:

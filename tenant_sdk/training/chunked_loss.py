@@ -65,14 +65,14 @@ def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
         raise ConfigurationError(f"expected a causal model with a head, got {type(model).__name__}")
-    finish = None if _has_another_loss(base) else probe(base)
+    finish = None if has_another_loss(base) else probe(base)
     if finish is None:
         return False
     base.forward = _ChunkedForward(base, finish, every_position).as_forward()  # type: ignore[method-assign]
     return True
 
 
-def _has_another_loss(base: Any) -> bool:
+def has_another_loss(base: Any) -> bool:
     """Returns whether a model's own loss is more than the cross entropy of its next tokens."""
     return getattr(base, "loss_type", None) not in (None, "ForCausalLM") or bool(
         getattr(base.config, "output_router_logits", False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tenant_sdk.adapters import copied_base_layer, virtual_tokens
+from tenant_sdk.adapters import copied_base_layer, no_compiler, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
@@ -32,7 +33,7 @@ from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, SavesAdapter, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.training.chunked_loss import chunk_loss
+from tenant_sdk.training.chunked_loss import chunk_loss, has_another_loss
 from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
@@ -44,6 +45,7 @@ from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.run_data import RunData, check_kind, parse_data, token_data
 from tenant_sdk.training.run_errors import adapter_errors, reading_errors, saving_errors
 from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.soft_prompts import PREFIX, kind_of
 from tenant_sdk.training.step_losses import StepLosses
 from tenant_sdk.training.token_scores import score_tokens
 from tenant_sdk.training.truncation import REFUSE, check_truncation
@@ -96,7 +98,10 @@ def finetune(
     check_truncation(truncation, session.bucket)
     check_report_to(report_to)
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
-    mode = None if settings.window_tokens is not None and mode == "auto" else mode
+    if settings.window_tokens is not None and mode == "auto":
+        if memory_budget_mb is not None:
+            raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
+        mode = None
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = parse_data(data, eval_data, settings.seed)
@@ -122,7 +127,7 @@ def finetune(
     model = _adapted(session, peft_config, settings.seed)
     batch = rows.longest_batch(settings.batch_size, num_virtual)
     kept = choose(mode, model.get_base_model(), batch, has_dropout(model), memory_budget_mb, checkpoints.folder)
-    windows = _windows(model, settings.window_tokens, kept)
+    windows = prepare_windows(model, settings.window_tokens, kept)
     if kept.mode is None and windows is None:  # with checkpointing or windows, one block's or window's graph is there
         prune(model)
     course = planned_calls(model).course
@@ -212,7 +217,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     """
     with adapter_errors():
         base = session.load_model()
-        with loading(), DrawnFrom(seed):
+        with loading(), no_compiler(), DrawnFrom(seed):
             model = get_peft_model(base, for_remote_base(peft_config))
     copied = copied_base_layer(model)
     if copied is not None:
@@ -224,7 +229,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     return model
 
 
-def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
+def prepare_windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Windows | None:
     """Prepares a model with an adapter for activation checkpointing and for windows (parts of a batch's tokens).
 
     All windows but the last go through the model twice. With a store of replies, the second pass uses the provider's
@@ -234,12 +239,14 @@ def _windows(model: Any, window_tokens: int | None, kept: Checkpointing) -> Wind
     Returns:
         The object that trains in windows; None if batches go through the model as a whole.
     """
+    # a checkpointed block would drop the keys and values of a prefix, which only the cache of windows can hand it twice
+    is_one_window = window_tokens is None and kept.mode is not None and kind_of(model) == PREFIX
     if window_tokens is None or kept.store is None:
         kept.turn_on(model.get_base_model())
-    if window_tokens is None:
+    if window_tokens is None and not is_one_window:
         return None
-    windows = Windows(model, window_tokens)
-    if kept.store is not None:
+    windows = Windows(model, sys.maxsize if window_tokens is None else window_tokens)
+    if kept.store is not None and not is_one_window:
         windows.contexts = KeptReplies(kept.store).contexts
     return windows
 
@@ -308,7 +315,7 @@ class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: igno
         base = self.accelerator.unwrap_model(model)
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         # a prompt-learning method adds tokens in front, which would shift the indices
-        return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
+        return not (getattr(model.active_peft_config, "is_prompt_learning", False) or has_another_loss(base)) and (
             "logits_to_keep" in inspect.signature(base.forward).parameters
         )
 

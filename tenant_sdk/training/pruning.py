@@ -202,6 +202,8 @@ class _Pruning:
         return (tensor, tensor._version) if recipe is None else (recipe, tensor.shape)
 
     def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
+        if tensor.layout is not torch.strided:  # sparse tensors, which some adapters have, have no address
+            return None
         address = tensor.data_ptr()
         made = self._made.get(address)
         if made is None:

@@ -16,6 +16,7 @@ import contextlib
 import os
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -33,12 +34,12 @@ _KEY_BYTES = 32
 _NONCE_BYTES = 12
 
 
-class KeptReply:
+class KeptReply(ABC):
     """Holds one stored reply, which `take` returns once. If this object is deleted, the store forgets the reply."""
 
+    @abstractmethod
     def take(self) -> torch.Tensor:
-        """Returns the reply, bit for bit as it was stored, and removes it from the store."""
-        raise NotImplementedError
+        """Returns the reply, bit for bit as it was stored."""
 
 
 class ReplyStore:
@@ -54,20 +55,26 @@ class ReplyStore:
         self._memory_bytes, self._folder = memory_bytes, folder
         self._in_memory = self._on_disk = 0  # bytes of the replies that are kept now; on disk, their number
         self._end = self._reserved = 0  # the file's next free byte, and its size
+        self._extra_bytes = 0  # how many bytes `keep_extra` may still take
         self._num_records = 0
         self._key = os.urandom(_KEY_BYTES)
         self._file: IO[bytes] | None = None
         self._piece = bytearray(0)
         self._lock = threading.RLock()  # a dropped reply may free its place while this thread is in here
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserves space on disk for the part of `num_bytes` further bytes of replies that does not fit into memory.
+    def reserve(self, num_bytes: int, extra_bytes: int = 0) -> None:
+        """Reserves space on disk for the part of a step's replies that does not fit into memory.
+
+        Args:
+            num_bytes: the bytes of the replies that the step will keep.
+            extra_bytes: the bytes that `keep_extra` may take in this step, in addition.
 
         Raises:
             StorageError: the disk has no room for them.
         """
         with self._lock:
-            beyond = num_bytes - (self._memory_bytes - self._in_memory)
+            self._extra_bytes = extra_bytes
+            beyond = num_bytes + extra_bytes - (self._memory_bytes - self._in_memory)
             if beyond > 0:
                 self._grow(self._end + beyond)
 
@@ -86,6 +93,19 @@ class ReplyStore:
                 self._in_memory += num_bytes
                 return _InMemory(self, reply.clone(), num_bytes)
             return self._write(reply, num_bytes)
+
+    def keep_extra(self, tensor: torch.Tensor) -> KeptReply | None:
+        """Keeps a copy of a tensor like a reply, if `reserve` left room for such tensors; returns None otherwise.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        with self._lock:
+            if num_bytes > self._extra_bytes:
+                return None
+            self._extra_bytes -= num_bytes
+            return self.keep(tensor)
 
     def _write(self, reply: torch.Tensor, num_bytes: int) -> _OnDisk:
         start, number = self._end, self._num_records

@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tenant_sdk.training.chunked_loss import has_another_loss
+from tenant_sdk.training.soft_prompts import EMBEDDINGS, PREFIX, kind_of
 from wire.errors import ConfigurationError
 
 _ATTENTION = "veilbase_windows"
@@ -27,8 +29,12 @@ _ATTENTION = "veilbase_windows"
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
 batch."""
-_NOT_BY_TOKEN = frozenset({"ADAPTION_PROMPT", "XLORA"})
-"""The kinds of adapters, apart from soft prompts, that do not treat each token by itself."""
+_NOT_BY_TOKEN = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
+"""The kinds of adapters, apart from soft prompts, that do not treat each token by itself. Lily takes a mean over
+tokens, and Shadow has a network of its own over all tokens."""
+_SOFT_PROMPTS = EMBEDDINGS | {PREFIX}
+"""The kinds of soft prompts that windows support. Others need more than token ids (multitask prompt tuning) or have a
+loss of their own (CPT)."""
 
 
 def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
@@ -50,12 +56,13 @@ def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
 
 
 def check_adapter(model: Any) -> None:
-    """Raises ConfigurationError if an adapter does not treat each token by itself."""
+    """Raises ConfigurationError if an adapter neither treats each token by itself nor is a soft prompt of a known
+    kind."""
     config = getattr(model, "active_peft_config", None)
     if config is None:
         return
     kind = getattr(config.peft_type, "value", str(config.peft_type))
-    if getattr(config, "is_prompt_learning", False) or kind in _NOT_BY_TOKEN:
+    if kind in _NOT_BY_TOKEN or kind_of(model) not in {None, *_SOFT_PROMPTS}:
         raise ConfigurationError(f"window_tokens is not possible with {kind}: take an adapter of layers, such as LoRA")
     if getattr(config, "alora_invocation_tokens", None):
         raise ConfigurationError("window_tokens is not possible with alora_invocation_tokens")
@@ -78,6 +85,8 @@ def sliding_windows(model: Any) -> list[int | None]:
     layers = DynamicCache(config=config).layers
     if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         raise refused("its layers keep other than keys and values")
+    if has_another_loss(model):
+        raise refused("its loss is more than the cross entropy of tokens")
     if getattr(config, "num_kv_shared_layers", None):
         raise refused("its layers share keys and values")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

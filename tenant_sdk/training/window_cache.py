@@ -34,6 +34,20 @@ class _Kept:
         self.own: torch.Tensor | None = None
         """The part that the present window computed, with its autograd graph; None before that, or if it needs no
         gradient."""
+        self._prefix: torch.Tensor | None = None
+        self._anchor: torch.Tensor | None = None
+
+    def put_prefix(self, prefix: torch.Tensor, stop: int) -> None:
+        """Stores the keys (or values) of virtual tokens that are trained, which end before the token `stop`."""
+        self.extended(prefix, 0, stop - prefix.shape[2], is_again=False)
+        self._prefix, self.own = self.own, None
+        self._anchor = prefix.new_zeros(0).requires_grad_()  # lets autograd record windows that have nothing to train
+
+    def prefix_gradient(self, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns what `put_prefix` stored, with its gradient from all windows; None if there is no such gradient."""
+        if self._prefix is None or self._gradients is None:
+            return None
+        return self._prefix, self._gradients[:, :, stop - self._prefix.shape[2] : stop].to(self._prefix.dtype)
 
     def extended(self, own: torch.Tensor, first: int, start: int, is_again: bool) -> torch.Tensor:
         """Stores the keys (or values) of the present window, and returns those of the tokens from `first` on.
@@ -51,11 +65,12 @@ class _Kept:
         if not is_again:
             with torch.no_grad():
                 self._numbers[:, :, start:stop] = own
-        if not (torch.is_grad_enabled() and own.requires_grad):
+        if not (torch.is_grad_enabled() and (own.requires_grad or self._anchor is not None)):
             return self._numbers[:, :, first:stop]
-        if not is_again:
+        if not is_again and own.requires_grad:
             self.own = own
-        seen: torch.Tensor = _Seen.apply(own, self, self._numbers, first, start)  # type: ignore[no-untyped-call]
+        given = (own, self._anchor, self, self._numbers, first, start)
+        seen: torch.Tensor = _Seen.apply(*given)  # type: ignore[no-untyped-call]
         return seen
 
     def add_gradient(self, gradient: torch.Tensor, first: int, start: int) -> None:
@@ -63,7 +78,9 @@ class _Kept:
         if first == start:
             return
         if self._gradients is None:
-            self._gradients = gradient.new_zeros(*gradient.shape[:2], start, gradient.shape[3])
+            # float32, since the sum has a part from every later window
+            shape = (*gradient.shape[:2], start, gradient.shape[3])
+            self._gradients = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
         self._gradients[:, :, first:start] += gradient
 
     def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -72,7 +89,7 @@ class _Kept:
         own, self.own = self.own, None
         if own is None or self._gradients is None:
             return None
-        return own, self._gradients[:, :, start:stop]
+        return own, self._gradients[:, :, start:stop].to(own.dtype)
 
 
 class _Seen(torch.autograd.Function):
@@ -80,23 +97,24 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, kept: _Kept, numbers: torch.Tensor, first: int, start: int
-    ) -> torch.Tensor:
+        ctx: Any, own: torch.Tensor, anchor: torch.Tensor | None, kept: _Kept, numbers: torch.Tensor, first: int,
+        start: int,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns the part of `numbers`, all keys or values, from token `first` to the end of the window.
 
         `own`, the part of the window that begins at token `start`, is already in `numbers`. It is an argument so that
-        it gets a gradient.
+        it gets a gradient. `anchor` is an argument so that autograd calls `backward` even if `own` needs no gradient.
         """
         ctx.kept, ctx.first, ctx.start = kept, first, start
         return numbers[:, :, first : start + own.shape[2]]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         """Returns the gradient of the window's own keys or values, and adds that of earlier ones to `kept`'s sum."""
         num_earlier = ctx.start - ctx.first
         ctx.kept.add_gradient(gradient[:, :, :num_earlier], ctx.first, ctx.start)
-        return gradient[:, :, num_earlier:], None, None, None, None
+        return gradient[:, :, num_earlier:], None, None, None, None, None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -134,6 +152,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             if found is not None:
                 yield found
 
+    def put_prefix(self, keys: torch.Tensor, values: torch.Tensor, stop: int) -> None:
+        for kept, given in zip(self._kept, (keys, values), strict=True):
+            kept.put_prefix(given, stop)
+
+    def prefix_gradients(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for kept in self._kept:
+            found = kept.prefix_gradient(stop)
+            if found is not None:
+                yield found
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._start + query_length - self._first, self._first
 
@@ -150,19 +178,24 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 class WindowCache(Cache):  # type: ignore[misc]
     """Holds the keys and values of a batch that goes through a model window by window, as a cache of transformers."""
 
-    def __init__(self, sliding_windows: Sequence[int | None], num_tokens: int) -> None:
-        """Makes an empty cache.
+    def __init__(self, sliding_windows: Sequence[int | None], num_tokens: int, prefix: Cache | None = None) -> None:
+        """Makes a cache without the batch's tokens.
 
         Args:
             sliding_windows: for each layer, the number of tokens that a token attends to; None means all.
             num_tokens: the number of tokens of each row of the batch.
+            prefix: keys and values of virtual tokens in front of each row, as a cache of transformers; None for no
+                such tokens. Indices of tokens, below, do not count virtual tokens.
         """
-        super().__init__(layers=[_Layer(window, num_tokens) for window in sliding_windows])
+        self.num_virtual = 0 if prefix is None else prefix.get_seq_length()
+        super().__init__(layers=[_Layer(window, self.num_virtual + num_tokens) for window in sliding_windows])
+        for layer, given in zip(self.layers, [] if prefix is None else prefix.layers, strict=prefix is not None):
+            layer.put_prefix(given.keys, given.values, self.num_virtual)
 
     def begin(self, start: int) -> None:
         """Begins a pass over the window whose first token has the index `start`. Earlier windows must come first."""
         for layer in self.layers:
-            layer.begin(start)
+            layer.begin(self.num_virtual + start)
 
     def check(self) -> None:
         """Checks, after a pass, that every layer of the model has used this cache.
@@ -181,4 +214,10 @@ class WindowCache(Cache):  # type: ignore[misc]
             stop: the end of the window.
         """
         for layer in self.layers:
-            yield from layer.taken(stop)
+            yield from layer.taken(self.num_virtual + stop)
+
+    def prefix_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the keys, and the values, of the virtual tokens in each layer, with their gradient from all
+        windows."""
+        for layer in self.layers:
+            yield from layer.prefix_gradients(self.num_virtual)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX
+from tenant_sdk.training.soft_prompts import Prompted, kind_of
 from tenant_sdk.training.window_attention import allow_recomputation, check_adapter, share_masks, sliding_windows
 from tenant_sdk.training.window_cache import WindowCache
 from wire.errors import ConfigurationError
@@ -44,13 +46,11 @@ class Windows:
     """Computes a batch's loss and gradients window by window, with a model that has an adapter.
 
     Attributes:
-        before_graph: a function that is called with a window's token ids before each pass with gradients.
         contexts: a function that is called for each window that goes through the model twice, and returns the contexts
             of its first and of its second pass, as `context_fn` does for torch's activation checkpointing.
     """
 
     contexts: Callable[[], _Contexts] = staticmethod(lambda: (nullcontext(), nullcontext()))
-    before_graph: Callable[[torch.Tensor], object] = staticmethod(lambda token_ids: None)
 
     def __init__(self, model: Any, window_tokens: int) -> None:
         """Prepares a model for windows; nothing is sent.
@@ -65,6 +65,8 @@ class Windows:
         self._model, self._window_tokens = model, window_tokens
         self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         check_adapter(model)
+        # PEFT's forward method would add a soft prompt to every window
+        self._run = self._causal if kind_of(model) else model
         self._sliding_windows = sliding_windows(self._causal)
         share_masks(self._causal)
         allow_recomputation(self._causal)
@@ -95,6 +97,8 @@ class Windows:
         Returns:
             The loss times `share`, without an autograd graph.
         """
+        prompted = Prompted(self._model, inputs)
+        inputs = prompted.inputs
         targets = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]  # position p predicts token p + 1
         num_labels = (targets != IGNORE_INDEX).sum() if count is None else count
         scale = share / max(int(num_labels), 1)  # a batch may have no label: see tenant_sdk/text/rows.py
@@ -102,7 +106,7 @@ class Windows:
         length = max(self._window_tokens // batch, 1)
         windows = [(start, min(start + length, num_tokens)) for start in range(0, num_tokens, length)]
         seeds = [int(seed) for seed in torch.randint(1 << 62, (len(windows),))]
-        cache = WindowCache(self._sliding_windows, num_tokens)
+        cache = WindowCache(self._sliding_windows, num_tokens, prompted.prefix)
         again: list[AbstractContextManager[object]] = []
         hidden, last = self._forward(inputs, windows, seeds, cache, again)
         rows = hidden.flatten(0, 1)
@@ -112,7 +116,21 @@ class Windows:
             return total
         rows.zero_()[index] = gradient  # from here on, `hidden` is the gradient of the hidden states
         self._backward(inputs, windows, seeds, cache, again, last, hidden)
-        return total
+        prompted.backward()
+        return total + self._regularise(share)
+
+    def _regularise(self, share: float) -> torch.Tensor:
+        """Returns what the adapter itself adds to a batch's loss, times `share`, and adds its gradients to those of the
+        parameters. AdaLoRA does so; other kinds add nothing.
+
+        PEFT's forward method runs for it, over a base model that does nothing but return a loss of zero.
+        """
+        nothing = SimpleNamespace(loss=torch.zeros((), device=self._causal.device))
+        with _replaced_forward(self._causal, nothing):
+            loss: torch.Tensor = self._run(input_ids=None).loss * share
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _backward(
         self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
@@ -137,6 +155,8 @@ class Windows:
                 roots.append(own)
                 gradients.append(own_gradient)
             torch.autograd.backward(roots, gradients)
+        virtual = list(cache.prefix_gradients())
+        torch.autograd.backward([own for own, _ in virtual], [gradient for _, gradient in virtual])
 
     def _forward(
         self, inputs: _Inputs, windows: list[_Window], seeds: list[int], cache: WindowCache,
@@ -166,13 +186,12 @@ class Windows:
         tokens, hidden size)."""
         start, stop = window
         cache.begin(start)
-        ids = inputs["input_ids"]
-        if torch.is_grad_enabled():
-            self.before_graph(ids[:, start:stop])
-        with _random_numbers(seed, ids.device):
-            self._model(
-                input_ids=ids[:, start:stop], attention_mask=inputs["attention_mask"][:, :stop], past_key_values=cache,
-                use_cache=True, logits_to_keep=torch.empty(0, dtype=torch.long, device=ids.device),
+        device = inputs["labels"].device
+        tokens = {name: inputs[name][:, start:stop] for name in ("input_ids", "inputs_embeds") if name in inputs}
+        with _random_numbers(seed, device):
+            self._run(
+                **tokens, attention_mask=inputs["attention_mask"][:, : cache.num_virtual + stop], past_key_values=cache,
+                use_cache=True, logits_to_keep=torch.empty(0, dtype=torch.long, device=device),
             )  # fmt: skip
         cache.check()
         hidden, self._hidden = self._hidden, None

@@ -237,11 +237,13 @@ def test_what_explain_and_the_warning_say(connect: Open, chat_folder: Path, tmp_
     assert "prompts and KV cache" not in explained
     assert "NOT PROTECTED: prompts and training texts" in explained
     assert "own tokenizer decides how many rows a text takes" in warned
+    assert "a provider that has the output layer sees how many positions have labels" in explained
     for options in ({"tokenizer": chat_folder}, {"pad_rows": 32}, {"verify": chat_folder}):
         explained, warned = said(**options)
         assert "prompts and KV cache" in explained, options
         assert "NOT PROTECTED" not in explained, options
         assert "own tokenizer decides" not in warned, options
+        assert ("how many positions have labels" in explained) is ("pad_rows" not in options)
 
 
 # A bundle within every bound whose tokenizer fails on texts of its choice

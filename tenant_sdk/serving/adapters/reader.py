@@ -17,7 +17,7 @@ from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
 from tenant_sdk.serving.adapters.known import Known
 from tenant_sdk.serving.adapters.lora import SlotNumbers
 from tenant_sdk.serving.adapters.packed_modules import PackedModules, pack_modules
-from tenant_sdk.serving.adapters.peft_modules import Layer, check_shapes
+from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks
 from tenant_sdk.serving.adapters.reading import Found, Reading
 from tenant_sdk.serving.adapters.ticket import Origin
 from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile
@@ -54,7 +54,8 @@ class AdapterReader:
             limits: the conditions that adapters must meet.
             pinned: whether LoRA adapters are kept in pinned memory.
         """
-        self._layers, self._host, self._known, self._limits, self._pinned = layers, host, known, limits, pinned
+        self._layers, self._shapes, self._host, self._known = layers, ShapeChecks(layers), host, known
+        self._limits, self._pinned = limits, pinned
 
     def read(self, origin: Origin) -> PackedAdapter | PackedModules:
         """Reads an adapter from disk, keeps it in host memory and returns it. Only the loading thread may call this.
@@ -113,7 +114,7 @@ class AdapterReader:
             if not magnitudes:
                 return packed
             return replace(packed, gains=gains_of(found.name, packed, magnitudes, self._layers))
-        check_shapes(found.name, found.contents, self._layers, self._host.budget_bytes)
+        self._shapes.check(found.name, found.contents, self._host.budget_bytes)
         return pack_modules(reading, found.contents)
 
 

@@ -72,10 +72,10 @@ def test_auto_is_the_cheapest_that_fits(base: Any, tmp_path: Path, monkeypatch: 
     assert chosen(base, need.plain / MEGABYTES + 1, tmp_path) is None
     assert chosen(base, need.plain / MEGABYTES - 1, tmp_path) == "replies"
     assert chosen(base, 0, tmp_path) == "replies"
-    disk = SimpleNamespace(free=need.replies // 2)
+    disk = SimpleNamespace(free=need.stored // 2)
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda folder: disk)
     assert chosen(base, 0, tmp_path) == "recompute", "the disk has no room"
-    assert chosen(base, (need.working + 0.6 * need.replies) / MEGABYTES, tmp_path) == "replies", "memory has it"
+    assert chosen(base, (need.working + 0.6 * need.stored) / MEGABYTES, tmp_path) == "replies", "memory has it"
     with pytest.raises(StorageError, match="MB of free disk for replies") as failure:
         chosen(base, 0, tmp_path, "replies")
     assert "\n" not in str(failure.value)

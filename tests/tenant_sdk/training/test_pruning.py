@@ -184,6 +184,17 @@ def test_a_change_in_place_is_an_error(tmp_path: Path) -> None:
             loss.backward()
 
 
+def test_sparse_tensors_are_kept_as_usual(tmp_path: Path) -> None:
+    """A sparse tensor, which some adapters multiply by, has no address in memory by which it could be recognised."""
+    with open_client(make_model("llama", tmp_path / "llama")) as client:
+        model, eye = adapted(client, lora("llama")), torch.eye(8).to_sparse()
+        model.get_base_model().model.norm.register_forward_hook(lambda *args: torch.sparse.mm(eye, args[2][0])[None])
+        prune(model)
+        ids = torch.randint(3, VOCAB, (1, 8))
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert any(each.grad is not None and each.grad.norm() > 0 for each in model.parameters())
+
+
 def test_without_gradients_nothing_changes(tmp_path: Path) -> None:
     with open_client(make_model("llama", tmp_path / "llama")) as client:
         model, ids = adapted(client, lora("llama")).eval(), torch.randint(3, VOCAB, (2, 8))

@@ -83,6 +83,7 @@ def test_the_file_is_its_owners_and_ends_with_the_store(tmp_path: Path) -> None:
     store = ReplyStore(0, tmp_path / "new")
     kept = store.keep(torch.ones(10))
     assert file_of(tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    assert file_of(tmp_path / "new").stat().st_nlink == 0, "a process that is killed leaves nothing"
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     store.close()
     with pytest.raises(ValueError, match="not enough values"):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import JambaConfig
+from peft import PrefixTuningConfig
+from transformers import JambaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from attacks.programs.overflow import Fault
@@ -139,6 +140,37 @@ def test_recomputed_blocks(chat_client: Any, tmp_path: Path) -> None:
     assert result.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
+PREFIX = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("mode", ["replies", "recompute"])
+@pytest.mark.parametrize("window_tokens", [None, 24])
+def test_prefix_tuning_with_checkpointing(
+    chat_client: Any, tmp_path: Path, sent: Sent, mode: str, window_tokens: int | None
+) -> None:
+    """A checkpointed block of transformers drops its cache, and with it the prefix; here the prefix stays."""
+    whole = chat_client.finetune(ROWS, PREFIX, tmp_path / "whole", checkpointing=None, **SHORT)
+    want = rows_by_group(sent)
+    sent.clear()
+    result = chat_client.finetune(
+        ROWS, PREFIX, tmp_path / "out", checkpointing=mode, window_tokens=window_tokens, **SHORT
+    )
+    assert result.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert len(set(whole.losses)) == 3
+    got = rows_by_group(sent)
+    for name, direction in want:
+        if "lm_head" not in name and mode == "replies":
+            assert got[name, direction] == want[name, direction]
+    assert mode == "replies" or sum(got.values()) > 1.2 * sum(want.values())
+
+
+def test_a_budget_of_memory_needs_replies(chat_client: Any, tmp_path: Path, sent: Sent) -> None:
+    with pytest.raises(ConfigurationError, match="checkpointing='replies'") as failure:
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=24, memory_budget_mb=100, **SHORT)
+    assert "\n" not in str(failure.value)
+    assert sent == []
+
+
 def test_a_run_over_a_context_of_one_window_sends_what_a_whole_one_sends(chat_client: Any, tmp_path: Path) -> None:
     whole = chat_client.finetune(ROWS, lora(), tmp_path / "whole", **SHORT)
     result = chat_client.finetune(ROWS, lora(), tmp_path / "out", window_tokens=4 * 128, **SHORT)
@@ -258,6 +290,20 @@ def test_windows_that_cannot_be(chat_client: Any, tmp_path: Path, window_tokens:
     assert "\n" not in str(failure.value)
     assert list(tmp_path.iterdir()) == []
     assert sent == []
+
+
+def test_a_model_with_another_loss_trains_on_it(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=100.0
+    )
+    save_random(config, tmp_path / "mixtral")
+    character_tokenizer().save_pretrained(tmp_path / "mixtral")
+    options = {**QUICK, "max_steps": 1}
+    with client_of(tmp_path / "mixtral") as client:
+        adapter = lora(target_modules=["q_proj"])
+        assert client.finetune(ROWS, adapter, tmp_path / "out", **options).losses[0] > 100
+        with pytest.raises(ConfigurationError, match="its loss is more than the cross entropy of tokens"):
+            client.finetune(ROWS, adapter, tmp_path / "windows", window_tokens=16, **options)
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_rows_are_sent(

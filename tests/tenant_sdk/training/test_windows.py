@@ -3,16 +3,28 @@ models or batches that cannot be divided are refused."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    CPTConfig,
+    IA3Config,
+    LilyConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)  # fmt: skip
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, JambaConfig, LlamaConfig, MixtralConfig
 
+from tenant_sdk.training.window_cache import _Kept
 from tenant_sdk.training.windows import Windows
 from tests.support import served_kinds
 from tests.support.parity import adapted, relative
@@ -81,10 +93,7 @@ def test_activation_checkpointing(kind: str) -> None:
 
     first = next(module for name, module in model.named_modules() if ".0." in name and name.endswith("lora_A.default"))
     first.register_forward_hook(count)
-    windows, announced = Windows(model, 16), []
-    windows.before_graph = lambda token_ids: announced.append(tuple(token_ids.shape))
-    windows.backward(inputs)
-    assert announced == [(2, 7), (2, 8), (2, 8)]
+    Windows(model, 16).backward(inputs)
     assert num_passes == 2 + 3 + 3, "two windows before the last, three with gradients, and these once more"
     got = gradients_of(model)
     for name, gradient in want.items():
@@ -141,6 +150,34 @@ def test_a_batch_without_a_label() -> None:
     inputs["labels"].fill_(-100)
     assert float(Windows(model, 8).backward(inputs)) == 0
     assert all(float(gradient.norm()) == 0 for gradient in gradients_of(model).values())
+
+
+def test_gradients_from_many_windows_are_added_in_float32() -> None:
+    kept = _Kept(num_tokens=2)
+    kept.extended(torch.ones(1, 1, 1, 4, dtype=torch.bfloat16, requires_grad=True), 0, 0, is_again=False)
+    own = kept.own
+    for _ in range(300):
+        kept.add_gradient(torch.ones(1, 1, 1, 4, dtype=torch.bfloat16), 0, 1)
+    found = kept.taken(0, 1)
+    assert found is not None
+    assert found[0] is own
+    assert found[1].dtype is torch.bfloat16
+    assert found[1].unique().tolist() == [300], "bfloat16 adds nothing to 256"
+
+
+def test_bfloat16() -> None:
+
+    def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([gradients[name].float().flatten() for name in sorted(gradients)])
+
+    inputs = padded_batch()
+    exact = flat(whole_gradients(make("llama"), inputs)[1])
+    model = make("llama").to(torch.bfloat16)
+    whole = flat(whole_gradients(model, inputs)[1])
+    model.zero_grad()
+    Windows(model, 2).backward(inputs)
+    found = relative(flat(gradients_of(model)), exact)
+    assert 1e-3 < found < 1.5 * relative(whole, exact)
 
 
 def test_logits_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +283,12 @@ STATEFUL = JambaConfig(
             LlamaConfig(**SIZES, layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4),
             "llama: its attention is cut into chunks already",
         ),
+        (
+            MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+            "mixtral: its loss is more than the cross entropy of tokens",
+        ),
     ],
-    ids=["state", "rotary embedding", "shared keys", "chunks"],
+    ids=["state", "rotary embedding", "shared keys", "chunks", "loss of the router"],
 )
 def test_attention_that_cannot_be_cut(config: Any, reason: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_config(config), lora(target_modules=["q_proj"]))
@@ -255,14 +296,89 @@ def test_attention_that_cannot_be_cut(config: Any, reason: str) -> None:
         Windows(model, 8)
 
 
+SOFT = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+SOFT_PROMPTS = {
+    "prompt": PromptTuningConfig(**SOFT),
+    "P": PromptEncoderConfig(encoder_hidden_size=16, **SOFT),
+    "prefix": PrefixTuningConfig(**SOFT),
+    "prefix by an encoder": PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=16, **SOFT),
+    "longer than a window": PromptTuningConfig(**{**SOFT, "num_virtual_tokens": 9}),
+    "prefix longer than a sliding window": PrefixTuningConfig(**{**SOFT, "num_virtual_tokens": 9}),
+}
+
+
+def model_loss(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Returns the loss of PEFT's own forward method, and its gradients."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_adalora_with_its_regulariser(share: float) -> None:
+    """AdaLoRA's forward method adds to the loss; windows add it once for a batch."""
+    config = AdaLoraConfig(
+        init_r=4, target_r=2, total_step=10, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model, inputs = make("llama", config), padded_batch()
+    loss, want = model_loss(model, inputs)
+    without, _ = whole_gradients(model, inputs)
+    assert loss > without + 0.1
+    model.zero_grad()
+    got = Windows(model, 8).backward(inputs, share=share)
+    assert float(got) == pytest.approx(share * loss, rel=1e-5)
+    assert not got.requires_grad
+    for name, gradient in gradients_of(model).items():
+        assert relative(gradient, share * want[name]) < TOLERANCE, name
+
+
+def soft_prompt(name: str) -> Any:
+    return copy.deepcopy(SOFT_PROMPTS[name])  # PEFT writes the model's sizes into a config
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    # PEFT cannot put embeddings before the projection that this OPT has
+    [(kind, name) for kind in [*CONFIGS, "gemma2"] for name in SOFT_PROMPTS if kind != "opt" or "prefix" in name],
+)
+def test_soft_prompts(kind: str, prompt: str) -> None:
+    model, inputs = make(kind, soft_prompt(prompt)), padded_batch()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    loss, want = model_loss(model, inputs)
+    for window_tokens in (8, 1000):
+        model.zero_grad()
+        assert float(Windows(model, window_tokens).backward(inputs)) == pytest.approx(loss, rel=1e-5)
+        got = gradients_of(model)
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            assert gradient.norm() > 0, name
+            assert relative(got[name], gradient) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "prefix"])
+def test_soft_prompts_with_activation_checkpointing(prompt: str) -> None:
+    model, inputs = make("llama", soft_prompt(prompt)), padded_batch()
+    _, want = model_loss(model, inputs)
+    model.zero_grad()
+    model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    for window_tokens in (8, 1000):
+        model.zero_grad()
+        Windows(model, window_tokens).backward(inputs)
+        assert all(relative(got, want[name]) < TOLERANCE for name, got in gradients_of(model).items())
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "with PROMPT_TUNING"),
-        (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "with PREFIX_TUNING"),
+        (CPTConfig(cpt_token_ids=[3, 4], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"), "with CPT"),
         (lora(alora_invocation_tokens=[5]), "with alora_invocation_tokens"),
+        (LilyConfig(r=4, num_B=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "with LILY"),
     ],
-    ids=["prompt", "prefix", "aLoRA"],
+    ids=["CPT", "aLoRA", "Lily"],
 )
 def test_adapters_that_cannot_be_cut(config: Any, said: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_config(CONFIGS["llama"]), config)

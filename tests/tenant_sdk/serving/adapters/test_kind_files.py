@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tenant_sdk.serving.adapters import AdapterStore, kinds
+from tenant_sdk.serving.adapters import AdapterStore, kinds, peft_modules
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.saved_kinds import EXAMPLES, save_kind
@@ -218,6 +219,51 @@ def test_a_kind_that_is_listed_by_mistake_is_refused_when_it_is_loaded(
     monkeypatch.setitem(kinds.KINDS, peft_type, kinds.Kind(peft_type, listed, training=training))
     with pytest.raises(ConfigurationError, match=match):
         raise ConfigurationError(refused(stock, tmp_path, "one"))
+
+
+def load(stock: Any, root: Path, *names: str) -> AdapterStore:
+    bell = Bell()
+    store, _ = opened(stock, root, bell, separate_calls=True)
+    for name in names:
+        ticket = store.reserve(name)
+        bell.wait_for(ticket)
+        assert ticket.failure is None
+    return store
+
+
+def test_no_compiler_runs(stock: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT tries to compile CUDA code for every layer of BOFT, whether or not there is a GPU."""
+    compiled: list[Any] = []
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *_, **options: compiled.append(options))
+    load(stock, made, "BOFT").close()
+    assert compiled == []
+    save_kind(stock, "llama", tmp_path / "BOFT", "BOFT", seed=2)
+    assert compiled, "PEFT alone tries it"
+
+
+def test_an_adapter_that_takes_long_for_a_row_is_refused(
+    stock: Any, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(peft_modules, "_TRIAL_S", -1.0)
+    assert re.fullmatch("the adapter LoHa takes more than -1 s for one row", refused(stock, made, "LoHa"))
+
+
+def test_shapes_are_asked_of_peft_once_for_settings(
+    stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    for name, seed in (("one", 1), ("two", 2), ("bad", 3)):
+        save_kind(stock, "llama", tmp_path / name, "LoHa", seed=seed)
+    save_kind(stock, "llama", tmp_path / "other", "IA3", seed=1)
+    tensors(tmp_path / "bad", lambda saved: saved.update({f"{V}.hada_w1_a": torch.ones(2, 2)}))
+    asked: list[str] = []
+    ask = peft_modules._ask_peft
+    monkeypatch.setattr(peft_modules, "_ask_peft", lambda name, *others: asked.append(name) or ask(name, *others))
+    store = load(stock, tmp_path, "one", "two", "other")
+    ticket = store.reserve("bad")
+    cast(Bell, store.on_ready).wait_for(ticket)
+    assert "is for another base or of other settings" in str(ticket.failure)
+    store.close()
+    assert asked == ["one", "other"]
 
 
 def test_numbers_that_overflow_are_refused_and_this_is_remembered(
