@@ -54,6 +54,7 @@ def serve(settings: ProviderSettings) -> None:
     settings.check_exposure()
     settings.check_shards()
     settings.check_parallel()
+    settings.check_device()
     settings.check_conflicts()
     rank = rank_here(settings.parallel)
     share_one_heap()
@@ -210,15 +211,18 @@ def _make_shards(
     from provider.net.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
-        return [whole(model, _make_scheduler(settings, model, admission, model.compute))]
+        return [_on_device(settings, model, admission, ending) or whole(
+            model, _make_scheduler(settings, model, admission, model.compute)
+        )]  # fmt: skip
     from provider.engine.replica import ReplicaLost
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
     parent = settings.state if settings.tls else None
     local = LocalShards.start(
-        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
-    )
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere,
+        settings.device,
+    )  # fmt: skip
     ending.callback(local.close)
     model.let_weights_go()
     shards = []
@@ -235,6 +239,27 @@ def _make_shards(
             where = f"no process: waiting for `provider shard --shard {number}`"
         _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
+
+
+def _on_device(settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack) -> Shard | None:
+    """Makes the shard that holds all groups on an accelerator; returns None if the CPU computes."""
+    if settings.parallel != "none":
+        return None
+    from provider.device.choice import choose
+
+    device = choose(settings.device)
+    if device is None:
+        return None
+    from provider.device.on_device import OnDevice
+    from provider.model.weights import return_freed_memory
+    from provider.shards.router import Shard
+
+    groups = model.take_weights()
+    replica = OnDevice(groups, device)
+    ending.callback(replica.close)
+    return_freed_memory()
+    scheduler = _make_scheduler(settings, model, admission, replica.product)
+    return Shard(range(len(model.manifest().groups)), [replica], scheduler)
 
 
 def _make_scheduler(

@@ -30,6 +30,7 @@ from wire.errors import InvalidTensor
 from wire.ring import int_mm
 from wire.ring import kernels as compiled
 from wire.ring.buffers import unwritten_tensor
+from wire.ring.pieces import RowsAndReply, row_blocks
 from wire.ring.threads import use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
@@ -58,8 +59,6 @@ times as long if it is a plain loop itself. With VNNI it should take about as lo
 from the 850 GOP/s of noise/polynomial/negacyclic.py and not measured."""
 _local = threading.local()
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A pair of some rows and the memory for their product."""
 Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
 """Maps (matrices of rows, weight) to the product of each matrix with the weight. Each product has memory of its own."""
 
@@ -171,6 +170,24 @@ def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
     return _together(product_cuda.product, parts, weight)
 
 
+def is_exact_on(device: torch.device, again: bool = False) -> bool:
+    """Tells whether a CUDA device passes the self-test of a kernel that uses its int8 units. A device that fails
+    computes products in float64, exactly and slowly.
+
+    Args:
+        device: the CUDA device, with its index.
+        again: whether the test is made again, because the device may have failed since.
+
+    Raises:
+        RuntimeError: the device does not answer.
+    """
+    from wire.ring import product_cuda
+
+    if again:
+        product_cuda.is_exact.cache_clear()
+    return product_cuda.is_exact(device)
+
+
 # Compiled
 
 
@@ -209,7 +226,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)
     step = max(_LEAST_BLOCK, min(num_rows, _SCRATCH_BYTES // (4 * d + 16 * m)))
-    for block in _blocks(parts, replies, step):
+    for block in row_blocks(parts, replies, step):
         count = sum(rows.shape[0] for rows, _ in block)
         stacked, sums = _scratch(4 * count * d, 16 * count * m)
         stacked, place = stacked.view(4, count, d), 0
@@ -258,7 +275,7 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
     """Converts blocks of rows and of the weight to float64, in scratch memory, and multiplies them."""
     replies = _empty_replies(parts, weight.shape[1])
     inner, columns, step = _block_shape(sum(rows.shape[0] for rows in parts), weight)
-    for block in _blocks(parts, replies, step):
+    for block in row_blocks(parts, replies, step):
         for start in range(0, max(1, weight.shape[0]), inner):
             _multiply_piece(block, weight, slice(start, start + inner), columns)
     return replies
@@ -274,7 +291,7 @@ def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
     return inner, columns, step
 
 
-def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, columns: int) -> None:
+def _multiply_piece(block: list[RowsAndReply], weight: torch.Tensor, inner: slice, columns: int) -> None:
     """Multiplies a block of rows by the weight's rows in the slice `inner`. The first slice's product is written to the
     reply; later ones are added to it.
 
@@ -344,24 +361,6 @@ def _empty_replies(parts: Sequence[torch.Tensor], m: int) -> list[torch.Tensor]:
 def _slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, step):
         yield slice(start, min(length, start + step))
-
-
-def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step: int) -> Iterator[list[_Pair]]:
-    """Yields blocks of `step` rows (the last may be smaller) as pairs of rows and memory for their product. A block may
-    span several matrices."""
-    block: list[_Pair] = []
-    room = step
-    for rows, reply in zip(parts, replies, strict=True):
-        start = 0
-        while start < rows.shape[0]:
-            stop = min(rows.shape[0], start + room)
-            block.append((rows[start:stop], reply[start:stop]))
-            room, start = room - (stop - start), stop
-            if not room:
-                yield block
-                block, room = [], step
-    if block:
-        yield block
 
 
 def _scratch(*sizes: int) -> list[torch.Tensor]:
