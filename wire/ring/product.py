@@ -9,8 +9,9 @@ nothing but the time. On a CPU the first kernel of this list that applies is use
 - an integer loop for few rows;
 - float64 products of blocks for many rows.
 
-CUDA devices use wire/ring/product_cuda.py if that is exact on the device. All other devices use `plain_product`, with
-which tests compare every kernel.
+CUDA devices use wire/ring/product_triton.py if Triton is installed and its kernels are exact on the device, or else
+wire/ring/product_cuda.py if that is exact there. All other devices use `plain_product`, with which tests compare every
+kernel.
 
 Memory: each thread keeps about `_SCRATCH_BYTES` of scratch memory between calls, since fresh pages cost time:
 converting a 2048 × 2048 weight to float64 takes 20 ms in a new tensor and 1 ms in a tensor that was used before.
@@ -163,15 +164,22 @@ def _together(
 
 
 def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    from wire.ring import product_cuda
+    kernel = _kernel_on(weight.device)
+    return _plainly(parts, weight) if kernel is None else _together(kernel, parts, weight)
 
-    if not product_cuda.is_exact(weight.device):
-        return _plainly(parts, weight)
-    return _together(product_cuda.product, parts, weight)
+
+def _kernel_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Returns the first kernel that is exact on a CUDA device: Triton's, which needs the extra `gpu`, or cuBLAS'. None
+    if neither is."""
+    from wire.ring import product_cuda, product_triton
+
+    if product_triton.is_exact(device):
+        return product_triton.product
+    return product_cuda.product if product_cuda.is_exact(device) else None
 
 
 def is_exact_on(device: torch.device, again: bool = False) -> bool:
-    """Tells whether a CUDA device passes the self-test of a kernel that uses its int8 units. A device that fails
+    """Tells whether a CUDA device passes the self-test of a kernel that uses its matrix units. A device that fails
     computes products in float64, exactly and slowly.
 
     Args:
@@ -181,11 +189,12 @@ def is_exact_on(device: torch.device, again: bool = False) -> bool:
     Raises:
         RuntimeError: the device does not answer.
     """
-    from wire.ring import product_cuda
+    from wire.ring import product_cuda, product_triton
 
     if again:
+        product_triton.is_exact.cache_clear()
         product_cuda.is_exact.cache_clear()
-    return product_cuda.is_exact(device)
+    return _kernel_on(device) is not None
 
 
 # Compiled
