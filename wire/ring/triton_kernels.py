@@ -34,7 +34,7 @@ def split_limbs(
     turned = (z + 0x00808080) ^ 0x00808080
     for plane in tl.static_range(NUM_PLANES):
         limb = (turned >> (8 * plane)).to(tl.int8)
-        tl.store(planes + plane * plane_stride + row * width + at, limb, mask=at < width)
+        tl.store(planes + tl.cast(plane_stride, tl.int64) * plane + row * width + at, limb, mask=at < width)
 
 
 @triton.jit
@@ -50,7 +50,9 @@ def split_digits(
     half: tl.constexpr = 1 << (BITS - 1)
     for plane in tl.static_range(NUM_PLANES):
         digit = ((z + half) & (2 * half - 1)) - half
-        tl.store(planes + plane * plane_stride + row * width + at, digit.to(tl.float16), mask=at < width)
+        tl.store(
+            planes + tl.cast(plane_stride, tl.int64) * plane + row * width + at, digit.to(tl.float16), mask=at < width
+        )
         # The difference may wrap, which changes the quotient by a multiple of 2^(32 - BITS): nothing mod 2^32.
         z = (z - digit) >> BITS
 
@@ -84,11 +86,11 @@ def multiply_planes(
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     # Rows and columns past the end read others' numbers; their results are not stored.
-    left = planes + (row % num_rows)[:, None] * row_stride + inner[None, :]
-    right = weight + (column % m)[None, :] * column_stride + inner[:, None]
+    left = planes + (row % num_rows).to(tl.int64)[:, None] * row_stride + inner[None, :]
+    right = weight + (column % m).to(tl.int64)[None, :] * column_stride + inner[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for index in range(NUM_PLANES):
-        plane = left + (NUM_PLANES - 1 - index) * plane_stride
+        plane = left + tl.cast(plane_stride, tl.int64) * (NUM_PLANES - 1 - index)
         total = total << 8
         part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32) if SUM_PER_PLANE else total
         for start in range(0, d, BLOCK_K):
@@ -119,11 +121,11 @@ def multiply_digits(
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
-    left = planes + (row % num_rows)[:, None] * row_stride + inner[None, :]
-    right = weight + (column % m)[None, :] * column_stride + inner[:, None]
+    left = planes + (row % num_rows).to(tl.int64)[:, None] * row_stride + inner[None, :]
+    right = weight + (column % m).to(tl.int64)[None, :] * column_stride + inner[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for index in range(NUM_PLANES):
-        plane = left + (NUM_PLANES - 1 - index) * plane_stride
+        plane = left + tl.cast(plane_stride, tl.int64) * (NUM_PLANES - 1 - index)
         total = total << BITS
         for start in range(0, d, BLOCK_K):
             is_inside = inner < d - start
@@ -154,7 +156,7 @@ def multiply_few(
     row, limb = stacked % ROWS, stacked // ROWS
     is_read = ((row < num_rows) & (limb < NUM_PLANES))[:, None]
     left = rows + row[:, None] * row_stride + inner[None, :] * inner_stride
-    right = weight + (column % m)[None, :] * column_stride + inner[:, None]
+    right = weight + (column % m).to(tl.int64)[None, :] * column_stride + inner[:, None]
     sums = tl.zeros((4 * ROWS, BLOCK_N), dtype=tl.int32)
     for start in range(tl.program_id(1) * BLOCK_K, d, SPLITS * BLOCK_K):
         is_inside = inner < d - start
