@@ -38,8 +38,9 @@ VARIANTS = {
 }
 
 
-def step_of(model: Any) -> Callable[[], float]:
-    """Returns a function that takes one LoRA step: forward pass, backward pass, AdamW."""
+def step_of(model: Any, shape: tuple[int, int] = SHAPE, vocabulary: int = 40_000) -> Callable[[], float]:
+    """Returns a function that takes one LoRA step: forward pass, backward pass, AdamW. The batch has random tokens of
+    the first `vocabulary` ones, and is on the model's device."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -48,7 +49,7 @@ def step_of(model: Any) -> Callable[[], float]:
         warnings.simplefilter("ignore")
         peft_model = get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(100, 40_000, SHAPE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(100, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
 
     def step() -> float:
         loss = peft_model(input_ids=ids, labels=ids).loss

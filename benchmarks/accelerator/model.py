@@ -9,6 +9,7 @@ copies of the model, on one GPU.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import Worker, interleaved, provider, ratios, serve_worker
+from benchmarks.decode import NEW_TOKENS, PROMPT_TOKENS, decode_of
+from benchmarks.finetune_step import SHAPE, step_of
 
 if TYPE_CHECKING:
     from benchmarks.accelerator import Setting
@@ -32,8 +35,7 @@ QUICK_SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128,
 }  # fmt: skip
-STEP_SHAPE, QUICK_SHAPE = (2, 256), (2, 8)
-PROMPT_TOKENS, NEW_TOKENS = 16, 24
+QUICK_SHAPE = (2, 8)
 ADAPTERS = (1, 2, 4)
 LOCAL = "local bf16"
 
@@ -68,7 +70,7 @@ def compare(setting: Setting) -> bool:
 def by_adapters(setting: Setting) -> bool:
     """Prints seconds a step and device memory by the number of adapters. Returns True, since no number is compared."""
     print("| adapters | side | ms a step of all | tokens/s | GB of the device |\n|---|---|---|---|---|")
-    tokens = (QUICK_SHAPE if setting.is_quick else STEP_SHAPE)[0] * (QUICK_SHAPE if setting.is_quick else STEP_SHAPE)[1]
+    tokens = math.prod(QUICK_SHAPE if setting.is_quick else SHAPE)
     for side, detail in (("remote", "off"), ("local", "bfloat16")):
         with ExitStack() as stack:
             before_gb = _used_gb(setting.device)
@@ -138,8 +140,11 @@ def work(kind: str, side: str, detail: str, folder: str, device: str, quick: str
         quick: empty for full shapes.
         url: the provider's URL.
     """
-    shape = QUICK_SHAPE if quick else STEP_SHAPE
-    task: Callable[[Any], Callable[[], Any]] = (lambda model: _step(model, shape)) if kind == "step" else _decode
+    shape, vocabulary = (QUICK_SHAPE, 128) if quick else (SHAPE, 32_000)
+
+    def task(model: Any) -> Callable[[], Any]:
+        return step_of(model, shape, vocabulary) if kind == "step" else decode_of(model, vocabulary)
+
     if side == "local":
         import torch
         from transformers import AutoModelForCausalLM
@@ -160,42 +165,6 @@ def work(kind: str, side: str, detail: str, folder: str, device: str, quick: str
             rows = shape[0] * shape[1] if kind == "step" else PROMPT_TOKENS + NEW_TOKENS
             prepare = lambda: client.prepare(rows, backward=kind == "step")  # noqa: E731 - two lines shorter
         serve_worker(task(client.load_model()), prepare)
-
-
-def _step(model: Any, shape: tuple[int, int]) -> Callable[[], Any]:
-    """Returns a function that takes one LoRA step: forward pass, backward pass, AdamW."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, config)
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-4)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, shape, generator=generator).to(model.device)
-
-    def step() -> float:
-        loss = adapted(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return step
-
-
-def _decode(model: Any) -> Callable[[], Any]:
-    """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator).to(model.device)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-    def decode() -> Any:
-        with torch.no_grad():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), **options).cpu()
-
-    return decode
 
 
 if __name__ == "__main__":

@@ -59,14 +59,25 @@ def split_digits(
 
 @triton.jit
 def _place(num_rows, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Returns the numbers of this program's block of rows and block of columns. Programs that run at the same time
-    share rows and columns, so that the cache serves them."""
+    """Returns the rows and the columns of this program's block. Programs that run at the same time share rows and
+    columns, so that the cache serves them."""
     program = tl.program_id(0)
     blocks_m, blocks_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(m, BLOCK_N)
     in_group = GROUP_M * blocks_n
     first = program // in_group * GROUP_M
     height = min(blocks_m - first, GROUP_M)
-    return first + program % in_group % height, program % in_group // height
+    block_m, block_n = first + program % in_group % height, program % in_group // height
+    return block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _store(reply, total, row, column, num_rows, m, ADDS: tl.constexpr):
+    """Writes this program's block to `reply`, or adds it."""
+    to = reply + row.to(tl.int64)[:, None] * m + column[None, :]
+    is_real = (row < num_rows)[:, None] & (column < m)[None, :]
+    if ADDS:
+        total += tl.load(to, mask=is_real, other=0)
+    tl.store(to, total, mask=is_real)
 
 
 @triton.jit
@@ -81,9 +92,7 @@ def multiply_planes(
     With SUM_PER_PLANE each plane's products have a sum of their own: exact on units that saturate, for d below 2^17.
     Without, one sum serves all planes, which must wrap.
     """
-    block_m, block_n = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
-    row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
     inner = tl.arange(0, BLOCK_K)
     # Rows and columns past the end read others' numbers; their results are not stored.
     left = planes + (row % num_rows).to(tl.int64)[:, None] * row_stride + inner[None, :]
@@ -102,11 +111,7 @@ def multiply_planes(
             total += part
         else:
             total = part
-    to = reply + row.to(tl.int64)[:, None] * m + column[None, :]
-    is_real = (row < num_rows)[:, None] & (column < m)[None, :]
-    if ADDS:
-        total += tl.load(to, mask=is_real, other=0)
-    tl.store(to, total, mask=is_real)
+    _store(reply, total, row, column, num_rows, m, ADDS)
 
 
 @triton.jit
@@ -117,9 +122,7 @@ def multiply_digits(
 ):  # fmt: skip
     """Computes `multiply_planes` from float16 digits of BITS bits. The sum of a block, of BLOCK_K products, is at most
     2^(BITS - 1) · 128 · BLOCK_K = 2^24, which float32 holds exactly; blocks are added in int32, which wraps."""
-    block_m, block_n = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
-    row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
     inner = tl.arange(0, BLOCK_K)
     left = planes + (row % num_rows).to(tl.int64)[:, None] * row_stride + inner[None, :]
     right = weight + (column % m).to(tl.int64)[None, :] * column_stride + inner[:, None]
@@ -132,11 +135,7 @@ def multiply_digits(
             a = tl.load(plane + start, mask=is_inside[None, :], other=0.0)
             b = tl.load(right + start, mask=is_inside[:, None], other=0).to(tl.float16)
             total += tl.dot(a, b, out_dtype=tl.float32).to(tl.int32)
-    to = reply + row.to(tl.int64)[:, None] * m + column[None, :]
-    is_real = (row < num_rows)[:, None] & (column < m)[None, :]
-    if ADDS:
-        total += tl.load(to, mask=is_real, other=0)
-    tl.store(to, total, mask=is_real)
+    _store(reply, total, row, column, num_rows, m, ADDS)
 
 
 @triton.jit
