@@ -114,7 +114,7 @@ class DeviceProducts:
         """Gives the Toeplitz matrix of the secrets on the device and on the CPU, and overwrites both afterwards.
 
         Raises:
-            MaskError: the device has no memory left.
+            MaskError: the device has no memory left, or failed.
         """
         here = toeplitz(secrets)
         there = here
@@ -122,12 +122,16 @@ class DeviceProducts:
             there = here.to(self._device)
             # The weight's inner width is contiguous, so kernels make no copy of it.
             yield there.t(), here.t()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # `from None`, here and below: the cause's text may hold numbers.
             raise MaskError(
                 f"{self._device} has no memory left to make masks: free some, or make masks on the CPU"
             ) from None
+        except RuntimeError as exc:
+            raise MaskError(f"{self._device} failed while it made masks: {type(exc).__name__}") from None
         finally:
-            _overwrite(here, there)
+            here.zero_()
+            with contextlib.suppress(RuntimeError):  # A device that is lost overwrites nothing.
+                there.zero_()
 
 
 def toeplitz(secrets: torch.Tensor) -> torch.Tensor:
@@ -142,11 +146,15 @@ def toeplitz(secrets: torch.Tensor) -> torch.Tensor:
     """
     num_blocks, rank, degree = secrets.shape
     # Entry N − 1 − (t − j) of `line` is the coefficient for the difference t − j, from N − 1 down to −(N − 1).
-    line = torch.cat([secrets.flip(-1), -secrets[..., 1:].flip(-1)], dim=-1)
+    turned = secrets.flip(-1)
+    line = torch.empty(num_blocks, rank, 2 * degree - 1, dtype=torch.int8, device="cpu")
+    line[..., :degree] = turned
+    torch.neg(turned[..., :-1], out=line[..., degree:])
     windows = line.unfold(-1, degree, 1).flip(-2)  # (B, k, N, N): row t is the window that begins at N − 1 − t
-    made = windows.permute(0, 2, 1, 3).reshape(num_blocks * degree, rank * degree)
-    _overwrite(line)
-    return made
+    made = torch.empty(num_blocks, degree, rank, degree, dtype=torch.int8, device="cpu")
+    made.copy_(windows.permute(0, 2, 1, 3))
+    _overwrite(turned, line, windows)
+    return made.view(num_blocks * degree, rank * degree)
 
 
 def _turned(columns: torch.Tensor) -> torch.Tensor:

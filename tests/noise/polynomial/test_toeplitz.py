@@ -155,11 +155,21 @@ def test_a_device_that_computes_nothing_sends_no_row_without_a_mask(
     assert "\n" not in str(caught.value)
 
 
-def test_without_memory_the_line_says_what_to_do(products: DeviceProducts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "product", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError("secret")))
-    with pytest.raises(MaskError, match="has no memory left to make masks: free some, or") as caught:
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError, "has no memory left to make masks: free some, or make masks on the CPU"),
+        (torch.AcceleratorError, "failed while it made masks: AcceleratorError"),
+    ],
+)
+def test_a_device_that_fails_is_one_line(
+    products: DeviceProducts, monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError], line: str
+) -> None:
+    monkeypatch.setattr(coding, "product", lambda *given: (_ for _ in ()).throw(error("secret\nnumbers")))
+    with pytest.raises(MaskError, match=line) as caught:
         products.product(*drawn(TOY, 1, 2), TOY)
     assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---- the mask -------------------------------------------------------------------------------------------------------
