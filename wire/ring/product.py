@@ -193,6 +193,7 @@ def is_exact_on(device: torch.device, again: bool = False) -> bool:
 
     if again:
         product_triton.is_exact.cache_clear()
+        product_triton.exact_form.cache_clear()
         product_cuda.is_exact.cache_clear()
     return _kernel_on(device) is not None
 

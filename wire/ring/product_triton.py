@@ -25,11 +25,13 @@ from wire.ring.product_cuda import prepared
 Form = Literal["horner", "planes", "digits"]
 """How planes are multiplied: `horner` in one int32 sum that wraps, `planes` in an int32 sum for each plane, `digits` in
 float16."""
-WRAPPING = ((9, 0), (10, 0))
-"""The compute capabilities for which Triton compiles an int8 product that wraps; see
-tests/wire/ring/test_triton_compiled.py."""
+WRAPPING = ((9, 0),)
+"""The compute capabilities for which every Triton from 3.6 on compiles an int8 product that wraps. For sm_100, 3.7.1
+compiles one that saturates, and 3.9.0 one that wraps. tests/wire/ring/test_triton_compiled.py reads it from the
+code."""
 LITTLE_INT8 = ((10, 3),)
 """The compute capabilities of chips whose int8 units were given up for others (Blackwell Ultra)."""
+_SAFEST: Form = "planes"
 MOST_FEW_ROWS = 16
 """The most rows that are multiplied by `multiply_few`, which reads the weight once and splits it among programs."""
 MOST_INNER = (1 << 17) - 16
@@ -48,7 +50,7 @@ BLOCKS: dict[Form, dict[str, int]] = {
     "digits": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
 }
 """The block sizes and launch options of each form. BLOCK_K of `digits` is at most 128 for digits of 11 bits and 64 for
-12 bits. `planes` with 128 columns spills registers on sm_80 (tests/wire/ring/test_triton_compiled.py)."""
+12 bits. With 128 columns, `planes` spills registers on sm_80 under Triton 3.9.0, though not under 3.7.1."""
 FEW_BLOCKS = {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3, **_NO_FUSION}
 """The block sizes and launch options of `multiply_few`."""
 
@@ -72,8 +74,15 @@ def form_of(capability: tuple[int, int]) -> Form:
     return "horner" if capability in WRAPPING else "planes"
 
 
-def _form_on(device: torch.device) -> Form:
-    return form_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "planes"
+@functools.cache
+def exact_form(device: torch.device) -> Form | None:
+    """Returns the form that is used on a device: the one that suits the chip, or `planes` if that one fails the
+    self-test, as it may under another Triton. None if both fail."""
+    suited = form_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "planes"
+    for form in dict.fromkeys((suited, _SAFEST)):
+        if passes_self_test(functools.partial(product, form=form), device):
+            return form
+    return None
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form | None = None) -> torch.Tensor:
@@ -85,7 +94,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
             its first use; see `product_cuda.prepared`.
         bits: 32; or 24, which takes three planes in place of four. No message of wire/SPEC.md has 24 bits yet, so no
             caller outside tests and benchmarks sets it.
-        form: see `Form`; None chooses by the device.
+        form: see `Form`; None takes `exact_form`.
 
     Returns:
         int32, shape (num_rows, m), contiguous. With 24 bits only the low 24 bits of each number are the product's.
@@ -94,7 +103,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
     reply = torch.zeros(num_rows, m, dtype=torch.int32, device=rows.device)
     if 0 in (num_rows, d, m):
         return reply
-    chosen = form or _form_on(rows.device)
+    chosen = form or exact_form(rows.device) or _SAFEST
     right = prepared(weight)
     with _on(rows.device):
         for start in range(0, d, MOST_INNER):
@@ -157,7 +166,7 @@ def is_exact(device: torch.device) -> bool:
     """Tells whether Triton is installed and its kernels are exact on a device. The result is computed once for each
     device. One line is logged if installed kernels cannot be used."""
     try:
-        passes = passes_self_test(product, device)
+        passes = exact_form(device) is not None
     except ImportError:
         return False  # The extra is not installed, which is no fault.
     except Exception as exc:  # noqa: BLE001 - compilers, drivers and kernels fail in many ways; the fallback is exact

@@ -29,9 +29,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _fresh_self_test() -> Iterator[None]:
-    product_triton.is_exact.cache_clear()
+    for kept in (product_triton.is_exact, product_triton.exact_form):
+        kept.cache_clear()
     yield
-    product_triton.is_exact.cache_clear()
+    for kept in (product_triton.is_exact, product_triton.exact_form):
+        kept.cache_clear()
 
 
 def exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -206,16 +208,31 @@ def test_without_a_kernel_the_fallback_is_used_and_one_line_says_why(
 
 @pytest.mark.parametrize(
     ("capability", "form"),
-    [((8, 0), "planes"), ((8, 9), "planes"), ((9, 0), "horner"), ((10, 0), "horner"), ((10, 3), "digits"),
+    [((8, 0), "planes"), ((8, 9), "planes"), ((9, 0), "horner"), ((10, 0), "planes"), ((10, 3), "digits"),
      ((12, 0), "planes"), ((99, 0), "planes")],
 )  # fmt: skip
 def test_the_form_suits_the_chip(capability: tuple[int, int], form: Form) -> None:
     assert product_triton.form_of(capability) == form
 
 
+@pytest.mark.usefixtures("_fresh_self_test")
+@pytest.mark.parametrize(("failing", "chosen"), [((), "horner"), (("horner",), "planes"), (("horner", "planes"), None)])
+def test_a_form_that_fails_its_self_test_is_replaced_by_the_safest(
+    failing: tuple[Form, ...], chosen: Form | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        product_triton, "passes_self_test", lambda multiply, device: multiply.keywords["form"] not in failing
+    )
+    gpu = torch.device("cuda", 0)
+    assert product_triton.exact_form(gpu) == chosen
+    assert product_triton.is_exact(gpu) is (chosen is not None)
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_products_of_a_device_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_triton, "is_exact", lambda device: True)
+    monkeypatch.setattr(product_triton, "exact_form", lambda device: "planes")
     rows, weight = draw(40, 30, 9, seed=3)
     first, second = kernels.KERNELS["CUDA"]([rows[:2], rows[2:]], weight)
     assert torch.equal(torch.cat([first, second]), exact(rows, weight))
