@@ -247,7 +247,7 @@ def _on_device(settings: ProviderSettings, model: ServedModel, admission: Admiss
         return None
     from provider.device.choice import choose
 
-    device = choose(settings.device)
+    device = choose(settings.device, 0, model.served.groups)
     if device is None:
         return None
     from provider.device.on_device import OnDevice

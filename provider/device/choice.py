@@ -1,15 +1,18 @@
 """Chooses the device that computes a provider's products, and says in one line why an accelerator cannot be used.
 
-Guarantees: a CUDA device is chosen only if its products passed a self-test (`wire.ring.product.is_exact_on`). Nothing
-here was run on a GPU.
+Guarantees: a CUDA device is chosen only if its products passed a self-test (`wire.ring.product.is_exact_on`) and it has
+room for the weights. Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
+from provider.device.weights import check_room
+from provider.model.served_group import ServedGroup
 from wire.errors import ConfigurationError
 from wire.ring.product import is_exact_on
 
@@ -19,13 +22,14 @@ cuBLAS' workspaces and for the limbs of a batch."""
 _LOGGER = logging.getLogger(__name__)
 
 
-def choose(wanted: str, number: int = 0) -> torch.device | None:
+def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> torch.device | None:
     """Chooses the device of one process that computes.
 
     Args:
         wanted: `auto`, `cpu`, `cuda` or `cuda:N`.
         number: the process's number among those of this provider. `auto` and `cuda` give process i the device i mod n
             of the n that the machine has.
+        groups: the layer groups whose weights are to be moved there.
 
     Returns:
         The CUDA device, or None if the CPU computes.
@@ -38,6 +42,7 @@ def choose(wanted: str, number: int = 0) -> torch.device | None:
     try:
         device = _find(wanted, number)
         _examine(device)
+        check_room(groups, device)
     except ConfigurationError as exc:
         if wanted != "auto":
             raise

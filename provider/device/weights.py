@@ -69,7 +69,6 @@ def move(
         ConfigurationError: the weights do not fit; the message says how many layers would.
     """
     num_layers = _num_layers(groups)
-    _refuse_too_many(groups, device)
     moved: dict[int, Moved] = {}
     groups.reverse()
     while groups:
@@ -89,10 +88,9 @@ def _on(group: ServedGroup, device: torch.device) -> ServedGroup:
     return replace(group, quantised=group.quantised.to(device), alpha=group.alpha.to(device), bias=bias, native=native)
 
 
-def _refuse_too_many(groups: Sequence[ServedGroup], device: torch.device) -> None:
-    """Raises ConfigurationError if the device has too little free memory for all groups."""
-    if device.type != "cuda":
-        return
+def check_room(groups: Sequence[ServedGroup], device: torch.device) -> None:
+    """Raises ConfigurationError if a CUDA device has too little free memory for all groups; the message says how many
+    layers would fit."""
     room, num_fitting = torch.cuda.mem_get_info(device)[0] - RESERVED_BYTES, 0
     for group in groups:
         room -= _COPIES * group.quantised.numel()

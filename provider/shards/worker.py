@@ -98,7 +98,8 @@ def main(arguments: list[str]) -> None:
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
         try:
-            product = product_of(read_weights(weights), choose(device, index))
+            groups = read_weights(weights)
+            product = product_of(groups, choose(device, index, list(groups.values())))
             worker = Worker(product, SharedRows(requests), SharedRows(replies))
         except VeilbaseError as exc:
             sys.exit(f"provider: {exc}")

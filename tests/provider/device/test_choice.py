@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from provider.device import choice
-from provider.device.weights import move
 from provider.model.served_group import ServedGroup
 from wire.errors import ConfigurationError
 from wire.manifest import GroupInfo
@@ -111,13 +110,18 @@ def test_no_such_device(machine: Machine) -> None:
         choice.choose("cuda:2")
 
 
-def test_weights_that_cannot_fit_are_refused_before_they_move(machine: Machine) -> None:
-    """Two groups of 100 MB each need 200 MB each on the device, for which kernels keep two copies; half a GB is
-    reserved."""
-    machine(free=900_000_000)
-    groups = [_group(number, 10_000, 10_000) for number in range(2)]
-    with pytest.raises(ConfigurationError, match="do not fit on cuda:0: 1 of 2 layers would"):
-        move(groups, torch.device("cuda:0"), lambda here, there: pytest.fail("nothing may move"))
+def test_weights_that_do_not_fit_say_how_many_layers_would(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of 500 MB need 1 GB each on the device, for which kernels keep two copies; half a GB is reserved. `auto`
+    then computes on the CPU."""
+    machine(free=2_000_000_000)
+    groups = [_group(number, 25_000, 20_000) for number in range(2)]
+    with pytest.raises(ConfigurationError, match="do not fit on cuda:0: 1 of 2 layers would") as caught:
+        choice.choose("cuda:0", 0, groups)
+    assert "\n" not in str(caught.value)
+    with caplog.at_level(logging.INFO):
+        assert choice.choose("auto", 0, groups) is None
+    assert caplog.messages == [f"computing on the CPU: {caught.value}"]
+    assert choice.choose("auto", 0, groups[:1]) == torch.device("cuda", 0)
 
 
 def _group(number: int, d: int, m: int) -> ServedGroup:

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes torch's `cpu` device the chosen accelerator; returns the settings that were asked for."""
     asked: list[str] = []
-    monkeypatch.setattr(choice, "choose", lambda wanted: asked.append(wanted) or torch.device("cpu"))
+    monkeypatch.setattr(choice, "choose", lambda wanted, *rest: asked.append(wanted) or torch.device("cpu"))
     return asked
 
 
