@@ -168,6 +168,10 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    if settings.device.startswith("cuda"):
+        from provider.device.choice import find
+
+        find(settings.device)  # A device that is not there is refused before the model is loaded, which takes time.
     ranks = None
     if settings.parallel != "none":
         from provider.parallel.start import meet

@@ -40,7 +40,7 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
     if wanted == "cpu":
         return None
     try:
-        device = _find(wanted, number)
+        device = find(wanted, number)
         _examine(device)
         check_room(groups, device)
     except ConfigurationError as exc:
@@ -52,8 +52,12 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
     return device
 
 
-def _find(wanted: str, number: int) -> torch.device:
-    """Returns the device that is meant. Raises ConfigurationError if there is no such device."""
+def find(wanted: str, number: int = 0) -> torch.device:
+    """Returns the CUDA device that is meant by `wanted`, other than `cpu`, without using it yet; see `choose`.
+
+    Raises:
+        ConfigurationError: there is no such device, or no driver for it.
+    """
     if not torch.backends.cuda.is_built():
         raise ConfigurationError("this build of torch has no CUDA: install torch's CUDA build")
     try:

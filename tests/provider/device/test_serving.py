@@ -15,7 +15,7 @@ from provider.device import choice
 from provider.device.on_device import OnDevice
 from provider.net.admission import Admission
 from provider.net.server import Server
-from provider.serve import _make_shards
+from provider.serve import _make_model, _make_shards
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -68,10 +68,13 @@ def test_with_parallel_no_device_is_chosen(folder: Path, on_cpu: list[str]) -> N
     assert on_cpu == []
 
 
-def test_a_device_that_cannot_be_used_stops_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_stops_the_start_before_the_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with ExitStack() as ending, pytest.raises(ConfigurationError, match="this build of torch has no CUDA"):
-        _make_shards(settings(folder, device="cuda"), make_served_model(folder, "int8"), Admission(), ending)
+    monkeypatch.setattr("provider.model.load.load", lambda source: pytest.fail("the model is loaded"))
+    with pytest.raises(ConfigurationError, match="this build of torch has no CUDA"):
+        _make_model(settings(folder, device="cuda"))
 
 
 @pytest.mark.usefixtures("on_cpu")
