@@ -29,12 +29,13 @@ VARIANTS = {
 }
 
 
-def decode_of(model: Any) -> Callable[[], Any]:
+def decode_of(model: Any, vocabulary: int = 40_000) -> Callable[[], Any]:
     """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt. As in the benchmark of Petals,
     the time includes the pass over the prompt."""
     import torch
 
-    ids = torch.randint(100, 40_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(100, vocabulary, (1, PROMPT_TOKENS), generator=generator).to(model.device)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
 
     def decode() -> Any:

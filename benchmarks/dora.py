@@ -26,7 +26,7 @@ def remote_step(url: str, folder: str, kind: str) -> None:
 
     tenant_sdk.tune()
     with tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder) as client:
-        step = step_of(client.load_model(), kind == "DoRA")
+        step = step_of(client.load_model(), use_dora=kind == "DoRA")
         step()
         before = client.traffic
         step()
@@ -73,7 +73,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["local"]:
-        serve_worker(step_of(local_model(), sys.argv[2] == "DoRA"))
+        serve_worker(step_of(local_model(), use_dora=sys.argv[2] == "DoRA"))
     elif sys.argv[1:2] == ["remote"]:
         remote_step(*sys.argv[2:])
     else:

@@ -50,8 +50,11 @@ PAIRS = (
 """Pairs of variants whose ratio is reported, each with the ratio's name."""
 
 
-def step_of(model: Any, use_dora: bool = False) -> Callable[[], float]:
-    """Returns a function that takes one LoRA or DoRA step: forward pass, backward pass, AdamW."""
+def step_of(
+    model: Any, shape: tuple[int, int] = SHAPE, vocabulary: int = 40_000, use_dora: bool = False
+) -> Callable[[], float]:
+    """Returns a function that takes one LoRA or DoRA step: forward pass, backward pass, AdamW. The batch has random
+    tokens of the first `vocabulary` ones, and is on the model's device."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -62,7 +65,7 @@ def step_of(model: Any, use_dora: bool = False) -> Callable[[], float]:
         warnings.simplefilter("ignore")
         peft_model = get_peft_model(model, for_remote_base(config))
     optimizer = torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(100, 40_000, SHAPE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(100, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
 
     def step() -> float:
         loss = peft_model(input_ids=ids, labels=ids).loss

@@ -19,6 +19,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from noise.ledger.file import Seed
 from noise.ledger.ledger import Ledger, Reservation, SeedExhausted
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
+from noise.polynomial.toeplitz import DeviceProducts
 from noise.scheme import (
     EffectPath,
     EncodedRow,
@@ -42,6 +44,7 @@ from noise.scheme import (
     decode_rows,
     encode_rows,
 )
+from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError, MaskError
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
@@ -66,7 +69,7 @@ class _Epoch:
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    matrices: list[negacyclic.Transforms] = field(default_factory=list, repr=False)
+    matrices: list[Any] = field(default_factory=list, repr=False)
     reservations: list[Reservation] = field(default_factory=list, repr=False)
 
 
@@ -95,6 +98,7 @@ class Lattice:
         background: bool = True,
         limits: Limits | None = None,
         features: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """Makes a mask without any rows yet. Each hint is fetched when it is first needed.
 
@@ -107,8 +111,10 @@ class Lattice:
             background: whether a worker thread makes them.
             limits: the provider's limits; None for the defaults of wire/limits.py.
             features: see `MaskPool`.
+            device: where masks and effects are computed; None for the CPU's own way. They are kept on the CPU.
         """
         self.parameters = parameters
+        self._polynomials: Any = negacyclic if device is None else DeviceProducts(device)
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
         # These bounds hold for every error and secret, so no scale depends on the block that is used.
@@ -142,11 +148,14 @@ class Lattice:
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
-        # This adds in place, since fresh pages cost time. The rows of the pool are used up, so nothing else reads them.
-        masked = mask.add_(encoded.to("cpu"))
+        with on_host(encoded) as here:
+            # This adds in place, since fresh pages cost time. The rows of the pool are used up, so nothing else reads
+            # them.
+            masked = mask.add_(here)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
-            return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
+            with on_device(effect, replies[0].device) as there:
+                return decode_rows(group, direction, replies[0], scales, there)
 
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked)),), unmask)
 
@@ -184,10 +193,11 @@ class Lattice:
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
         degree, rank = self.parameters.ring_degree, self.parameters.rank
-        secrets_hat = negacyclic.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        secrets_hat = self._polynomials.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
         error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
-        masks = negacyclic.combine(self._matrix(epoch, request_cols), secrets_hat, error)
-        effects = negacyclic.product(hint, secrets_hat, self.parameters)
+        masks = self._polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
+        effects = self._polynomials.product(hint, secrets_hat, self.parameters)
+        self._forget(secrets_hat)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
@@ -205,9 +215,11 @@ class Lattice:
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
-            masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
+            masks = self._polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
-            effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            effects = self._polynomials.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            if cut.slots.remaining == 0:
+                self._forget(cut.secrets_hat)
             piece = self.pool.piece_rows
             # Each piece is a copy, so that its memory is free as soon as its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
@@ -220,7 +232,7 @@ class Lattice:
         if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
             shape = (1, self.parameters.rank, self.parameters.ring_degree)
-            cut = _Cut(epoch, negacyclic.secret_transform(sampling.ternary(self._rng, shape)), slots)
+            cut = _Cut(epoch, self._polynomials.secret_transform(sampling.ternary(self._rng, shape)), slots)
             self._cuts[group.id, direction] = cut
             try:
                 self.pool.check_open()
@@ -228,6 +240,11 @@ class Lattice:
                 self._cuts.clear()
                 raise
         return cut
+
+    def _forget(self, secrets_hat: torch.Tensor) -> None:
+        """Overwrites what a device's products needed of a block's secrets, once all rows of the block are made."""
+        if isinstance(self._polynomials, DeviceProducts):
+            secrets_hat.zero_()
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
         """Returns the epoch of the current seed, and the slots (rows) of blocks that the ledger has reserved under that
@@ -274,14 +291,14 @@ class Lattice:
         if is_first:
             self._hints.forget(old.seed.seed)
 
-    def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
+    def _matrix(self, epoch: _Epoch, features: int) -> Any:
         """Returns the transforms of the first columns of A, the public matrix. They are kept, since all layers use the
         same columns."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
                 matrix = SeededRows(epoch.seed.seed, 0, self.parameters.dimension).expand(features)
-                epoch.matrices[:] = [negacyclic.transform(matrix, self.parameters)]
+                epoch.matrices[:] = [self._polynomials.transform(matrix, self.parameters)]
             return epoch.matrices[0].first(features)
 
     def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:

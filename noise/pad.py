@@ -16,6 +16,7 @@ import torch
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import RowsPayload
@@ -68,10 +69,12 @@ class Pad:
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
-            return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
+            with on_device(effect, replies[0].device) as there:
+                return decode_rows(group, direction, replies[0], scales, there)
 
         call = Call(group.id, direction, Arithmetic.RING)
-        return Masked((Message(call, RowsPayload(encoded.to("cpu") + pad)),), unmask)
+        with on_host(encoded) as here:
+            return Masked((Message(call, RowsPayload(here + pad)),), unmask)
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         weight = self._weight_of(group.id)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from noise.blocks.pool import DEFAULT_BYTES
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
@@ -44,6 +46,7 @@ class Setting:
         weight_of: returns the tenant's own quantised weight of a group; None if the tenant has no weights.
         features: how many numbers the masks and effects of one token have in the forward direction: the columns of
             requests and replies of all groups together.
+        mask_device: the device that makes lattice masks; None for the CPU.
     """
 
     weights: str
@@ -55,6 +58,7 @@ class Setting:
     verified: bool = False
     weight_of: WeightOf | None = None
     features: int = 0
+    mask_device: torch.device | None = None
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
@@ -138,5 +142,6 @@ def _lattice(
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     return Lattice(
-        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits, setting.features
-    )
+        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits,
+        setting.features, setting.mask_device,
+    )  # fmt: skip

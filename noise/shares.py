@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.staging import on_host
 from wire.errors import MaskError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.payload import RowsPayload, SeedPayload
@@ -45,7 +46,8 @@ class Shares:
             raise MaskError("this mask was closed")
         encoded, scales = encode_rows(group, direction, rows)  # This raises before a seed is spent.
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
-        hidden = encoded.to("cpu") - share.expand(rows.shape[1])
+        with on_host(encoded) as here:
+            hidden = here - share.expand(rows.shape[1])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return decode_rows(group, direction, replies[0] + replies[1], scales)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -78,6 +79,8 @@ class ProviderSettings(_Settings):
         server_cert, server_key, registry, registry_max_age_s: see `provider.identity.front`. None issues certificates
             with the CA in `state`.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
+        device: what computes: `cpu`, `cuda`, `cuda:N`, or `auto`, which is a CUDA device that passes its self-test, or
+            else the CPU. With `auto` and `cuda`, process i of the shards gets device i mod n.
         threads: number of threads that compute in each process. With None, torch chooses the number, except that
             the processes of local shards divide the cores among themselves.
         shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
@@ -139,6 +142,7 @@ class ProviderSettings(_Settings):
     )
     record_layers: str = Field(default="", description="Patterns of layers to record.", json_schema_extra=_ALL)
     threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic, in each process.")
+    device: str = Field(default="auto", description="What computes: auto, cpu, cuda or cuda:N.")
     shards: int = Field(
         default=1,
         ge=1,
@@ -218,6 +222,14 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(
                 "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
             )
+
+    def check_device(self) -> None:
+        """Raises ConfigurationError if `device` is none of the names that exist, or is combined with `parallel`, whose
+        ranks compute on the CPU."""
+        if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is None:
+            raise ConfigurationError(f"expected --device auto, cpu, cuda or cuda:N, got {self.device[:40]!r}")
+        if self.parallel != "none" and self.device.startswith("cuda"):
+            raise ConfigurationError("with --parallel all processes compute on the CPU: leave --device out")
 
     def check_conflicts(self) -> None:
         """Raises ConfigurationError if two settings contradict each other, or if a setting has no effect."""

@@ -58,6 +58,7 @@ def serve(settings: ProviderSettings) -> None:
     settings.check_front()
     settings.check_shards()
     settings.check_parallel()
+    settings.check_device()
     settings.check_conflicts()
     rank = rank_here(settings.parallel)
     share_one_heap()
@@ -175,6 +176,10 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    if settings.device.startswith("cuda"):
+        from provider.device.choice import find
+
+        find(settings.device)  # A device that is not there is refused before the model is loaded, which takes time.
     ranks = None
     if settings.parallel != "none":
         from provider.parallel.start import meet
@@ -219,7 +224,9 @@ def _make_shards(
 
     is_alone = settings.shards == settings.replicas == 1 and not settings.shards_elsewhere
     if is_alone and settings.engine == "local":
-        return [whole(model, _make_scheduler(settings, model, admission, model.compute))]
+        return [_on_device(settings, model, admission, ending) or whole(
+            model, _make_scheduler(settings, model, admission, model.compute)
+        )]  # fmt: skip
     from provider.engine.replica import ReplicaLost
     from provider.shards.router import Shard
 
@@ -267,8 +274,9 @@ def _start_replicas(
 
     parent = settings.state if settings.tls else None
     local = LocalShards.start(
-        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
-    )
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere,
+        settings.device,
+    )  # fmt: skip
     ending.callback(local.close)
     return local.plan, local.replicas
 
@@ -276,6 +284,27 @@ def _start_replicas(
 def _end_without_node() -> None:
     _LOGGER.error("this host's Ray node has ended: start it again, and then the provider")
     os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _on_device(settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack) -> Shard | None:
+    """Makes the shard that holds all groups on an accelerator; returns None if the CPU computes."""
+    if settings.parallel != "none":
+        return None
+    from provider.device.choice import choose
+
+    device = choose(settings.device, 0, model.served.groups)
+    if device is None:
+        return None
+    from provider.device.on_device import OnDevice
+    from provider.model.weights import return_freed_memory
+    from provider.shards.router import Shard
+
+    groups = model.take_weights()
+    replica = OnDevice(groups, device)
+    ending.callback(replica.close)
+    return_freed_memory()
+    scheduler = _make_scheduler(settings, model, admission, replica.product)
+    return Shard(range(len(model.manifest().groups)), [replica], scheduler)
 
 
 def _make_scheduler(

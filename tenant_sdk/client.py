@@ -64,6 +64,7 @@ class TenantClient(Trains):
         pad_rows: bool | int = False,
         accept_changes: Sequence[str] = (),
         peer_uid: int | None = None,
+        trust_same_gpu: bool = False,
     ) -> None:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
@@ -92,6 +93,8 @@ class TenantClient(Trains):
             accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model"
                 (the model's name), "tokenizer", "template" and "config".
             peer_uid: for an ipc: URL, the user id under which the provider must run; None stands for the owner of DIR.
+            trust_same_gpu: makes masks on a CUDA `device` also if the provider is on this host and may use the same
+                GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU").
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -110,15 +113,14 @@ class TenantClient(Trains):
             pad_rows=pad_rows,
             accept_changes=accept_changes,
             peer_uid=peer_uid,
+            device=device,
+            trust_same_gpu=trust_same_gpu,
         )
         if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
             warn_if_not_tuned(stacklevel=3)
         self.url = self._plan.urls[0]
         self._dtype, self._progress = dtype, progress
-        try:
-            self._device = torch.device(device)
-        except RuntimeError as exc:
-            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from exc
+        self._device = self._plan.device
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._folder: Path | None = None

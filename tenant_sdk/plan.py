@@ -5,10 +5,15 @@ Guarantees: every impossible setting that can be recognised without the network 
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import torch
 
 from noise.options import check_options
 from noise.registry import MASKS, RING_ONLY
@@ -18,6 +23,8 @@ from tenant_sdk.trust.pins import PARTS
 from wire.errors import ConfigurationError
 from wire.transport.identity import load_identity
 from wire.transport.ipc import connection as ipc
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Plan:
         bucket: number of tokens to which prompts and training rows are padded; None if they are not padded.
         accepted_changes: parts of the provider's bundle whose change the tenant accepts.
         peer_uid: the user id that a provider on this host must have; None takes that of its folder's owner.
+        device: the tenant's device.
+        mask_device: the device that makes masks; None for the CPU.
     """
 
     urls: tuple[str, ...]
@@ -51,6 +60,8 @@ class Plan:
     bucket: int | None = None
     accepted_changes: tuple[str, ...] = ()
     peer_uid: int | None = None
+    device: torch.device = _CPU
+    mask_device: torch.device | None = None
 
     @property
     def can_be_steered(self) -> bool:
@@ -78,6 +89,8 @@ def make_plan(
     pad_rows: bool | int,
     accept_changes: Sequence[str],
     peer_uid: int | None = None,
+    device: str | torch.device = "cpu",
+    trust_same_gpu: bool = False,
 ) -> Plan:
     """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan.
 
@@ -104,7 +117,42 @@ def make_plan(
         accepted_changes=_accepted(accept_changes),
         bucket=bucket_tokens(pad_rows),
         peer_uid=peer_uid,
+        device=(chosen := _device(device)),
+        mask_device=_mask_device(chosen, urls, trust_same_gpu),
     )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """Returns the device that the tenant names. Raises ConfigurationError if it is none, or if this machine has no such
+    CUDA device."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from exc
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device {chosen} needs an NVIDIA GPU, its driver and torch's CUDA build")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"no device {chosen}: this machine has {torch.cuda.device_count()}, counted from 0")
+    return chosen
+
+
+def _mask_device(device: torch.device, urls: Sequence[str], trust_same_gpu: bool) -> torch.device | None:
+    """Returns the device that makes masks, or None for the CPU. A provider on this host may compute on the same GPU, so
+    secrets come there only if the user trusts that provider with it."""
+    if device.type != "cuda":
+        return None
+    is_apart = all(each.startswith("grpcs://") and not _is_this_host(each) for each in urls)
+    return device if is_apart or trust_same_gpu else None
+
+
+def _is_this_host(url: str) -> bool:
+    """Returns whether a URL's host is this machine by its name or address. A name that only resolves to this machine is
+    not recognised."""
+    host = (urlsplit(url).hostname or "").lower()
+    try:
+        return ipaddress.ip_address(host).is_loopback or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
 
 
 def _providers(

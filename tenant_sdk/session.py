@@ -229,6 +229,7 @@ def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
         hints_folder=(plan.cache or default_cache()) / "hints",
         num_providers=len(plan.urls),
         verified=plan.verify is not None,
+        mask_device=plan.mask_device,
     )
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from provider.engine.job import Completed, Job, Outcome, rows_of
-from provider.engine.replica import Replica, ReplicaLost
+from provider.engine.replica import RETRY_S, Replica, ReplicaLost
 from provider.engine.replies import FAILED, Replies
 from provider.operations.meter import Meter
 from provider.schedule.scheduler import Scheduler
@@ -31,8 +31,6 @@ from wire.ring.threads import use_one_core
 _Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
-RETRY_S = 1.0
-"""The seconds after which tenants may retry while a lost shard is being restored."""
 REJOIN_S = 60.0
 """For this number of seconds after the last replica was lost, tenants are told to retry, because another host may
 join."""

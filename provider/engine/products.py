@@ -87,21 +87,16 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
         check_cols(group.info, call, group.info.widths(call.direction)[0])
-        weight = _ring_weight(group, call.direction)
+        weight = ring_weight(group, call.direction)
         return seeded_product(weight, rows, range(weight.shape[0]))
     reply_cols = check_cols(group.info, call, rows.shape[1])
     if rows.shape[0] == 0:
         return torch.empty(0, reply_cols, dtype=rows.dtype, device="cpu")
     if call.arithmetic is Arithmetic.RING:
-        return coding.product(rows, _ring_weight(group, call.direction))
+        return coding.product(rows, ring_weight(group, call.direction))
     if not all_finite(rows):
         raise InvalidTensor("a row holds NaN or infinity")
-    if call.direction is Direction.BACKWARD:
-        return _float_backward(group, rows)
-    reply = _float_forward(group, rows)
-    if call.purpose is Purpose.PRODUCT and group.bias is not None:
-        reply += group.bias  # EFFECT leaves the bias out, and is otherwise computed alike.
-    return reply
+    return float_product(group, call, rows)
 
 
 def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -111,7 +106,7 @@ def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> l
     for rows in parts:
         check_rows(call, rows)
         check_cols(group.info, call, rows.shape[1])
-    return coding.products(parts, _ring_weight(group, call.direction))
+    return coding.products(parts, ring_weight(group, call.direction))
 
 
 def together(
@@ -125,7 +120,7 @@ def together(
     return [unwritten_tensor(reply.shape[0], reply.shape[1], reply.dtype).copy_(reply) for reply in replies]
 
 
-def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
+def ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
     """Returns W̃, the int8 weight, transposed if needed to shape (columns of the request, columns of the reply)."""
     return group.quantised if direction is Direction.FORWARD else group.quantised.t()
 
@@ -160,12 +155,23 @@ def all_finite(rows: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def float_product(group: ServedGroup, call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Computes a product in float arithmetic, on the device of the rows and of the group's weights. The rows must be
+    finite."""
+    if call.direction is Direction.BACKWARD:
+        return _float_backward(group, rows)
+    reply = _float_forward(group, rows)
+    if call.purpose is Purpose.PRODUCT and group.bias is not None:
+        reply += group.bias  # EFFECT leaves the bias out, and is otherwise computed alike.
+    return reply
+
+
 def _float_forward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
     weight = group.quantised if group.native is None else group.native
     if weight.dtype == torch.float32:
-        return torch.matmul(rows, weight, out=unwritten_tensor(rows.shape[0], weight.shape[1], torch.float32))
+        return torch.matmul(rows, weight, out=_unwritten_beside(rows, weight.shape[1]))
     step = _block_columns(weight)
-    reply = unwritten_tensor(rows.shape[0], weight.shape[1], torch.float32)
+    reply = _unwritten_beside(rows, weight.shape[1])
     for start in range(0, weight.shape[1], step):
         columns = slice(start, start + step)
         torch.matmul(rows, weight[:, columns].to(torch.float32), out=reply[:, columns])
@@ -177,13 +183,20 @@ def _float_backward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
     if weight is None:
         weight, rows = group.quantised, rows * group.alpha
     if weight.dtype == torch.float32:
-        return torch.matmul(rows, weight.t(), out=unwritten_tensor(rows.shape[0], weight.shape[0], torch.float32))
+        return torch.matmul(rows, weight.t(), out=_unwritten_beside(rows, weight.shape[0]))
     step = _block_columns(weight)
-    reply = unwritten_tensor(rows.shape[0], weight.shape[0], torch.float32).zero_()
+    reply = _unwritten_beside(rows, weight.shape[0]).zero_()
     for start in range(0, weight.shape[1], step):
         columns = slice(start, start + step)
         reply.addmm_(rows[:, columns], weight[:, columns].to(torch.float32).t())
     return reply
+
+
+def _unwritten_beside(rows: torch.Tensor, cols: int) -> torch.Tensor:
+    """Returns float32 memory with any content for the rows' product, on the rows' device."""
+    if rows.is_cpu:
+        return unwritten_tensor(rows.shape[0], cols, torch.float32)
+    return torch.empty(rows.shape[0], cols, dtype=torch.float32, device=rows.device)
 
 
 def _block_columns(weight: torch.Tensor) -> int:

@@ -25,7 +25,9 @@ RowProduct = Callable[[memoryview, memoryview], None]
 """A function that computes the product of one row: it reads the request's bytes and writes the reply's bytes;
 see `wire.ring.kernels.OneRow`."""
 
-
+RETRY_S = 1.0
+"""The seconds after which tenants may retry while a lost replica is being restored, or while a device has no memory
+left."""
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
 """The least time limit of a product, in seconds, and the rate, in multiplications per second, by which larger products
 extend this limit. One core is ten times as fast as this rate. A tenant waits at least 30 s for a reply, so after the

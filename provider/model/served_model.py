@@ -19,6 +19,7 @@ from wire.ring.seeded_rows import Rows
 
 if TYPE_CHECKING:
     from provider.engine.replica import RowProduct
+    from provider.model.served_group import ServedGroup
     from provider.operations.recording import Recorder
 
 _LOGGER = logging.getLogger(__name__)
@@ -94,6 +95,13 @@ class ServedModel:
     def fingerprints(self) -> dict[int, str]:
         """Returns, by group's id, the SHA-256 of the group's tensors; see `ServedGroup.fingerprint`."""
         return {group.info.id: group.fingerprint() for group in self.served.groups}
+
+    def take_weights(self) -> list[ServedGroup]:
+        """Hands the weights over to whatever computes with them; nothing here refers to them any more. The manifest,
+        the bundle and the fingerprints are kept."""
+        groups = list(self.served.groups)
+        self.let_weights_go()
+        return groups
 
     def let_weights_go(self) -> None:
         """Drops the weights, which this process does not need if other processes compute. The manifest, the bundle and

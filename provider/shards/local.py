@@ -37,6 +37,7 @@ class LocalShards:
         parent: Path | None = None,
         threads: int | None = None,
         elsewhere: Collection[int] = (),
+        device: str = "cpu",
     ) -> LocalShards:
         """Writes the weights to files, starts the processes, and waits until the processes have mapped the weights.
 
@@ -48,13 +49,15 @@ class LocalShards:
                 temporary files.
             threads: the threads of each process; None divides the cores among the processes.
             elsewhere: the numbers of shards that other hosts hold, for which no process is started.
+            device: what computes in each process; see `provider.device.choice.choose`.
 
         Raises:
             ConfigurationError: there are more shards than groups, the disk has no room, or a process did not start.
         """
         self = cls()
         try:
-            self._start(served, make_plan(served.manifest.groups, num_shards), num_replicas, parent, threads, elsewhere)
+            plan = make_plan(served.manifest.groups, num_shards)
+            self._start(served, plan, num_replicas, parent, threads, elsewhere, device)
         except BaseException:
             self.close()
             raise
@@ -68,6 +71,7 @@ class LocalShards:
         parent: Path | None,
         threads: int | None,
         elsewhere: Collection[int],
+        device: str,
     ) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ending.callback(context.destroy, 0)
@@ -81,7 +85,8 @@ class LocalShards:
                 self._ending.callback(os.close, weights)
                 infos = {one: served.manifest.groups[one] for one in ids}
                 for number in range(num_replicas):
-                    replica = ShardProcess(f"{index}-{number}", infos, weights, context, each)
+                    place = device, index * num_replicas + number
+                    replica = ShardProcess(f"{index}-{number}", infos, weights, context, each, place)
                     self._ending.callback(replica.close)
                     replicas.append(replica)
             shards.append(tuple(replicas))

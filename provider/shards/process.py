@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from provider.engine.products import check_cols, together
-from provider.engine.replica import ReplicaLost, product_limit_s
+from provider.engine.replica import RETRY_S, ReplicaLost, product_limit_s
 from provider.operations.logs import configured
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
@@ -59,6 +59,7 @@ class ShardProcess:
         weights: int,
         context: zmq.Context[zmq.Socket[bytes]],
         threads: int,
+        device: tuple[str, int] = ("cpu", 0),
     ) -> None:
         """Starts the process; callers must then wait for it with `wait_ready`.
 
@@ -68,11 +69,13 @@ class ShardProcess:
             weights: the descriptor of the file with the weights (`weight_file`); the caller closes it.
             context: the ZeroMQ context.
             threads: the number of threads for the process's products.
+            device: the arguments of `provider.device.choice.choose`, which the process calls.
 
         Raises:
             ConfigurationError: the process cannot be started.
         """
         self.name, self._groups, self._weights, self._threads = name, groups, weights, threads
+        self._device = device
         self._context = context
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -154,7 +157,7 @@ class ShardProcess:
         if answer.request_id != number:
             raise MalformedFrame("an answer to another request")
         if answer.kind is FrameType.ERROR:
-            raise error_from_code(answer.code, number)
+            raise error_from_code(answer.code, number, int(1000 * RETRY_S))
         dtype = torch.int32 if isinstance(rows, SeededRows) else rows.dtype
         return self._replies.view(num_rows, reply_cols, dtype).clone()
 
@@ -182,6 +185,7 @@ class ShardProcess:
                 socket.bind(f"ipc://{folder}/s")
                 descriptors = (self._weights, self._requests.descriptor, self._replies.descriptor)
                 command = [sys.executable, "-m", "provider.shards.worker", f"ipc://{folder}/s", configured()]
+                command += [self._device[0], str(self._device[1])]
                 process = subprocess.Popen(
                     [*command, *map(str, descriptors), str(self._threads)],
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=descriptors,

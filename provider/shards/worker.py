@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Mapping
 
 import torch
 import zmq
 
+from provider.device.choice import choose
 from provider.engine import products
+from provider.engine.replica import Product, ReplicaLost
 from provider.model.served_group import ServedGroup
 from provider.operations.logs import configure
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
 from provider.shards.weight_file import read_weights
 from wire.errors import UnknownLayer, VeilbaseError, WireCode, code_of
-from wire.frame import DTYPES, Header, Purpose
+from wire.frame import DTYPES, Call, Header, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,10 +32,10 @@ _LOGGER = logging.getLogger(__name__)
 class Worker:
     """Computes the products that the front (the provider's process) requests, one message at a time."""
 
-    def __init__(self, groups: Mapping[int, ServedGroup], request_rows: SharedRows, reply_rows: SharedRows) -> None:
-        """Keeps the layer groups by id, and the two shared memories: for rows from the front, and for replies to the
-        front."""
-        self._groups, self._requests, self._replies = groups, request_rows, reply_rows
+    def __init__(self, product: Product, request_rows: SharedRows, reply_rows: SharedRows) -> None:
+        """Keeps the function that computes products, and the two shared memories: for rows from the front, and for
+        replies to the front."""
+        self._multiply, self._requests, self._replies = product, request_rows, reply_rows
 
     def answer(self, parts: list[bytes]) -> list[bytes]:
         """Computes the product that a message requests, writes the product to the shared memory, and returns the
@@ -48,44 +49,65 @@ class Worker:
             return control.reply(header.request_id)
         except VeilbaseError as exc:
             return control.reply(header.request_id, code_of(exc))
+        except ReplicaLost:
+            raise
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel: the type only, a text may hold values
             _LOGGER.error("a product of group %d failed: %s", header.call.group, type(exc).__name__)
             return control.reply(header.request_id, WireCode.INTERNAL)
 
     def _product(self, header: Header, seed: bytes) -> torch.Tensor:
         call = header.call
-        group = self._groups.get(call.group)
-        if group is None:
-            raise UnknownLayer("this shard does not hold that group")
         rows: Rows
         if call.purpose is Purpose.HINT:
             rows = SeededRows.unpack(seed)
         else:
             rows = self._requests.view(header.rows, header.cols, DTYPES[call.arithmetic])
+        return self._multiply(call, rows)
+
+
+def product_of(groups: dict[int, ServedGroup], device: torch.device | None) -> Product:
+    """Returns the function that computes products of some groups: on a device, or on the CPU if `device` is None."""
+    if device is not None:
+        from provider.device.on_device import OnDevice
+
+        return OnDevice(list(groups.values()), device).product
+
+    def on_cpu(call: Call, rows: Rows) -> torch.Tensor:
+        group = groups.get(call.group)
+        if group is None:
+            raise UnknownLayer("this shard does not hold that group")
         return products.product(group, call, rows)
+
+    return on_cpu
 
 
 def main(arguments: list[str]) -> None:
     """Runs the shard's process until the front (the provider's process that started this one) ends.
 
     Args:
-        arguments: the address of the front's socket; the format of the log; the file descriptors of the weights, of the
-            shared rows and of the shared replies; and the number of threads.
+        arguments: the address of the front's socket; the format of the log; the setting of the device and the number of
+            this process; the file descriptors of the weights, of the shared rows and of the shared replies; and the
+            number of threads.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    address, log_format, *numbers = arguments
-    weights, requests, replies, threads = map(int, numbers)
+    address, log_format, device, *numbers = arguments
+    index, weights, requests, replies, threads = map(int, numbers)
     configure("json" if log_format == "json" else "text")
     torch.set_num_threads(threads)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
         try:
-            worker = Worker(read_weights(weights), SharedRows(requests), SharedRows(replies))
+            groups = read_weights(weights)
+            product = product_of(groups, choose(device, index, list(groups.values())))
+            worker = Worker(product, SharedRows(requests), SharedRows(replies))
         except VeilbaseError as exc:
             sys.exit(f"provider: {exc}")
         socket.send_multipart(control.READY)
-        _serve(worker, socket)
+        try:
+            _serve(worker, socket)
+        except ReplicaLost:
+            sys.exit("provider: the device of this process is lost")
         socket.setsockopt(zmq.LINGER, 0)
 
 

@@ -31,6 +31,7 @@ SERVE = [
     ("--record-layers", "str", "all", "Patterns of layers to record."),
     ("--config", "Path", "", "YAML file with any of these settings."),
     ("--threads", "int", "", "Threads of the arithmetic, in each process."),
+    ("--device", "str", "auto", "What computes: auto, cpu, cuda or cuda:N."),
     ("--shards", "int", "1: none of their own", "Processes that share the layer groups out."),
     ("--replicas", "int", "1", "Processes a shard."),
     ("--remote-shards", "str", "", "Shards, from 0, that other hosts hold: see `provider shard`."),
@@ -117,6 +118,12 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ("serve --slo-ms 5 --batching none", "--slo-ms needs --batching opportunistic, got none"),
         ("serve --tensor-port 44", "the tensor port speaks TLS only: add --tls, or leave --tensor-port out"),
         ("serve --parallel-timeout-s 3", "--parallel-timeout-s needs --parallel"),
+        ("serve --device gpu", "expected --device auto, cpu, cuda or cuda:N, got 'gpu'"),
+        ("serve --device cuda:-1", "expected --device auto, cpu, cuda or cuda:N, got 'cuda:-1'"),
+        (
+            "serve --device cuda --parallel tensor",
+            "with --parallel all processes compute on the CPU: leave --device out",
+        ),
         (
             "serve --remote-shards 5 --tls",
             "expected --remote-shards below the 1 of --shards, counted from 0, got 5",

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from provider.engine.executor import RETRY_S, Executor
+from provider.engine.executor import Executor
 from provider.engine.job import Job, Outcome
 from provider.engine.products import together
 from provider.engine.profile import latency_model
-from provider.engine.replica import Replica, ReplicaLost
+from provider.engine.replica import RETRY_S, Replica, ReplicaLost
 from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass

@@ -13,8 +13,9 @@ import grpc
 import pytest
 import torch
 
-from provider.engine.executor import RETRY_S, Executor
+from provider.engine.executor import Executor
 from provider.engine.profile import make_scheduler
+from provider.engine.replica import RETRY_S
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_group import ServedGroup

@@ -6,6 +6,8 @@ those of wire/ring/kernels.c.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 _REGISTER_ROWS, _BLOCK_ROWS = 3, 48
@@ -27,6 +29,8 @@ times the processor time."""
 
 Piece = tuple[int, int, int, int]
 """A piece of a product: (start row, end row, start column, end column). The ends are not included."""
+RowsAndReply = tuple[torch.Tensor, torch.Tensor]
+"""A pair of some rows and the memory for their product."""
 
 
 def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
@@ -58,3 +62,23 @@ def product_pieces(num_rows: int, d: int, m: int, with_vnni: bool = False) -> li
 
 def _step(length: int, num_pieces: int, block: int) -> int:
     return max(1, -(-length // (num_pieces * block))) * block
+
+
+def row_blocks(
+    parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step: int
+) -> Iterator[list[RowsAndReply]]:
+    """Yields blocks of `step` rows (the last may be smaller) as pairs of rows and memory for their product. A block may
+    span several matrices."""
+    block: list[RowsAndReply] = []
+    room = step
+    for rows, reply in zip(parts, replies, strict=True):
+        start = 0
+        while start < rows.shape[0]:
+            stop = min(rows.shape[0], start + room)
+            block.append((rows[start:stop], reply[start:stop]))
+            room, start = room - (stop - start), stop
+            if not room:
+                yield block
+                block, room = [], step
+    if block:
+        yield block

@@ -9,8 +9,9 @@ nothing but the time. On a CPU the first kernel of this list that applies is use
 - an integer loop for few rows;
 - float64 products of blocks for many rows.
 
-CUDA devices use wire/ring/product_cuda.py if that is exact on the device. All other devices use `plain_product`, with
-which tests compare every kernel.
+CUDA devices use wire/ring/product_triton.py if Triton is installed and its kernels are exact on the device, or else
+wire/ring/product_cuda.py if that is exact there. All other devices use `plain_product`, with which tests compare every
+kernel.
 
 Memory: each thread keeps about `_SCRATCH_BYTES` of scratch memory between calls, since fresh pages cost time:
 converting a 2048 × 2048 weight to float64 takes 20 ms in a new tensor and 1 ms in a tensor that was used before.
@@ -30,6 +31,7 @@ from wire.errors import InvalidTensor
 from wire.ring import int_mm
 from wire.ring import kernels as compiled
 from wire.ring.buffers import unwritten_tensor
+from wire.ring.pieces import RowsAndReply, row_blocks
 from wire.ring.threads import use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
@@ -58,8 +60,6 @@ times as long if it is a plain loop itself. With VNNI it should take about as lo
 from the 850 GOP/s of noise/polynomial/negacyclic.py and not measured."""
 _local = threading.local()
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A pair of some rows and the memory for their product."""
 Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
 """Maps (matrices of rows, weight) to the product of each matrix with the weight. Each product has memory of its own."""
 
@@ -164,11 +164,38 @@ def _together(
 
 
 def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    from wire.ring import product_cuda
+    kernel = _kernel_on(weight.device)
+    return _plainly(parts, weight) if kernel is None else _together(kernel, parts, weight)
 
-    if not product_cuda.is_exact(weight.device):
-        return _plainly(parts, weight)
-    return _together(product_cuda.product, parts, weight)
+
+def _kernel_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Returns the first kernel that is exact on a CUDA device: Triton's, which needs the extra `gpu`, or cuBLAS'. None
+    if neither is."""
+    from wire.ring import product_cuda, product_triton
+
+    if product_triton.is_exact(device):
+        return product_triton.product
+    return product_cuda.product if product_cuda.is_exact(device) else None
+
+
+def is_exact_on(device: torch.device, again: bool = False) -> bool:
+    """Tells whether a CUDA device passes the self-test of a kernel that uses its matrix units. A device that fails
+    computes products in float64, exactly and slowly.
+
+    Args:
+        device: the CUDA device, with its index.
+        again: whether the test is made again, because the device may have failed since.
+
+    Raises:
+        RuntimeError: the device does not answer.
+    """
+    from wire.ring import product_cuda, product_triton
+
+    if again:
+        product_triton.is_exact.cache_clear()
+        product_triton.exact_form.cache_clear()
+        product_cuda.is_exact.cache_clear()
+    return _kernel_on(device) is not None
 
 
 # Compiled
@@ -209,7 +236,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)
     step = max(_LEAST_BLOCK, min(num_rows, _SCRATCH_BYTES // (4 * d + 16 * m)))
-    for block in _blocks(parts, replies, step):
+    for block in row_blocks(parts, replies, step):
         count = sum(rows.shape[0] for rows, _ in block)
         stacked, sums = _scratch(4 * count * d, 16 * count * m)
         stacked, place = stacked.view(4, count, d), 0
@@ -258,7 +285,7 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
     """Converts blocks of rows and of the weight to float64, in scratch memory, and multiplies them."""
     replies = _empty_replies(parts, weight.shape[1])
     inner, columns, step = _block_shape(sum(rows.shape[0] for rows in parts), weight)
-    for block in _blocks(parts, replies, step):
+    for block in row_blocks(parts, replies, step):
         for start in range(0, max(1, weight.shape[0]), inner):
             _multiply_piece(block, weight, slice(start, start + inner), columns)
     return replies
@@ -274,7 +301,7 @@ def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
     return inner, columns, step
 
 
-def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, columns: int) -> None:
+def _multiply_piece(block: list[RowsAndReply], weight: torch.Tensor, inner: slice, columns: int) -> None:
     """Multiplies a block of rows by the weight's rows in the slice `inner`. The first slice's product is written to the
     reply; later ones are added to it.
 
@@ -344,24 +371,6 @@ def _empty_replies(parts: Sequence[torch.Tensor], m: int) -> list[torch.Tensor]:
 def _slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, step):
         yield slice(start, min(length, start + step))
-
-
-def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step: int) -> Iterator[list[_Pair]]:
-    """Yields blocks of `step` rows (the last may be smaller) as pairs of rows and memory for their product. A block may
-    span several matrices."""
-    block: list[_Pair] = []
-    room = step
-    for rows, reply in zip(parts, replies, strict=True):
-        start = 0
-        while start < rows.shape[0]:
-            stop = min(rows.shape[0], start + room)
-            block.append((rows[start:stop], reply[start:stop]))
-            room, start = room - (stop - start), stop
-            if not room:
-                yield block
-                block, room = [], step
-    if block:
-        yield block
 
 
 def _scratch(*sizes: int) -> list[torch.Tensor]:

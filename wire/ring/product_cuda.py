@@ -60,7 +60,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     reply = torch.empty(num_rows, m, dtype=torch.int32, device=rows.device)
     if 0 in (num_rows, d, m):
         return reply.zero_()
-    weight = _prepared(weight)
+    weight = prepared(weight)
     step = max(_LEAST_ROWS, _SCRATCH_BYTES // (4 * weight.shape[0] + 16 * weight.shape[1]))
     for start in range(0, num_rows, step):
         _multiply(rows[start : start + step], weight, reply[start : start + step])
@@ -69,7 +69,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> None:
     """Writes rows · weight to `reply`, one piece of the inner width at a time. `weight` must be a result of
-    `_prepared`."""
+    `prepared`."""
     num_rows, m = reply.shape
     for start in range(0, rows.shape[1], _EXACT_INNER):
         limbs = _limbs(rows[:, start : start + _EXACT_INNER])
@@ -113,7 +113,7 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 # The weight
 
 
-def _prepared(weight: torch.Tensor) -> torch.Tensor:
+def prepared(weight: torch.Tensor) -> torch.Tensor:
     """Returns the weight as `torch._int_mm` requires it, padded with zeros: the weight itself, or a copy that is kept
     as long as the weight lives.
 

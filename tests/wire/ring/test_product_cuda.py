@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.int_mm_faults import gone, missing, saturating
 from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
-from wire.ring import coding, int_mm, product_cuda
+from wire.ring import coding, int_mm, product_cuda, product_triton
 from wire.ring import product as kernels
 
 CPU = torch.device("cpu")
@@ -229,6 +229,7 @@ def test_the_self_test_refuses_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("is_exact", [pytest.param(True, marks=needs_int_mm), False])
 def test_falls_back_to_the_plain_form(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_triton, "is_exact", lambda device: False)
     monkeypatch.setattr(product_cuda, "is_exact", lambda device: is_exact)
     used: list[int] = []
     by_limbs = product_cuda.product

@@ -1,0 +1,6 @@
+"""Runs the benchmark: `python -m benchmarks.accelerator`."""
+
+from benchmarks.accelerator import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Tests masks and effects that are made as ring products on a device: on torch's `cpu` device, and on a GPU if there is
+one, they are those of the transforms to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from noise import staging
+from noise.lattice import Lattice
+from noise.params import PARAMETERS, LatticeParameters
+from noise.polynomial import negacyclic, toeplitz
+from noise.polynomial.toeplitz import DeviceProducts
+from noise.sampling import Csprng, error, ternary
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.schoolbook import reference_product
+from wire.errors import MaskError
+from wire.frame import Direction
+from wire.ring import coding
+
+RNG = Csprng()
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_cuda])]
+SHAPES = [(TOY, 3, 5), (DEFAULT, 1, 3), (DEFAULT, 2, 9), (PARAMETERS["conservative"], 1, 2)]
+
+
+@pytest.fixture(params=DEVICES)
+def products(request: pytest.FixtureRequest) -> DeviceProducts:
+    return DeviceProducts(torch.device(request.param))
+
+
+def drawn(parameters: LatticeParameters, num_blocks: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a matrix with extreme numbers, and secrets."""
+    matrix = RNG.random_bytes(4 * parameters.dimension * features).view(torch.int32).view(-1, features)
+    matrix[::7], matrix[3::7] = -(2**31), 2**31 - 1
+    return matrix, ternary(RNG, (num_blocks, parameters.rank, parameters.ring_degree))
+
+
+# ---- the same numbers -----------------------------------------------------------------------------------------------
+
+
+def test_the_matrix_multiplies_as_polynomials_do() -> None:
+    """Row t of block b holds coefficient t of X^j · s: for N = 3 and s = a + bX + cX², X·s is −c + aX + bX²."""
+    a, b, c = 1, 2, 3
+    made = toeplitz.toeplitz(torch.tensor([[[a, b, c]]], dtype=torch.int8))
+    assert made.tolist() == [[a, -c, -b], [b, a, -c], [c, b, a]]
+    assert made.is_contiguous()
+
+
+@pytest.mark.parametrize(("parameters", "num_blocks", "features"), SHAPES)
+def test_products_are_those_of_the_schoolbook(
+    products: DeviceProducts, parameters: LatticeParameters, num_blocks: int, features: int
+) -> None:
+    matrix, secrets = drawn(parameters, num_blocks, features)
+    expected = reference_product(matrix, secrets)
+    secrets_hat = products.secret_transform(secrets)
+    assert torch.equal(products.product(matrix, secrets_hat, parameters), expected)
+    assert torch.equal(products.combine(products.transform(matrix, parameters), secrets_hat), expected)
+
+
+@pytest.mark.parametrize(("parameters", "num_blocks", "features"), SHAPES)
+def test_masks_and_effects_are_the_cpus_to_the_last_bit(
+    products: DeviceProducts, parameters: LatticeParameters, num_blocks: int, features: int
+) -> None:
+    matrix, secrets = drawn(parameters, num_blocks, features + 1)
+    noise = error(RNG, (num_blocks, parameters.ring_degree, features), parameters)
+    found, expected = (
+        each.combine(each.transform(matrix, parameters).first(features), each.secret_transform(secrets), noise)
+        for each in (products, negacyclic)
+    )
+    assert torch.equal(found, expected)
+    assert (found.dtype, found.device.type, found.is_contiguous()) == (torch.int32, "cpu", True)
+
+
+def test_more_columns_than_a_chunk(products: DeviceProducts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toeplitz, "_CHUNK_FEATURES", 4)
+    matrix, secrets = drawn(TOY, 2, 11)
+    assert torch.equal(products.product(matrix, secrets, TOY), reference_product(matrix, secrets))
+
+
+def test_rows_made_in_inference_mode_can_be_added_to_outside(products: DeviceProducts) -> None:
+    matrix, secrets = drawn(TOY, 1, 3)
+    with torch.inference_mode():
+        made = products.combine(products.transform(matrix, TOY), products.secret_transform(secrets))
+    expected = made + 1
+    assert torch.equal(made.add_(1), expected)
+
+
+# ---- secrets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Returns the weights and products of ring products from now on: the secrets' matrices, and masks."""
+    seen: list[torch.Tensor] = []
+    product = coding.product
+
+    def spy(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made = product(rows, weight)
+        seen.extend((weight, made))
+        return made
+
+    monkeypatch.setattr(coding, "product", spy)
+    return seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_held_secrets_is_overwritten(
+    products: DeviceProducts, weights: list[torch.Tensor], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, secrets = drawn(TOY, 2, 5)
+    if fails:
+        monkeypatch.setattr(toeplitz, "to_host", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(MaskError):
+            products.product(matrix, secrets, TOY)
+        assert weights
+        assert not weights[0].any(), "the matrix of the secrets"
+        return
+    assert products.product(matrix, secrets, TOY).any()
+    assert len(weights) == 4
+    assert not any(each.any() for each in weights)
+
+
+def test_kernels_make_no_copy_of_the_secrets_matrix() -> None:
+    """A GPU's kernels keep a copy of a weight that lies otherwise, and nobody would overwrite it."""
+    from wire.ring import product_cuda
+
+    with DeviceProducts(torch.device("cpu"))._matrix_of(drawn(TOY, 2, 1)[1]) as (there, _):
+        assert product_cuda.prepared(there) is there
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_computes_nothing_sends_no_row_without_a_mask(
+    products: DeviceProducts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, secrets = drawn(TOY, 2, 5)
+    product, num_rows = coding.product, []
+
+    def broken(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        num_rows.append(rows.shape[0])
+        made = product(rows, weight)
+        return torch.zeros_like(made) if len(num_rows) == 1 else made
+
+    monkeypatch.setattr(coding, "product", broken)
+    with pytest.raises(MaskError, match="the device computed a wrong mask") as caught:
+        products.product(matrix, secrets, TOY)
+    assert num_rows == [5, toeplitz._COMPARED]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError, "has no memory left to make masks: free some, or make masks on the CPU"),
+        (torch.AcceleratorError, "failed while it made masks: AcceleratorError"),
+    ],
+)
+def test_a_device_that_fails_is_one_line(
+    products: DeviceProducts, monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError], line: str
+) -> None:
+    monkeypatch.setattr(coding, "product", lambda *given: (_ for _ in ()).throw(error("secret\nnumbers")))
+    with pytest.raises(MaskError, match=line) as caught:
+        products.product(*drawn(TOY, 1, 2), TOY)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the mask -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["whole blocks", "pieces"])
+def scheme(request: pytest.FixtureRequest, make: Any) -> Lattice:
+    options: dict[str, Any] = {"pool_bytes": 1, "features": 64} if request.param else {}
+    made: Lattice = make(DEFAULT, device=torch.device("cpu"), **options)
+    assert (made.pool.piece_rows < DEFAULT.ring_degree) is request.param
+    return made
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_a_mask_made_on_a_device_comes_off(
+    scheme: Lattice, provider: Provider, direction: Direction, num_rows: int
+) -> None:
+    spec = provider.groups[0]
+    rows = rows_of(num_rows, spec.widths(direction)[0])
+    exact, bound, _ = bounds(spec, direction, provider.weights[0], rows, DEFAULT, 128)
+    for _ in range(3):
+        found = provider.answer(scheme.mask(spec, direction, rows))
+        assert bool(((wide(found) - exact).abs() <= bound).all())
+
+
+def test_secrets_are_overwritten_once_their_rows_are_made(
+    make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.Tensor] = []
+    copy = DeviceProducts.secret_transform
+    monkeypatch.setattr(
+        DeviceProducts, "secret_transform", lambda self, secrets: kept.append(copy(self, secrets)) or kept[-1]
+    )
+    scheme = make(TOY, device=torch.device("cpu"))
+    scheme.mask(provider.groups[0], FORWARD, rows_of(3, 40))
+    assert kept
+    assert not any(each.any() for each in kept)
+
+
+# ---- staging --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Makes rows of the CPU count as rows of a device, and returns the staging buffers that are used."""
+    buffers: list[torch.Tensor] = []
+    make = staging._buffer
+    monkeypatch.setattr(staging, "is_here", lambda tensor: False)
+    monkeypatch.setattr(staging, "_buffer", lambda like: buffers.append(make(like)) or buffers[-1])
+    yield buffers
+    assert buffers
+
+
+def test_rows_come_to_the_cpu_and_leave_nothing_there(elsewhere: list[torch.Tensor]) -> None:
+    rows, out = torch.arange(6).view(2, 3), torch.zeros(3, 2, dtype=torch.int64).t()
+    with staging.on_host(rows) as here:
+        assert torch.equal(here, rows)
+        assert here.data_ptr() != rows.data_ptr()
+    staging.to_host(rows, out)
+    assert torch.equal(out, rows)
+    assert len(elsewhere) == 2
+    assert not any(each.any() for each in elsewhere)
+
+
+def test_rows_go_to_a_device_and_leave_nothing_behind(elsewhere: list[torch.Tensor]) -> None:
+    rows = torch.arange(1, 7).view(2, 3)
+    with staging.on_device(rows, torch.device("cpu")) as there:
+        assert torch.equal(there, rows)
+    assert not there.any()
+    assert not elsewhere[0].any()
+    assert rows.all(), "the caller's own rows stay"
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    rows = torch.ones(2, 3)
+    with staging.on_host(rows) as here, staging.on_device(rows, torch.device("cpu")) as there:
+        assert here is there is rows
+    assert rows.all()
