@@ -125,7 +125,7 @@ def _reserve(sizes: list[int], num_gpus: float) -> Any:
         f"the cluster has no room for {len(sizes)} actors of up to {each}: add hosts, or give fewer --shards, "
         "--replicas or --ray-gpus"
     )
-    there = ray.cluster_resources()
+    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     if there.get("GPU", 0.0) < num_gpus * len(sizes) or there.get("memory", 0.0) < sum(sizes):
         raise no_room
     room = placement_group([{"memory": float(max(size, 1)), **devices} for size in sizes], strategy="SPREAD")
