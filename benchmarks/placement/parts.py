@@ -27,8 +27,9 @@ turns; with more they would take more than 20 GB, so one side is measured after 
 MASKED, PLACED = (1, 2), (1, 2)
 """The numbers of clients with `lattice`, and at each place of Figures 13 to 17."""
 OTHER_HOST, ROUND_TRIP_MS = "other host", 1.0
-LEAST_MB = 3500
-"""The memory in MB that has to be free before a further process is started, which takes at most 3,000."""
+LEAST_MB = 6000
+"""The memory in MB that has to be free before a further process is started, which takes at most 3,000: the machine may
+have other work."""
 Rows = list[dict[str, Any]]
 SAY = print
 """Tells the user how far a part is."""
