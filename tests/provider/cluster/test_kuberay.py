@@ -1,0 +1,113 @@
+"""Tests docs/deploy/kuberay.yaml: its pods and policies pass Kubernetes' schemas, its RayCluster has the fields of
+KubeRay's v1, and what it names exists and belongs together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from provider.config import load_settings
+from tests.support.repository import ROOT
+
+CLUSTER, CONFIG, POLICY = yaml.safe_load_all((ROOT / "docs/deploy/kuberay.yaml").read_text())
+VERSION = "1.37"
+TEMPLATE = {"type": "object", "required": ["metadata", "spec"]}
+PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
+RAY_CLUSTER = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "spec": {
+            "type": "object",
+            "required": ["headGroupSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "rayVersion": {"type": "string"},
+                "headGroupSpec": {
+                    "type": "object",
+                    "required": ["template"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "serviceType": {"type": "string"}, "rayStartParams": PARAMETERS, "template": TEMPLATE,
+                    },
+                },
+                "workerGroupSpecs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["groupName", "maxReplicas", "minReplicas", "template"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "groupName": {"type": "string"}, "replicas": {"type": "integer"},
+                            "minReplicas": {"type": "integer"}, "maxReplicas": {"type": "integer"},
+                            "rayStartParams": PARAMETERS, "template": TEMPLATE,
+                        },
+                    },
+                },
+            },
+        },
+    },
+}  # fmt: skip
+"""The part of KubeRay's schema of a RayCluster (ray.io_rayclusters.yaml, v1) whose fields the manifest uses."""
+
+
+def pods() -> list[Any]:
+    groups = [CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+@pytest.mark.parametrize("template", pods(), ids=["head", "workers"])
+def test_pods_pass_the_schema(template: Any) -> None:
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "x", **template["metadata"]},
+        "spec": template["spec"],
+    }
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+    pod["spec"] = {**template["spec"], "volums": []}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("manifest", [CONFIG, POLICY], ids=["settings", "policy"])
+def test_settings_and_policy_pass_the_schema(manifest: Any) -> None:
+    kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_the_cluster_has_the_operators_fields() -> None:
+    jsonschema.validate(CLUSTER, RAY_CLUSTER)
+    for changes in ({"headGroup": {}}, {"rayVersion": 2}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**CLUSTER, "spec": {**CLUSTER["spec"], **changes}}, RAY_CLUSTER)
+
+
+def test_what_belongs_together_has_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "provider.yaml").write_text(CONFIG["data"]["provider.yaml"])
+    settings = load_settings({}, tmp_path / "provider.yaml")
+    settings.check_front()
+    assert settings.ray_address == f"{CLUSTER['metadata']['name']}-head-svc:6379"
+    assert settings.shards * settings.replicas <= CLUSTER["spec"]["workerGroupSpecs"][0]["replicas"]
+    ports = {port["port"] for port in POLICY["spec"]["ingress"][1]["ports"]}
+    assert ports == {settings.port, settings.tensor_port}
+    for template in pods():
+        assert template["metadata"]["labels"] == POLICY["spec"]["podSelector"]["matchLabels"]
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        started = [*template["spec"]["initContainers"], *template["spec"]["containers"]]
+        mounts = {mount["name"] for one in started for mount in one["volumeMounts"]}
+        assert mounts == volumes
+        for container in template["spec"]["containers"]:
+            variables = {one["name"]: one["value"] for one in container["env"]}
+            assert variables["RAY_USE_TLS"] == "1"
+            assert variables["RAY_AUTH_MODE"] == "token"
+            folders = [mount["mountPath"] for mount in container["volumeMounts"]]
+            for name in ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT", "RAY_AUTH_TOKEN_PATH"):
+                assert str(Path(variables[name]).parent) in folders
+    start = CLUSTER["spec"]["headGroupSpec"]["rayStartParams"]
+    assert start["include-dashboard"] == "false"
