@@ -83,7 +83,7 @@ async function jobShown(job) {
   const losses = found.data.map(([, loss]) => loss);
   const shown = element("div", "", "job");
   const last = losses.length ? `, loss ${losses.at(-1).toFixed(3)} after ${found.num_steps} steps` : "";
-  shown.append(element("div", `${job.fine_tuned_model ?? job.id.slice(0, 14)}: ${job.status}${last}`));
+  shown.append(element("div", `${job.user_provided_suffix}: ${job.status}${last}`));
   if (losses.length > 1) shown.append(curve(losses));
   return shown;
 }
