@@ -5,7 +5,8 @@ It works beside tenant_sdk/training/kept_replies.py, which keeps the provider's 
 results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
 computing a block again.
 
-Guarantees: results come back bit for bit, in the layout in memory that they had. A result that was not kept, because
+Guarantees: results come back bit for bit, in the layout in memory that they had. An operation that a block runs in one
+of its two runs only, since its result is remembered, does not shift the others. A result that was not kept, because
 the store has no room for it or because the operation is another one (one on a GPU, or attention with dropout), is
 computed again, which gives the same numbers.
 """
@@ -38,6 +39,11 @@ _SUM_BYTES = 4
 """The bytes of the float32 number that attention gives for each head and token, besides its output."""
 
 
+Operation = tuple[Any, ...]
+"""What tells an operation of a block from its others: the function, and of each tensor that it is given the shape and
+the type; for a product also where the weight is in memory."""
+
+
 @dataclass(frozen=True)
 class _Kept:
     """Holds a kept tensor, and the order of its dimensions in memory."""
@@ -50,8 +56,14 @@ class _Kept:
         return stored.permute([self.order.index(each) for each in range(len(self.order))])
 
 
-Results = deque[list[_Kept] | None]
-"""The results of one block, in the order of its operations. None stands for a result that was not kept."""
+Results = deque[tuple[Operation, list[_Kept] | None]]
+"""The operations of one block in their order, with their results. None stands for a result that was not kept."""
+
+
+def _operation(func: Any, args: tuple[Any, ...]) -> Operation:
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    weight = args[1].data_ptr() if func is _PRODUCT else 0
+    return func, weight, *((each.shape, each.dtype) for each in tensors)
 
 
 def _is_costly(func: Any, args: tuple[Any, ...]) -> bool:
@@ -85,7 +97,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_costly(func, args):
-            self._results.append(self._keep((result,) if func is _PRODUCT else result))
+            self._results.append((_operation(func, args), self._keep((result,) if func is _PRODUCT else result)))
         return result
 
     def _keep(self, tensors: tuple[torch.Tensor, ...]) -> list[_Kept] | None:
@@ -106,11 +118,20 @@ class _HandingOut(TorchDispatchMode):
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self._results.popleft() if self._results and _is_costly(func, args) else None
+        kept = self._next(_operation(func, args)) if _is_costly(func, args) else None
         if kept is None:
             return func(*args, **(kwargs or {}))
         tensors = tuple(each.take() for each in kept)
         return tensors[0] if func is _PRODUCT else tensors
+
+    def _next(self, operation: Operation) -> list[_Kept] | None:
+        """Returns the operation's result, and forgets those before it, which the second run left out; None if there is
+        no such operation, or its result was not kept."""
+        while any(each == operation for each, _ in self._results):
+            found, kept = self._results.popleft()
+            if found == operation:
+                return kept
+        return None
 
 
 def keeping_results(store: ReplyStore, results: Results) -> TorchFunctionMode:
