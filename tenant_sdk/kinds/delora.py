@@ -68,7 +68,8 @@ def row_norms(layer: Any) -> torch.Tensor:
     group = group_of(layer)
     if group not in _KNOWN:
         _KNOWN[group] = _norms_of(group)
-    return _KNOWN[group][layer.index].clone()
+    norms: torch.Tensor = _KNOWN[group][layer.index]
+    return norms.clone()
 
 
 def _norms_of(group: RemoteGroup) -> list[torch.Tensor]:

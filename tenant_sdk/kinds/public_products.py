@@ -47,7 +47,8 @@ def public_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
         layer: the remote layer whose weight is W.
         rows: shape (num_rows, in_features).
     """
-    return public_group_products(group_of(layer), rows)[layer.index]
+    product: torch.Tensor = public_group_products(group_of(layer), rows)[layer.index]
+    return product
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from provider.net.ipc_port import IpcPort
 from provider.net.server import Server
 from tests.support.file_modes import mode, umask_of
 from tests.support.forked_child import in_child
-from tests.support.links import connect_ipc, dial_ipc
+from tests.support.links import connect_ipc, dial_ipc, port_of
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
 from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
@@ -67,11 +67,6 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this
 @pytest.fixture
 def provider(start: Callable[..., Provider], tiny_served_model: ServedModel) -> Provider:
     return start(tiny_served_model, tensor_port=None, ipc=True)
-
-
-def port_of(provider: Provider) -> IpcPort:
-    assert provider.server.ipc is not None
-    return provider.server.ipc
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ import pytest
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.ipc_port import IpcPort
 from tests.support.file_modes import mode
-from tests.support.links import connect_ipc, dial_ipc
+from tests.support.links import connect_ipc, dial_ipc, port_of
 from tests.support.loopback_provider import Provider
 from tests.support.raw_peer import RawPeer
 from tests.support.raw_stream import RawStream
@@ -46,11 +45,6 @@ pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this
 @pytest.fixture
 def provider(start: Callable[..., Provider], tiny_served_model: ServedModel) -> Provider:
     return start(tiny_served_model, tensor_port=None, ipc=True)
-
-
-def port_of(provider: Provider) -> IpcPort:
-    assert provider.server.ipc is not None
-    return provider.server.ipc
 
 
 def path_of(provider: Provider) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from provider.net.ipc_port import IpcPort
 from tests.support.loopback_provider import Provider
 from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
@@ -133,12 +134,17 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
     return made
 
 
+def port_of(provider: Provider) -> IpcPort:
+    """Returns the port of a provider that serves tenants of this host."""
+    assert provider.server.ipc is not None
+    return provider.server.ipc
+
+
 def dial_ipc(provider: Provider) -> socket.socket:
     """Returns a plain connection to the socket of this host, on which nothing was said."""
-    assert provider.server.ipc is not None
     plain = socket.socket(socket.AF_UNIX)
     plain.settimeout(WAIT_S)
-    plain.connect(str(provider.server.ipc.folder / SOCKET_NAME))
+    plain.connect(str(port_of(provider).folder / SOCKET_NAME))
     return plain
 
 

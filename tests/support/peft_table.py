@@ -312,8 +312,14 @@ def main() -> None:
         for case in CASES:
             if sys.argv[1:] and case.title not in sys.argv[1:]:
                 continue
-            try: found = measure(case, site)
-            except Exception: import traceback; traceback.print_exc(); print("FAILED", case.title, file=sys.stderr, flush=True); continue
+            try:
+                found = measure(case, site)
+            except Exception:
+                import traceback
+
+                traceback.print_exc()
+                print("FAILED", case.title, file=sys.stderr, flush=True)
+                continue
             lines.append(line_of(case, found, bound_of(found.error)))
             print(f"{lines[-1]}   measured {found.error}", file=sys.stderr, flush=True)
     head = "| kind | stock PEFT over `load_model()` | `finetune` | `generate` | engine | error at most | why not |"
