@@ -83,7 +83,7 @@ def digest(url: str, identity: Path | None, cache: Path, launcher: Sequence[str]
     if core is not None:
         command = ["taskset", "--cpu-list", str(core), *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT_S, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
