@@ -100,7 +100,6 @@ class _ScoredForward:
         return Scores(log_probs, entropy, mean, is_top1, targets[:, :-1] != IGNORE_INDEX)
 
     def _in_chunks(self, head: Any, rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        finish = self._finish or (lambda logits: logits)
         is_remote = any(isinstance(part, RemoteLinear | RemoteConv1D) for part in head.modules())
         chunk_bytes = REMOTE_CHUNK_BYTES if is_remote else LOCAL_CHUNK_BYTES
         size = max(1, chunk_bytes // (4 * int(self._base.config.get_text_config().vocab_size)))
@@ -108,10 +107,17 @@ class _ScoredForward:
         if not is_remote and not self._every_position:
             labelled = targets != IGNORE_INDEX
         found = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
-            rows[labelled], lambda part: finish(head(part)), targets[labelled], size
+            rows[labelled], functools.partial(self._logits, head), targets[labelled], size
         )
         made = [each.new_zeros(targets.shape).masked_scatter(labelled, each) for each in found]
         return tuple(each.masked_fill(targets == IGNORE_INDEX, 0) for each in made)
+
+    def _logits(self, head: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of some rows of the head's input, in the model's own precision also under autocast: DPO
+        compares sums of log-probabilities, and logits rounded to bfloat16 would drown their difference."""
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = head(rows.to(self._base.dtype))
+            return self._finish(logits) if self._finish else logits
 
 
 def _spread(scores: torch.Tensor, places: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

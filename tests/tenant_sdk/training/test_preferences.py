@@ -109,6 +109,13 @@ def test_settings_are_those_of_trl(
     assert result.losses == pytest.approx(logged(stock), rel=TOLERANCE)
 
 
+def test_bf16(chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> None:
+    local = AutoModelForCausalLM.from_pretrained(chat_folder)
+    stock = stock_dpo(local, lora(), tmp_path / "stock", PLAIN, bf16=True)
+    result = chat_client.finetune(PLAIN, lora(), tmp_path / "out", bf16=True, **PAIRS)
+    assert result.losses == pytest.approx(logged(stock), rel=2e-3)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
 def test_other_models(kind: str, tmp_path: Path) -> None:
     """Their heads are tied, and gemma caps its logits."""
