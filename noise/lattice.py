@@ -114,7 +114,7 @@ class Lattice:
             device: where masks and effects are computed; None for the CPU's own way. They are kept on the CPU.
         """
         self.parameters = parameters
-        self._polynomials: Any = negacyclic if device is None else DeviceProducts(device)
+        self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
         # These bounds hold for every error and secret, so no scale depends on the block that is used.
@@ -193,10 +193,10 @@ class Lattice:
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
         degree, rank = self.parameters.ring_degree, self.parameters.rank
-        secrets_hat = self._polynomials.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        secrets_hat = self.polynomials.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
         error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
-        masks = self._polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
-        effects = self._polynomials.product(hint, secrets_hat, self.parameters)
+        masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
+        effects = self.polynomials.product(hint, secrets_hat, self.parameters)
         self._forget(secrets_hat)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
@@ -215,9 +215,9 @@ class Lattice:
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
-            masks = self._polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
+            masks = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
-            effects = self._polynomials.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            effects = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0, kept]
             if cut.slots.remaining == 0:
                 self._forget(cut.secrets_hat)
             piece = self.pool.piece_rows
@@ -232,7 +232,7 @@ class Lattice:
         if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
             shape = (1, self.parameters.rank, self.parameters.ring_degree)
-            cut = _Cut(epoch, self._polynomials.secret_transform(sampling.ternary(self._rng, shape)), slots)
+            cut = _Cut(epoch, self.polynomials.secret_transform(sampling.ternary(self._rng, shape)), slots)
             self._cuts[group.id, direction] = cut
             try:
                 self.pool.check_open()
@@ -243,7 +243,7 @@ class Lattice:
 
     def _forget(self, secrets_hat: torch.Tensor) -> None:
         """Overwrites what a device's products needed of a block's secrets, once all rows of the block are made."""
-        if isinstance(self._polynomials, DeviceProducts):
+        if isinstance(self.polynomials, DeviceProducts):
             secrets_hat.zero_()
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
@@ -298,7 +298,7 @@ class Lattice:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
                 matrix = SeededRows(epoch.seed.seed, 0, self.parameters.dimension).expand(features)
-                epoch.matrices[:] = [self._polynomials.transform(matrix, self.parameters)]
+                epoch.matrices[:] = [self.polynomials.transform(matrix, self.parameters)]
             return epoch.matrices[0].first(features)
 
     def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:

@@ -18,7 +18,9 @@ def is_here(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _buffer(like: torch.Tensor) -> torch.Tensor:
+def staging_buffer(like: torch.Tensor) -> torch.Tensor:
+    """Returns memory of the CPU with any content, of a tensor's shape and dtype, which a GPU copies to and from
+    directly."""
     is_pinned = torch.cuda.is_available()
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
 
@@ -33,7 +35,7 @@ def on_host(rows: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_here(rows):
         yield rows
         return
-    here = _buffer(rows)
+    here = staging_buffer(rows)
     try:
         yield here.copy_(rows)
     finally:
@@ -56,7 +58,7 @@ def on_device(rows: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor
     if rows.device == device and is_here(rows):
         yield rows
         return
-    here = _buffer(rows)
+    here = staging_buffer(rows)
     there = here.copy_(rows).to(device, copy=True)  # This waits for the copy, so that the buffer may be overwritten.
     here.zero_()
     try:

@@ -118,7 +118,7 @@ def make_plan(
         bucket=bucket_tokens(pad_rows),
         peer_uid=peer_uid,
         device=(chosen := _device(device)),
-        mask_device=_mask_device(chosen, urls, trust_same_gpu),
+        mask_device=mask_device_of(chosen, urls, trust_same_gpu),
     )
 
 
@@ -136,7 +136,7 @@ def _device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def _mask_device(device: torch.device, urls: Sequence[str], trust_same_gpu: bool) -> torch.device | None:
+def mask_device_of(device: torch.device, urls: Sequence[str], trust_same_gpu: bool) -> torch.device | None:
     """Returns the device that makes masks, or None for the CPU. A provider on this host may compute on the same GPU, so
     secrets come there only if the user trusts that provider with it."""
     if device.type != "cuda":

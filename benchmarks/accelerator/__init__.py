@@ -61,10 +61,11 @@ def main(arguments: list[str] | None = None) -> None:
     setting = Setting(given.device, given.quick)
     name = torch.cuda.get_device_name(given.device) if given.device != "cpu" else "CPU: no measurement"
     print(f"device: {name}; torch {torch.__version__}; {time.strftime('%Y-%m-%d')}", flush=True)
-    sys.exit(_run(setting))
+    sys.exit(run_parts(setting))
 
 
-def _run(setting: Setting) -> int:
+def run_parts(setting: Setting) -> int:
+    """Runs the parts that the budget allows. Returns the command's exit code: 1 if a number was wrong."""
     from benchmarks.accelerator import model, products, replica
 
     parts: tuple[tuple[str, float, Callable[[Setting], bool]], ...] = (

@@ -72,7 +72,9 @@ def _on_the_device(replica: Any, asked: Any, device: str) -> Any:
 
     from wire.ring import coding
 
-    there = [(torch.cat(parts).to(device), replica._moved[call.group].weights[call.direction]) for call, parts in asked]
+    there = [
+        (torch.cat(parts).to(device), replica.moved_groups[call.group].weights[call.direction]) for call, parts in asked
+    ]
 
     def work() -> None:
         for rows, weight in there:

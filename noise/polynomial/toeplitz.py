@@ -25,10 +25,10 @@ from noise.staging import to_host
 from wire.errors import MaskError
 from wire.ring import coding
 
-_CHUNK_FEATURES = 2048
+CHUNK_FEATURES = 2048
 """How many columns of a matrix are multiplied at a time. At 3×512 their numbers take 12 MiB, and the products of eight
 blocks 32 MiB."""
-_COMPARED = 4
+COMPARED = 4
 """How many columns of each chunk are compared with the CPU's product."""
 
 
@@ -96,10 +96,10 @@ class DeviceProducts:
         """Returns the products: int32, shape (B, N, features), CPU, contiguous."""
         num_blocks, _, degree = secrets.shape
         # Rows are added to masks in place, possibly outside inference mode, where inference tensors refuse that.
-        with torch.inference_mode(False), self._matrix_of(secrets) as (weight, here):
+        with torch.inference_mode(False), self.matrix_of(secrets) as (weight, here):
             made = torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu")
-            for start in range(0, features, _CHUNK_FEATURES):
-                stop = min(features, start + _CHUNK_FEATURES)
+            for start in range(0, features, CHUNK_FEATURES):
+                stop = min(features, start + CHUNK_FEATURES)
                 rows = rows_of(start, stop)
                 product = coding.product(rows, weight)  # (c, B·N)
                 # (c, B·N) -> (c, B, N) -> (B, N, c)
@@ -110,7 +110,7 @@ class DeviceProducts:
         return made
 
     @contextlib.contextmanager
-    def _matrix_of(self, secrets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def matrix_of(self, secrets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Gives the Toeplitz matrix of the secrets on the device and on the CPU, and overwrites both afterwards.
 
         Raises:
@@ -177,7 +177,7 @@ def _compare(rows: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> No
     Raises:
         MaskError: the device computed something else. The product is overwritten.
     """
-    columns = [system_random.randbelow(rows.shape[0]) for _ in range(_COMPARED)]
+    columns = [system_random.randbelow(rows.shape[0]) for _ in range(COMPARED)]
     expected = coding.product(rows[columns].to("cpu"), weight)  # (4, B·N)
     found = made[:, :, columns].permute(2, 0, 1).reshape(expected.shape)  # (B, N, 4) -> (4, B, N) -> (4, B·N)
     is_right = torch.equal(expected, found)

@@ -25,7 +25,7 @@ MOST_ROWS = 8
 """The most rows of a small product. The executor computes products of up to 8 rows in the thread that received them."""
 _HEIGHTS = (1, MOST_ROWS)
 """The numbers of rows of captured products; a product of fewer rows is padded with zeros."""
-_MOST_GRAPHS = 2048
+MOST_GRAPHS = 2048
 """The most graphs that are kept; further products are started step by step. A model of 32 blocks has 512 products."""
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class FewRows:
     def __init__(self, device: torch.device) -> None:
         """Makes the object without any graph; each graph is captured when it is first needed."""
         self._lane, self._lock = Lane(device), threading.Lock()
-        self._graphs: dict[tuple[Place, int], Callable[[], None]] = {}
+        self.graphs: dict[tuple[Place, int], Callable[[], None]] = {}
         self._may_capture = device.type == "cuda"
         self._pool: Any = None
 
@@ -57,7 +57,7 @@ class FewRows:
         num_rows = rows.shape[0]
         height = next(one for one in _HEIGHTS if num_rows <= one)
         with self._lock:
-            run = self._graphs.get((place, height)) or self._prepared(place, height, weight)
+            run = self.graphs.get((place, height)) or self._prepared(place, height, weight)
             here = self._lane.rows.view(height, weight.shape[0], torch.int32)
             here[:num_rows].copy_(rows)
             here[num_rows:].zero_()
@@ -77,7 +77,7 @@ class FewRows:
         """Forgets all graphs, after an error of the device."""
         with self._lock:
             self._lane.drop()
-            self._graphs.clear()
+            self.graphs.clear()
             self._pool = None
 
     def _prepared(self, place: Place, height: int, weight: torch.Tensor) -> Callable[[], None]:
@@ -89,10 +89,10 @@ class FewRows:
             back.copy_(coding.product(there, weight), non_blocking=True)
 
         run: Callable[[], None] = steps
-        if self._may_capture and len(self._graphs) < _MOST_GRAPHS:
+        if self._may_capture and len(self.graphs) < MOST_GRAPHS:
             run = self._captured(steps)
-        if len(self._graphs) < _MOST_GRAPHS:
-            self._graphs[place, height] = run
+        if len(self.graphs) < MOST_GRAPHS:
+            self.graphs[place, height] = run
         return run
 
     def _captured(self, steps: Callable[[], None]) -> Callable[[], None]:

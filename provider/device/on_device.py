@@ -43,8 +43,8 @@ _CHECKED_ROWS = 3
 _FLOAT_TOLERANCE = 1e-4
 """The largest accepted difference between the device's float products and the CPU's, relative to the largest number of
 the product. TF32 would differ by 1e-3."""
-_PAUSE_S, _MAX_TRIES = 1.0, 30
-"""A lost device is tried again every `_PAUSE_S` seconds, `_MAX_TRIES` times. CUDA often needs a new process."""
+PAUSE_S, MAX_TRIES = 1.0, 30
+"""A lost device is tried again every `PAUSE_S` seconds, `MAX_TRIES` times. CUDA often needs a new process."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -67,13 +67,14 @@ class OnDevice:
         self.device = device
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
-        self._lanes, self._lock = (Lane(device), Lane(device)), threading.Lock()
-        self._few = FewRows(device)
-        self._is_lost = self._is_closed = False
-        self._moved: dict[int, Moved] = {}
+        self.lanes, self._lock = (Lane(device), Lane(device)), threading.Lock()
+        self.few = FewRows(device)
+        self.is_lost = self._is_closed = False
+        """The first says that the device failed in a product, and that `revive` has not brought it back yet."""
+        self.moved_groups: dict[int, Moved] = {}
         try:
-            self._few.reserve(max((max(g.info.in_features, g.info.out_features) for g in groups), default=1))
-            self._moved = move(groups, device, self._check)
+            self.few.reserve(max((max(g.info.in_features, g.info.out_features) for g in groups), default=1))
+            self.moved_groups = move(groups, device, self.check_products)
         except RuntimeError as exc:  # only the type: a text of CUDA's says nothing that an operator could change
             raise ConfigurationError(f"{device} cannot be used: {type(exc).__name__} while weights moved") from None
 
@@ -106,12 +107,12 @@ class OnDevice:
         with self._faults():
             if is_ring and len(parts) == 1 and 0 < parts[0].shape[0] <= MOST_ROWS:
                 weight = moved.weights[call.direction]
-                return [self._few.product((info.id, call.direction), weight, parts[0])]
+                return [self.few.product((info.id, call.direction), weight, parts[0])]
             widths = info.widths(call.direction)
             replies = [unwritten_tensor(rows.shape[0], widths[1], DTYPES[call.arithmetic]) for rows in parts]
             num_rows = sum(rows.shape[0] for rows in parts)
             step = _step(num_rows, max(widths)) if is_ring else FLOAT_ROWS
-            self._run(row_blocks(parts, replies, step), _multiply(moved, call), 0 if is_ring else FLOAT_ROWS)
+            self._run(row_blocks(parts, replies, step), multiply_of(moved, call), 0 if is_ring else FLOAT_ROWS)
         return replies
 
     def _seeded(self, moved: Moved, call: Call, rows: SeededRows) -> torch.Tensor:
@@ -126,7 +127,7 @@ class OnDevice:
                 yield [(piece.expand(given), reply[start : start + piece.num_rows])]
 
         with self._faults():
-            self._run(blocks(), _multiply(moved, call))
+            self._run(blocks(), multiply_of(moved, call))
         return reply
 
     def _run(self, blocks: Iterator[list[RowsAndReply]], multiply: Multiply, num_padded: int = 0) -> None:
@@ -134,18 +135,18 @@ class OnDevice:
         with self._lock:
             try:
                 for number, block in enumerate(blocks):
-                    self._lanes[number % 2].start(block, multiply, num_padded)
-                for lane in self._lanes:
+                    self.lanes[number % 2].start(block, multiply, num_padded)
+                for lane in self.lanes:
                     lane.finish()
             except BaseException:
-                for lane in self._lanes:
+                for lane in self.lanes:
                     lane.drop()
                 raise
 
     def _held(self, call: Call) -> Moved:
-        if self._is_lost:
+        if self.is_lost:
             raise ReplicaLost(began=False)
-        moved = self._moved.get(call.group)
+        moved = self.moved_groups.get(call.group)
         if moved is None:
             raise UnknownLayer("this device does not hold that group")
         return moved
@@ -166,13 +167,13 @@ class OnDevice:
         except RuntimeError as exc:
             # After such an error no number of the device can be trusted before it has passed its tests again.
             _LOGGER.error("%s failed: %s", self.device, type(exc).__name__)
-            self._is_lost = True
-            self._few.drop()
+            self.is_lost = True
+            self.few.drop()
             raise ReplicaLost from None
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 
-    def _check(self, here: ServedGroup, there: Moved) -> None:
+    def check_products(self, here: ServedGroup, there: Moved) -> None:
         """Compares the products of a group that has moved with the CPU's. This also makes the copies of the weight that
         kernels keep, so that a lack of memory shows now.
 
@@ -190,14 +191,14 @@ class OnDevice:
                 expected = products.product(here, call, rows)
                 found = torch.empty_like(expected)
                 num_padded = 0 if arithmetic is Arithmetic.RING else FLOAT_ROWS
-                self._run(iter([[(rows, found)]]), _multiply(there, call), num_padded)
+                self._run(iter([[(rows, found)]]), multiply_of(there, call), num_padded)
                 if not _agree(found, expected):
                     raise ConfigurationError(f"{self.device} computed a wrong product of {here.info.name}")
 
     @property
     def is_alive(self) -> bool:
         """Returns whether the device has worked so far."""
-        return not self._is_lost
+        return not self.is_lost
 
     @property
     def can_return(self) -> bool:
@@ -207,30 +208,31 @@ class OnDevice:
     def revive(self, is_over: threading.Event) -> bool:
         """Tries a lost device again, until it passes its self-test and still holds the weights; see
         `Replica.revive`."""
-        for _ in range(_MAX_TRIES):
-            if self._is_closed or is_over.wait(_PAUSE_S):
+        for _ in range(MAX_TRIES):
+            if self._is_closed or is_over.wait(PAUSE_S):
                 return False
             try:
-                is_good = self._is_exact() and all(moved.is_whole() for moved in self._moved.values())
+                is_good = self.passes_self_test() and all(moved.is_whole() for moved in self.moved_groups.values())
             except RuntimeError:
                 continue
             if is_good:
-                self._is_lost = False
+                self.is_lost = False
                 _LOGGER.warning("%s works again", self.device)
                 return True
         _LOGGER.error("%s is given up: start the provider again", self.device)
         self._is_closed = True
         return False
 
-    def _is_exact(self) -> bool:
+    def passes_self_test(self) -> bool:
+        """Returns whether the device's kernels are exact. torch's `cpu` device has none."""
         return self.device.type == "cpu" or is_exact_on(self.device, again=True)
 
     def close(self) -> None:
         """Frees the weights on the device."""
         self._is_closed = True
         with self._lock:
-            self._few.drop()
-            self._moved.clear()
+            self.few.drop()
+            self.moved_groups.clear()
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
@@ -242,7 +244,8 @@ def _step(num_rows: int, widest: int) -> int:
     return max(1, -(-num_rows // max(1, -(-num_rows // most))))
 
 
-def _multiply(moved: Moved, call: Call) -> Multiply:
+def multiply_of(moved: Moved, call: Call) -> Multiply:
+    """Returns the function that multiplies rows on the device as a call asks."""
     if call.arithmetic is Arithmetic.FLOAT:
         return lambda rows: products.float_product(moved.group, call, rows)
     weight = moved.weights[call.direction]

@@ -89,7 +89,7 @@ def test_a_device_that_cannot_be_is_one_line(device: str, line: str, monkeypatch
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Provides a client of a small model, whose masks are made by the device's code on torch's `cpu` device."""
-    monkeypatch.setattr("tenant_sdk.plan._mask_device", lambda *given: torch.device("cpu"))
+    monkeypatch.setattr("tenant_sdk.plan.mask_device_of", lambda *given: torch.device("cpu"))
     with TenantClient(
         f"inproc:{make_chat_model(tmp_path / 'tiny')}", cache=tmp_path / "cache", progress=False,
         mask_options=TOY_OPTIONS,
@@ -103,7 +103,7 @@ def test_a_whole_model_runs_on_masks_of_the_device(client: TenantClient, monkeyp
     model, ids = client.load_model(), torch.tensor([[1, 5, 9, 2]])
     scheme = model_executor(client).scheme
     assert isinstance(scheme, Lattice)
-    assert isinstance(scheme._polynomials, DeviceProducts)
+    assert isinstance(scheme.polynomials, DeviceProducts)
     with torch.no_grad():
         assert torch.isfinite(model(ids).logits).all()
 

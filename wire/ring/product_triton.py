@@ -39,7 +39,7 @@ MOST_INNER = (1 << 17) - 16
 multiple of 16, so that each further piece begins at an aligned address."""
 _SPLITS = 8
 _ALIGNED = 16
-_SPLIT_BLOCK = 1024
+SPLIT_BLOCK = 1024
 _LOGGER = logging.getLogger(__name__)
 
 _NO_FUSION = {"enable_fp_fusion": False}
@@ -139,15 +139,15 @@ def _multiply_many(
     count, dtype = (digits[0], torch.float16) if form == "digits" else (bits // 8, torch.int8)
     planes = torch.empty(count, num_rows, width, dtype=dtype, device=rows.device)
     given = rows, planes, d, width, rows.stride(0), rows.stride(1), planes.stride(0)
-    grid = (num_rows, -(-width // _SPLIT_BLOCK))
+    grid = (num_rows, -(-width // SPLIT_BLOCK))
     blocks = BLOCKS[form]
     programs = (-(-num_rows // blocks["BLOCK_M"]) * -(-m // blocks["BLOCK_N"]),)
     operands = planes, weight, reply, num_rows, d, m, width, planes.stride(0), weight.stride(1)
     if form == "digits":
-        kernels().split_digits[grid](*given, NUM_PLANES=count, BITS=digits[1], BLOCK=_SPLIT_BLOCK, **_NO_FUSION)
+        kernels().split_digits[grid](*given, NUM_PLANES=count, BITS=digits[1], BLOCK=SPLIT_BLOCK, **_NO_FUSION)
         kernels().multiply_digits[programs](*operands, NUM_PLANES=count, BITS=digits[1], ADDS=adds, GROUP_M=8, **blocks)
         return
-    kernels().split_limbs[grid](*given, NUM_PLANES=count, BLOCK=_SPLIT_BLOCK, **_NO_FUSION)
+    kernels().split_limbs[grid](*given, NUM_PLANES=count, BLOCK=SPLIT_BLOCK, **_NO_FUSION)
     kernels().multiply_planes[programs](
         *operands, NUM_PLANES=count, SUM_PER_PLANE=form == "planes", ADDS=adds, GROUP_M=8, **blocks
     )
@@ -195,7 +195,7 @@ def passes_self_test(multiply: Any, device: torch.device) -> bool:
         device: the device.
     """
     return all(_is_exact_for(multiply, device, *_random(*shape)) for shape in _TESTED) and all(
-        _is_exact_for(multiply, device, *_extreme(num_rows)) for num_rows in _TESTED_EXTREMES
+        _is_exact_for(multiply, device, *extreme_operands(num_rows)) for num_rows in _TESTED_EXTREMES
     )
 
 
@@ -208,7 +208,8 @@ def _random(num_rows: int, d: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, weight
 
 
-def _extreme(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def extreme_operands(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows and the weight at which sums saturate or leave int32; see `passes_self_test`."""
     rows = torch.full((num_rows, MOST_INNER - 1), 2**31 - 1, dtype=torch.int32, device="cpu")
     rows[1::3], rows[2::3] = 0x7F7F7F80, -(2**31)
     weight = torch.ones(MOST_INNER - 1, 8, dtype=torch.int8, device="cpu")

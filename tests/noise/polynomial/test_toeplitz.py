@@ -78,7 +78,7 @@ def test_masks_and_effects_are_the_cpus_to_the_last_bit(
 
 
 def test_more_columns_than_a_chunk(products: DeviceProducts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toeplitz, "_CHUNK_FEATURES", 4)
+    monkeypatch.setattr(toeplitz, "CHUNK_FEATURES", 4)
     matrix, secrets = drawn(TOY, 2, 11)
     assert torch.equal(products.product(matrix, secrets, TOY), reference_product(matrix, secrets))
 
@@ -130,7 +130,7 @@ def test_kernels_make_no_copy_of_the_secrets_matrix() -> None:
     """A GPU's kernels keep a copy of a weight that lies otherwise, and nobody would overwrite it."""
     from wire.ring import product_cuda
 
-    with DeviceProducts(torch.device("cpu"))._matrix_of(drawn(TOY, 2, 1)[1]) as (there, _):
+    with DeviceProducts(torch.device("cpu")).matrix_of(drawn(TOY, 2, 1)[1]) as (there, _):
         assert product_cuda.prepared(there) is there
 
 
@@ -151,7 +151,7 @@ def test_a_device_that_computes_nothing_sends_no_row_without_a_mask(
     monkeypatch.setattr(coding, "product", broken)
     with pytest.raises(MaskError, match="the device computed a wrong mask") as caught:
         products.product(matrix, secrets, TOY)
-    assert num_rows == [5, toeplitz._COMPARED]
+    assert num_rows == [5, toeplitz.COMPARED]
     assert "\n" not in str(caught.value)
 
 
@@ -217,9 +217,9 @@ def test_secrets_are_overwritten_once_their_rows_are_made(
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Makes rows of the CPU count as rows of a device, and returns the staging buffers that are used."""
     buffers: list[torch.Tensor] = []
-    make = staging._buffer
+    make = staging.staging_buffer
     monkeypatch.setattr(staging, "is_here", lambda tensor: False)
-    monkeypatch.setattr(staging, "_buffer", lambda like: buffers.append(make(like)) or buffers[-1])
+    monkeypatch.setattr(staging, "staging_buffer", lambda like: buffers.append(make(like)) or buffers[-1])
     yield buffers
     assert buffers
 

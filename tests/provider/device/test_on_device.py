@@ -167,7 +167,7 @@ def test_pieces_are_even_and_lanes_take_turns(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[int, int]] = []
-    for number, lane in enumerate(replica._lanes):
+    for number, lane in enumerate(replica.lanes):
         start = lane.start
         monkeypatch.setattr(
             lane,
@@ -187,10 +187,10 @@ def test_small_products_are_prepared_once(
 ) -> None:
     rows = [rows_for(served_model, FORWARD, num_rows, seed=seed) for seed in (1, 2)]
     first = replica.product(FORWARD, rows[0])
-    assert set(replica._few._graphs) == {((0, Direction.FORWARD), height)}
-    (kept,) = replica._few._graphs.values()
+    assert set(replica.few.graphs) == {((0, Direction.FORWARD), height)}
+    (kept,) = replica.few.graphs.values()
     second = replica.product(FORWARD, rows[1])
-    assert list(replica._few._graphs.values()) == [kept]
+    assert list(replica.few.graphs.values()) == [kept]
     for given, found in zip(rows, (first, second), strict=True):
         assert torch.equal(found, served_model.compute(FORWARD, given))
 
@@ -198,10 +198,10 @@ def test_small_products_are_prepared_once(
 def test_without_room_for_graphs_small_products_go_on(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "_MOST_GRAPHS", 0)
+    monkeypatch.setattr(few_rows, "MOST_GRAPHS", 0)
     rows = rows_for(served_model, FORWARD, 1)
     assert torch.equal(replica.product(FORWARD, rows), served_model.compute(FORWARD, rows))
-    assert not replica._few._graphs
+    assert not replica.few.graphs
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ def test_the_list_of_groups_is_emptied_group_by_group(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, left = copies(served_model), []
-    total, check = len(groups), OnDevice._check
-    monkeypatch.setattr(OnDevice, "_check", lambda *given: left.append(len(groups)) or check(*given))
+    total, check = len(groups), OnDevice.check_products
+    monkeypatch.setattr(OnDevice, "check_products", lambda *given: left.append(len(groups)) or check(*given))
     OnDevice(groups, torch.device("cpu"))
     assert left == list(range(total))[::-1]
 
@@ -226,7 +226,7 @@ def test_a_wrong_product_is_found_before_serving(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, arithmetic: Arithmetic
 ) -> None:
     """The device's last number is wrong: by one in ring arithmetic, by a thousandth (as with TF32) in float."""
-    right = on_device._multiply
+    right = on_device.multiply_of
 
     def wrong(moved: Moved, call: Call) -> Multiply:
         def multiply(rows: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_a_wrong_product_is_found_before_serving(
 
         return multiply
 
-    monkeypatch.setattr(on_device, "_multiply", wrong)
+    monkeypatch.setattr(on_device, "multiply_of", wrong)
     with pytest.raises(ConfigurationError, match="cpu computed a wrong product of"):
         OnDevice(copies(served_model), torch.device("cpu"))
 
@@ -252,7 +252,7 @@ def test_weights_that_do_not_fit_say_how_many_layers_would(
         if len(moved) == 3:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(OnDevice, "_check", full)
+    monkeypatch.setattr(OnDevice, "check_products", full)
     groups = copies(served_model)
     num_layers = sum(len(group.info.layers) for group in groups)
     num_fitting = sum(len(group.info.layers) for group in groups[:2])
@@ -310,13 +310,13 @@ def test_after_a_fault_in_mid_product_no_old_rows_are_answered(
 
 
 def test_a_device_comes_back_only_with_its_weights(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(on_device, "_MAX_TRIES", 2)
+    monkeypatch.setattr(on_device, "PAUSE_S", 0.0)
+    monkeypatch.setattr(on_device, "MAX_TRIES", 2)
     for is_changed in (False, True):
         replica = OnDevice(copies(served_model), torch.device("cpu"))
-        replica._is_lost = True
+        replica.is_lost = True
         if is_changed:
-            replica._moved[1].group.quantised[0, 0] += 1
+            replica.moved_groups[1].group.quantised[0, 0] += 1
         assert replica.revive(threading.Event()) is not is_changed
         assert replica.is_alive is not is_changed
         assert replica.can_return is not is_changed
@@ -324,7 +324,7 @@ def test_a_device_comes_back_only_with_its_weights(served_model: ServedModel, mo
 
 def test_a_revival_ends_with_the_provider(served_model: ServedModel) -> None:
     replica, over = OnDevice(copies(served_model), torch.device("cpu")), threading.Event()
-    replica._is_lost = True
+    replica.is_lost = True
     over.set()
     assert not replica.revive(over)
 
@@ -340,10 +340,10 @@ def test_behind_the_executor_a_loss_is_refused_with_a_time_and_passes(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the device is lost, requests are refused with a time. Once it has passed its tests, they are answered."""
-    monkeypatch.setattr(on_device, "_PAUSE_S", 0.001)
-    may_return, tested = threading.Event(), OnDevice._is_exact
-    monkeypatch.setattr(on_device, "_MAX_TRIES", 1 << 30)
-    monkeypatch.setattr(OnDevice, "_is_exact", lambda replica: may_return.is_set() and tested(replica))
+    monkeypatch.setattr(on_device, "PAUSE_S", 0.001)
+    may_return, tested = threading.Event(), OnDevice.passes_self_test
+    monkeypatch.setattr(on_device, "MAX_TRIES", 1 << 30)
+    monkeypatch.setattr(OnDevice, "passes_self_test", lambda replica: may_return.is_set() and tested(replica))
     replica = OnDevice(copies(served_model), torch.device("cpu"))
     executor = Executor(
         [replica], Scheduler(Policy(max_wait_s=0.0), latency_model(served_model.served, profiled=False))

@@ -55,8 +55,8 @@ def test_weights_are_handed_over(folder: Path, on_cpu: list[str]) -> None:
         assert list(shard.groups) == list(range(len(fingerprints)))
         assert model.served.groups == ()
         assert model.fingerprints == fingerprints
-        assert all(moved.is_whole() for moved in replica._moved.values())
-    assert not replica._moved, "closed with the provider"
+        assert all(moved.is_whole() for moved in replica.moved_groups.values())
+    assert not replica.moved_groups, "closed with the provider"
 
 
 def test_with_parallel_no_device_is_chosen(folder: Path, on_cpu: list[str]) -> None:

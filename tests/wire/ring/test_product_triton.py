@@ -171,7 +171,7 @@ def test_the_self_test_refuses_a_sum_that_saturates(per_plane: bool, saturates: 
 
 
 def test_saturation_shows_in_the_largest_number_against_one_and_minus_one() -> None:
-    rows, weight = product_triton._extreme(3)
+    rows, weight = product_triton.extreme_operands(3)
     assert rows[0].unique().tolist() == [2**31 - 1]
     assert weight[:, :2].unique(dim=0).tolist() == [[1, -1]]
     found = by_limbs(rows[:1], weight[:, :2], per_plane=False, saturates=True)

@@ -129,7 +129,7 @@ def test_blocks_that_are_too_large_spill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_first_pass_compiles(chip: int) -> None:
-    block = (("BLOCK", product_triton._SPLIT_BLOCK), ("enable_fp_fusion", False))
+    block = (("BLOCK", product_triton.SPLIT_BLOCK), ("enable_fp_fusion", False))
     assert "st.global" in compiled("split_limbs", chip, ("*i32", "*i8"), (("NUM_PLANES", 4), *block))
     assert "st.global" in compiled("split_digits", chip, ("*i32", "*fp16"), (("NUM_PLANES", 3), ("BITS", 11), *block))
 
