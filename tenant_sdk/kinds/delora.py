@@ -68,8 +68,7 @@ def row_norms(layer: Any) -> torch.Tensor:
     group = group_of(layer)
     if group not in _KNOWN:
         _KNOWN[group] = _norms_of(group)
-    norms: torch.Tensor = _KNOWN[group][layer.index]
-    return norms.clone()
+    return _KNOWN[group][int(layer.index)].clone()
 
 
 def _norms_of(group: RemoteGroup) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from peft.tuners.psoft.layer import Linear as PsoftLinear
 from peft.tuners.psoft.model import PsoftModel
 
 from tenant_sdk.kinds.products import is_remote
+from tenant_sdk.kinds.saved_settings import SavedSettings
 from tenant_sdk.kinds.subspace import check_rank, leading_factors
 from wire.errors import ConfigurationError
 
@@ -45,15 +46,8 @@ class RemotePsoft(PsoftLinear):  # type: ignore[misc]
         return inner, outer @ (turn - torch.eye(turn.shape[0], dtype=turn.dtype, device=turn.device))
 
 
-class PsoftSavedAsLora(PsoftConfig):  # type: ignore[misc]
+class PsoftSavedAsLora(SavedSettings, PsoftConfig):  # type: ignore[misc]
     """Holds PSOFT's settings, and writes those of the plain LoRA adapter as which it is saved."""
-
-    @classmethod
-    def of(cls, config: PsoftConfig) -> PsoftSavedAsLora:
-        """Returns the same settings."""
-        made = cls.__new__(cls)
-        made.__dict__.update(config.__dict__)
-        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of plain LoRA with the same rank and scaling."""

@@ -47,8 +47,7 @@ def public_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
         layer: the remote layer whose weight is W.
         rows: shape (num_rows, in_features).
     """
-    product: torch.Tensor = public_group_products(group_of(layer), rows)[layer.index]
-    return product
+    return public_group_products(group_of(layer), rows)[int(layer.index)]
 
 
 @torch.no_grad()

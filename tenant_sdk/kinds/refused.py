@@ -91,7 +91,7 @@ def check_loadable(name: str, config: Any) -> None:
         )
     if kind == "LORA" and isinstance(how, str) and how.lower() not in ("gaussian", "eva", "orthogonal", "mica"):
         raise ConfigurationError(f"{name} " + _CHANGED_BASE.format(how=how[:40]))
-    reason = _reason_of_variant(config) if kind == "LORA" else None
+    reason = _reason_of_variant(config) if kind == "LORA" else _reason_of_settings(kind, config)
     if reason is not None:
         raise ConfigurationError(f"{name} cannot be used: {reason}")
 

@@ -25,8 +25,16 @@ class RemoteShira(ShiraLinear):  # type: ignore[misc]
             return result
         for name in self.active_adapters:
             if name in self.shira_weight:
-                result = added(result, x, self.get_delta_weight(name).to_dense())
+                result = added(result, x, self._delta(name))
         return result
+
+    def _delta(self, name: str) -> torch.Tensor:
+        """Returns the sparse matrix as a dense one, shape (out_features, in_features)."""
+        rows, columns = self.shira_indices[name].to(self.shira_weight[name].device, torch.int64)
+        delta = self.shira_weight[name].new_zeros(self.out_features * self.in_features)
+        values = self.shira_weight[name] * self.scaling[name]
+        placed: torch.Tensor = delta.scatter_add(0, rows * self.in_features + columns, values)
+        return placed.view(self.out_features, self.in_features)
 
 
 class RemoteShiraModel(ShiraModel):  # type: ignore[misc]

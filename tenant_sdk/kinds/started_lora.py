@@ -22,6 +22,7 @@ from peft.tuners.lora.model import LoraModel
 from torch.nn import functional
 
 from tenant_sdk.kinds.products import is_remote
+from tenant_sdk.kinds.saved_settings import SavedSettings
 from tenant_sdk.kinds.subspace import check_rank, leading_columns, leading_factors
 from wire.errors import ConfigurationError
 
@@ -90,15 +91,8 @@ class StartedLora(LoraLinear):  # type: ignore[misc]
         return result
 
 
-class SavedAsLora(LoraConfig):  # type: ignore[misc]
+class SavedAsLora(SavedSettings, LoraConfig):  # type: ignore[misc]
     """Holds the settings of a started adapter, and writes those of the plain LoRA adapter as which it is saved."""
-
-    @classmethod
-    def of(cls, config: LoraConfig) -> SavedAsLora:
-        """Returns the same settings."""
-        made = cls.__new__(cls)
-        made.__dict__.update(config.__dict__)
-        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of plain LoRA with twice the rank and the same scaling."""

@@ -22,8 +22,8 @@ OVERSAMPLING = 8
 """The rows that an iteration has beyond the rank that is asked for. With 5 to 10 more, subspace iteration comes close
 to the best subspace (Halko, Martinsson, Tropp, SIAM Review 53, 2011, section 4)."""
 ITERATIONS = 8
-"""The number of iterations where PEFT's settings name none. A subspace of rank 16 then holds 99.6% of what the best one
-holds of SmolLM2's weights (docs/peft.md)."""
+"""The number of iterations where PEFT's settings name none. With it a subspace of rank 4 holds 99% of
+what the best one holds of random weights (tests/tenant_sdk/kinds/test_products.py)."""
 
 
 @torch.no_grad()

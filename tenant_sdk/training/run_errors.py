@@ -23,8 +23,8 @@ def adapter_errors() -> Iterator[None]:
         yield
     except VeilbaseError:
         raise
-    except (ValueError, TypeError) as exc:
-        text = str(exc).split("\n")[0][:200]
+    except (ValueError, TypeError, StopIteration) as exc:  # the last if a module that it wants has no parameter here
+        text = str(exc).split("\n")[0][:200] or type(exc).__name__
         raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
 
 

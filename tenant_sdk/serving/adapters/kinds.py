@@ -181,6 +181,19 @@ KINDS: dict[str, Kind] = {
     ),
 }  # fmt: skip
 """The kinds that are kept as PEFT's own modules, by their `peft_type`."""
+_OWN_ROWS = "it asks for rows of its own, which would show the steps that it is in"
+_PLACES = "its file places its numbers by whole numbers, which are not read here"
+_MORE = "it changes more of the model than its linear layers"
+NOT_SERVED: dict[str, str] = {
+    **dict.fromkeys(("HIRA", "GLORA", "PEANUT"), _OWN_ROWS),
+    **dict.fromkeys(("SHIRA", "SUPERTUNING"), _PLACES),
+    **dict.fromkeys((
+        "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT",
+        "LN_TUNING", "TRAINABLE_TOKENS", "SHADOW", "XLORA",
+    ), _MORE),
+    "LILY": "its layers take a mean over the rows of a step",
+}  # fmt: skip
+"""Why some kinds are not served, by their `peft_type`. `TenantClient.generate` serves most of them (docs/peft.md)."""
 _ALWAYS_TRAINING = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_weights", "init_ia3_weights",

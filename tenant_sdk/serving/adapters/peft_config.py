@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenant_sdk.base_names import check_base_name
-from tenant_sdk.serving.adapters.kinds import KINDS, ModuleSettings, kept_as_modules, module_settings
+from tenant_sdk.serving.adapters.kinds import KINDS, NOT_SERVED, ModuleSettings, kept_as_modules, module_settings
 from tenant_sdk.serving.adapters.patterns import bounded_patterns
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
@@ -119,7 +119,10 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
 def _check_kind(name: str, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigurationError(f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served")
+        why = NOT_SERVED.get(kind) if isinstance(kind, str) else None
+        raise ConfigurationError(
+            f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served{f': {why}' if why else ''}"
+        )
     for setting, other in _LORA_KINDS.items():
         if kind == "LORA" and config.get(setting):
             raise ConfigurationError(f"the adapter {name} is of the kind {other}, which is not served")

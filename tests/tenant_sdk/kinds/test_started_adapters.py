@@ -78,39 +78,25 @@ def test_psoft_is_saved_as_lora(chat_client: TenantClient, chat_folder: Path, tm
     assert relative(logits(model), logits(theirs)) < RELATIVE
 
 
-class _Broken:
-    """Fails every request once it is told to."""
-
-    def __init__(self) -> None:
-        self.after: int | None = None
-
-    def __call__(self, *_: Any) -> None:
-        if self.after is not None:
-            self.after -= 1
-            if self.after < 0:
-                raise Unavailable("the provider went away")
-
-
-def interrupted(client: TenantClient, made: Any, folder: Path, broken: _Broken) -> None:
-    """Runs a fine-tuning that fails after its first checkpoint."""
+def interrupted(client: TenantClient, made: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a fine-tuning whose provider goes away after the first checkpoint."""
     checkpoint = folder.with_name(folder.name + ".checkpoints") / "checkpoint-2"
-    for requests in range(200, 2000, 50):
-        broken.after = requests
+
+    def fail(*_: Any) -> None:
+        if (checkpoint / "trainer_state.json").exists():
+            raise Unavailable("the provider went away")
+
+    with monkeypatch.context() as broken:
+        before_requests(broken, fail)
         with pytest.raises(Unavailable):
             client.finetune(ROWS, made, folder, resume=False, **QUICK)
-        broken.after = None
-        if checkpoint.is_dir():
-            return
-    raise AssertionError("no checkpoint was written")
 
 
 def test_a_run_is_resumed_with_the_same_start(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = chat_client.finetune(ROWS, config(), tmp_path / "whole", **QUICK)
-    broken = _Broken()
-    before_requests(monkeypatch, broken)
-    interrupted(chat_client, config(), tmp_path / "cut", broken)
+    interrupted(chat_client, config(), tmp_path / "cut", monkeypatch)
     resumed = chat_client.finetune(ROWS, config(), tmp_path / "cut", **QUICK)
     assert resumed.resumed_from_step > 0
     one, other = (load_file(each.adapter_dir / "adapter_model.safetensors") for each in (whole, resumed))
@@ -122,8 +108,6 @@ def test_a_run_is_resumed_with_the_same_start(
 def test_a_psoft_run_says_that_it_cannot_be_resumed(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = _Broken()
-    before_requests(monkeypatch, broken)
-    interrupted(chat_client, psoft(), tmp_path / "cut", broken)
+    interrupted(chat_client, psoft(), tmp_path / "cut", monkeypatch)
     with pytest.raises(ConfigurationError, match="cannot be resumed: pass resume=False"):
         chat_client.finetune(ROWS, psoft(), tmp_path / "cut", **QUICK)
