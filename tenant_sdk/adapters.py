@@ -15,6 +15,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
 from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.base_names import check_base_name
+from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.plain_values import positive
@@ -32,7 +34,9 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
         if adapter is not None:
             try:
                 with loading():
-                    config = for_remote_base(PeftConfig.from_pretrained(str(adapter)))
+                    config = PeftConfig.from_pretrained(str(adapter))
+                    _check_settings(model, str(adapter), config)
+                    config = for_remote_base(config)
                     model = PeftModel.from_pretrained(model, str(adapter), config=config).eval()
             except VeilbaseError:
                 raise
@@ -44,6 +48,15 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
                 raise ConfigurationError(f"{adapter} holds {copied[0]} whole, a base layer held by the provider")
         session.loaded = (key, model)
     return session.loaded[1]
+
+
+def _check_settings(model: Any, adapter: str, config: PeftConfig) -> None:
+    """Refuses an adapter that was trained on another model, or whose kind needs more of base weights than products."""
+    remedy = "change base_model_name_or_path in its adapter_config.json"
+    check_base_name(adapter, config.base_model_name_or_path, (str(model.name_or_path or ""),), remedy)
+    check_loadable(adapter, config)
+    if getattr(config, "init_lora_weights", None) == "mica":  # it keeps B as it starts, and reads the weight for that
+        config.init_lora_weights = True
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:

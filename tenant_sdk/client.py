@@ -248,8 +248,8 @@ class TenantClient:
         Args:
             data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`,
                 or `text`.
-            peft_config: the config of any PEFT method that does not read base weights, or of DoRA (docs/dora.md); LoRA
-                on all linear layers by default. The object is not changed.
+            peft_config: the config of a PEFT method that docs/peft.md lists for `finetune`; LoRA on all linear layers
+                by default. The object is not changed.
             output_dir: the adapter's folder; checkpoints are kept in `OUTPUT_DIR.checkpoints` until the run ends.
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
             num_epochs: number of passes over the data; ignored if `max_steps` is given.

@@ -31,6 +31,11 @@ _DORA = (
     "an adapter with DoRA shows as one, with its rank in each layer group: the rows of its A go through a masked call "
     "when it is first used, and in training after each optimizer step"
 )
+_KINDS = (
+    "HRA, OFT, BOFT and IA3 make the layers of a group ask one by one; HiRA and GLoRA send as many rows as their rank "
+    "for each row; PEANuT sends as many as its rank in each pass; PiSSA, OLoRA, PSOFT, TinyLoRA, DeLoRA and DEFT ask "
+    "when a training starts, by rows that hold nothing of yours and go without a mask"
+)
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
@@ -53,6 +58,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
         lines["DoRA"] = _DORA
+        lines["other PEFT kinds"] = _KINDS
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)

@@ -116,8 +116,11 @@ def load_remote_model(
         MalformedFrame: manifest, config and bundle do not fit together.
         ConfigurationError: the installed transformers does not know the architecture.
     """
+    from tenant_sdk.kinds.register import register  # here, since it takes PEFT, which a client alone does not need
+
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
     with loading():
+        register()
         try:
             config = (
                 AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

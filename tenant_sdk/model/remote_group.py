@@ -21,6 +21,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from noise.off import Off
 from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
 from tenant_sdk.model import product_source
@@ -126,6 +127,23 @@ class RemoteExecutor:
             asked = [self._ask_all(group, Direction.FORWARD, rows, course) for group, rows in calls]
             products = [self._joined(each, rows) for each, (_, rows) in zip(asked, calls, strict=True)]
             return [course.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
+
+    def run_public(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the product of rows that are public, which are sent without a mask.
+
+        Args:
+            group, direction, rows: as for `run`. The rows are constants, or follow from constants and from earlier
+                replies to such rows alone; all are finite. tenant_sdk/kinds/public_products.py says what this is for.
+        """
+        with self.in_session():
+            request_cols, reply_cols = group.widths(direction)
+            unmasked = Off(self.scheme.arithmetic)
+            sent = [
+                unmasked.mask(group, direction, part)
+                for part in rows.split(self._rows_per_request(request_cols, reply_cols))
+            ]
+            asked = [(each, [self._send(message, reply_cols) for message in each.messages]) for each in sent]
+            return self._joined(asked, rows)
 
     def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
         return course.product_of(rows, self._product(group, direction, rows, course))
@@ -359,6 +377,11 @@ class RemoteGroup:
         with torch.autocast(rows.device.type, enabled=False):
             given = [(group.spec, rows.to(torch.float32)) for group, rows in calls]
             return first._executor.run_together(given, first.planned_calls)
+
+    def run_public(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the product that `RemoteExecutor.run_public` gives, computed in float32 with autocast off."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return self._executor.run_public(self.spec, direction, rows.to(torch.float32))
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of the group's layer number `index`.

@@ -76,6 +76,16 @@ class _Remote(nn.Module):
         dtype = self.bias.dtype if self.bias is not None else self._anchor_dtype
         return RemoteWeight(self._weight_shape, dtype, device)
 
+    @weight.setter
+    def weight(self, given: torch.Tensor) -> None:
+        """Takes the layer's own weight, which PEFT assigns when it removes an adapter, and changes nothing.
+
+        Raises:
+            RemoteWeightError: another tensor is assigned.
+        """
+        if not isinstance(given, RemoteWeight) or given.shape != self._weight_shape:
+            raise RemoteWeightError("a base weight stays with the provider, so no other can take its place")
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Applies the dtype and device of .to(), .half() and .cuda() to this layer, which has no weight to move."""
         probe = fn(torch.empty(0, dtype=self._anchor_dtype, device=getattr(self, "_device", None)))

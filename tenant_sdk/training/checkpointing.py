@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from tenant_sdk.kinds.features import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.kept_replies import KeptReplies
@@ -96,8 +97,8 @@ def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
     num_blocks = max(1, int(getattr(config, "num_hidden_layers", 1)))
     kept = both * (_KEPT_WITH_DROPOUT if has_dropout else _KEPT)
     inputs = int(getattr(config, "hidden_size", 0)) * num_blocks * item_bytes
-    kept_by_dora, second_outputs = features_of_dora(base)
-    kept, outputs = kept + kept_by_dora * item_bytes, outputs + second_outputs * item_bytes
+    for kept_by_kind, second_outputs in (features_of_dora(base), features_of_kinds(base)):
+        kept, outputs = kept + kept_by_kind * item_bytes, outputs + second_outputs * item_bytes
     return Estimate(int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs)
 
 

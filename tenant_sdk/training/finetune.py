@@ -28,6 +28,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from noise.disk.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
+from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
@@ -91,6 +92,7 @@ def finetune(
     manifest = session.connect()
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
+    check_trainable(peft_config)
     num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
     check_window(settings.window_tokens, settings.batch_size, room)
@@ -362,8 +364,8 @@ def _adapter_errors() -> Iterator[None]:
         yield
     except VeilbaseError:
         raise
-    except (ValueError, TypeError) as exc:
-        text = str(exc).split("\n")[0][:200]
+    except (ValueError, TypeError, StopIteration) as exc:  # the last if a module that it wants has no parameter here
+        text = str(exc).split("\n")[0][:200] or type(exc).__name__
         raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
 
 

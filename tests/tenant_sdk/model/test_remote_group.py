@@ -270,7 +270,7 @@ def test_ghost_weight_has_a_shape_and_no_data(client: TenantClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}]
+    "options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "corda"}]
 )
 def test_methods_that_read_base_weights_fail_loudly(client: TenantClient, options: dict[str, Any]) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)

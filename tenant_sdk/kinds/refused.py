@@ -1,0 +1,120 @@
+"""This module says which PEFT settings cannot be used over a provider's layers, and what would do in their place.
+
+Guarantees: an adapter of a kind that is listed here is refused in one sentence before anything is sent for it. A kind
+that is not listed, and that reads the base weight, gets the error of tenant_sdk/model/remote_linear.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wire.errors import ConfigurationError
+
+_WHOLE = "which stays with the provider"
+KINDS: Mapping[str, str] = {
+    "ADAMSS": f"AdaMSS clusters the rows of the base weight, {_WHOLE}: use TinyLoRA, or LoRA with 'pissa_niter_8'",
+    "FROD": "FRoD decomposes the base weights of all layers together, and they stay with the provider: use VeRA",
+    "OSF": f"OSF holds all singular vectors of the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
+    "SUPERTUNING": f"Super-Tuning trains the largest elements of the base weight, {_WHOLE}: use SHiRA",
+}
+"""The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`."""
+TASKS: Mapping[str, str] = {
+    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning needs a task id for each row, which a text has not: use prompt "
+    "tuning, or stock PEFT over load_model()",
+    "POLY": "Poly needs a task id for each row, which a text has not: use LoRA, or stock PEFT over load_model()",
+    "XLORA": "X-LoRA routes among LoRA adapters that are trained already, and runs the model twice: use one of them",
+}
+"""The sentences for kinds that need more than rows of text. They are refused by `finetune` and `generate` alone."""
+LOSSES: Mapping[str, str] = {
+    "CPT": "CPT has a loss of its own, which finetune does not compute: use stock PEFT and Trainer over load_model()",
+    "SHADOW": "Shadow adds a loss of its own, which finetune does not compute: use stock PEFT and Trainer over "
+    "load_model()",
+}
+"""The sentences for kinds with a loss of their own. They are refused by `finetune` alone."""
+STARTS: Mapping[str, str] = {
+    "pissa": f"'pissa' takes the exact singular vectors of the base weight, {_WHOLE}: use 'pissa_niter_8'",
+    "loftq": f"LoftQ quantises the base weight, {_WHOLE} as int8: use init_lora_weights=True",
+    "corda": f"CorDA decomposes the base weight, {_WHOLE}, with the inputs: use 'pissa_niter_8'",
+    "lora_ga": f"LoRA-GA takes gradients of the base weight, {_WHOLE}: use 'pissa_niter_8'",
+    "mica": f"MiCA takes the smallest singular vectors of the base weight, {_WHOLE}: use 'olora'",
+}
+"""The sentences for values of LoRA's `init_lora_weights`."""
+_VARIANTS: Mapping[str, str] = {
+    "kasa_config": f"KaSA changes the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
+}
+"""The sentences for settings of LoRA that are refused when they are on."""
+_CHANGED_BASE = (
+    "was started by {how!r}, which changes base weights: save it again as plain LoRA where the weights are, by "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+)
+
+
+def refusal(kind: str) -> str:
+    """Returns the sentence that says why a kind of `KINDS` is refused, and what would do."""
+    return KINDS[kind]
+
+
+def check_trainable(config: Any) -> None:
+    """Checks that an adapter with these settings can be made over a provider's layers and trained on rows of text.
+
+    Args:
+        config: a PeftConfig.
+
+    Raises:
+        ConfigurationError: the settings need base weights in more than products.
+    """
+    kind = kind_of(config)
+    reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
+    if reason is not None:
+        raise ConfigurationError(reason)
+
+
+def check_loadable(name: str, config: Any) -> None:
+    """Checks that a trained adapter can be used over a provider's layers, as far as its settings tell.
+
+    Args:
+        name: the adapter's name, for the error.
+        config: the PeftConfig that was read from the adapter's folder.
+
+    Raises:
+        ConfigurationError: the adapter needs base weights, or the base model that it needs has other weights.
+    """
+    kind, how = kind_of(config), getattr(config, "init_lora_weights", None)
+    needs = TASKS.get(kind) if kind == "SUPERTUNING" else KINDS.get(kind) or TASKS.get(kind)
+    if needs is not None:
+        raise ConfigurationError(f"{name} cannot be used: {needs}")
+    if kind == "PSOFT":
+        raise ConfigurationError(
+            f"{name} cannot be used: PSOFT's file lacks the singular vectors that PEFT takes of the base weight, "
+            f"{_WHOLE}: save it as LoRA where the weights are, by peft.save_as_lora"
+        )
+    if kind == "LORA" and isinstance(how, str) and how.lower() not in ("gaussian", "eva", "orthogonal", "mica"):
+        raise ConfigurationError(f"{name} " + _CHANGED_BASE.format(how=how[:40]))
+    reason = _reason_of_variant(config) if kind == "LORA" else _reason_of_settings(kind, config)
+    if reason is not None:
+        raise ConfigurationError(f"{name} cannot be used: {reason}")
+
+
+def kind_of(config: Any) -> str:
+    """Returns a config's kind as PEFT names it in a file, such as LORA."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _reason_of_settings(kind: str, config: Any) -> str | None:
+    how = getattr(config, "init_lora_weights", None)
+    if kind == "LORA":
+        if config.use_dora and isinstance(how, str) and how.lower().startswith(("olora", "pissa_niter_")):
+            return f"DoRA cannot start from {how!r}: use init_lora_weights=True, or use_dora=False"
+        return (STARTS.get(how.lower()) if isinstance(how, str) else None) or _reason_of_variant(config)
+    if kind == "MISS" and config.init_weights == "bat":
+        return (
+            f"the start 'bat' of MiSS multiplies blocks of the base weight, {_WHOLE}: use init_weights=True or 'mini'"
+        )
+    if kind == "PSOFT" and config.psoft_svd == "full":
+        return f"psoft_svd='full' takes the exact singular vectors of the base weight, {_WHOLE}: use 'lowrank'"
+    return None
+
+
+def _reason_of_variant(config: Any) -> str | None:
+    return next((reason for setting, reason in _VARIANTS.items() if getattr(config, setting, None)), None)
