@@ -36,6 +36,14 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "BEFT": ("BEFT", {}),
     "C3A": ("C3A", {"block_size": 8, "block_size_pattern": {"v_proj": 4}}),
     "RoAd": ("ROAD", {"group_size": 8, "variant": "road_2"}),
+    "HRA": ("HRA", {"r": 4}),
+    "HRA, orthogonal": ("HRA", {"r": 3, "apply_GS": True}),
+    "DEFT": ("DEFT", {"r": 4}),
+    "DEFT, scaled": ("DEFT", {"r": 4, "alpha": 8, "decomposition_method": "qr"}),
+    "DEFT without injection": ("DEFT", {"r": 4, "para": True}),
+    "DeLoRA": ("DELORA", {"r": 4, "rank_pattern": {"q_proj": 2}}),
+    "TinyLoRA": ("TINYLORA", {"r": 2, "u": 4, "weight_tying": 0.5}),
+    "TinyLoRA with its matrices": ("TINYLORA", {"r": 2, "u": 4, "save_projection": True}),
     "AdaLoRA": ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 100}),
     "AdaLoRA of fewer ranks": ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 100}),
 }  # fmt: skip
@@ -43,7 +51,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 OF_CONV1D = (
     "LoRA with biases",
     "IA3", "VeRA", "VeRA without its projections", "PVeRA", "RandLoRA", "RandLoRA without its bases", "FourierFT",
-    "WaveFT", "VB-LoRA", "GraLoRA", "AdaLoRA", "AdaLoRA of fewer ranks",
+    "WaveFT", "VB-LoRA", "GraLoRA", "AdaLoRA", "AdaLoRA of fewer ranks", "DEFT", "DEFT, scaled",
+    "DEFT without injection", "TinyLoRA", "TinyLoRA with its matrices",
 )  # fmt: skip
 """The examples that PEFT makes for Conv1D."""
 TARGETS = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}

@@ -3,7 +3,10 @@
 A kind is in the list if PEFT's layer calls its base layer exactly once, treats each row by itself, and reads no base
 weights. PEFT has other kinds that are refused:
 
-- HRA, HiRA, DEFT, DeLoRA, FRoD, OSF, PEANuT, PSOFT, SHiRA, SuperTuning, TinyLoRA, GLoRA and AdaMSS read base weights;
+- HiRA, GLoRA and PEANuT ask for rows of their own beside those of a step, so that the provider would see which steps
+  have such an adapter;
+- SHiRA's and Super-Tuning's files hold whole numbers, by which the adapter's own weights are placed;
+- FRoD, OSF, PSOFT and AdaMSS read base weights;
 - Lily's layers take a mean over rows, so that an answer would depend on the requests beside it;
 - UniLoRA's and Poly's files do not tell the layers or the task; X-LoRA, Shadow and prompt learning change more of the
   model than its linear layers.
@@ -50,6 +53,10 @@ def _seed(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and abs(value) <= MAX_NUMBER
+
+
+def _number_or_none(value: Any) -> bool:
+    return value is None or _number(value)
 
 
 def _flag(value: Any) -> bool:
@@ -147,6 +154,23 @@ KINDS: dict[str, Kind] = {
     "BEFT": Kind("BEFT", {}),
     "C3A": Kind("C3A", {"block_size": _size}, {"block_size_pattern": _size}),
     "ROAD": Kind("RoAd", {"variant": _word, "group_size": _size}),
+    "HRA": Kind("HRA", {"r": _size, "apply_GS": _flag}, changes_inputs=True),
+    "DEFT": Kind(
+        "DEFT", {"r": _size, "alpha": _number_or_none, "decomposition_method": _word, "para": _flag, **_ROUND},
+        training=("deft_dropout", "init_scale"),
+    ),
+    "DELORA": Kind(
+        "DeLoRA", {"r": _size}, {"rank_pattern": _size, "lambda_pattern": _number},
+        training=("delora_lambda", "module_dropout"),
+    ),
+    "TINYLORA": Kind(
+        "TinyLoRA",
+        {
+            "r": _size, "u": _size, "weight_tying": _number, "projection_seed": _seed, "save_projection": _flag,
+            **_ROUND,
+        },
+        training=("tinylora_dropout", "init_v_bound"), shapes_on_meta=False,
+    ),
     "ADALORA": Kind(
         "AdaLoRA", {"init_r": _size, "lora_alpha": _number, "rank_pattern": _kept_ranks, **_ROUND},
         training=(
@@ -157,6 +181,19 @@ KINDS: dict[str, Kind] = {
     ),
 }  # fmt: skip
 """The kinds that are kept as PEFT's own modules, by their `peft_type`."""
+_OWN_ROWS = "it asks for rows of its own, which would show the steps that it is in"
+_PLACES = "its file places its numbers by whole numbers, which are not read here"
+_MORE = "it changes more of the model than its linear layers"
+NOT_SERVED: dict[str, str] = {
+    **dict.fromkeys(("HIRA", "GLORA", "PEANUT"), _OWN_ROWS),
+    **dict.fromkeys(("SHIRA", "SUPERTUNING"), _PLACES),
+    **dict.fromkeys((
+        "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT",
+        "LN_TUNING", "TRAINABLE_TOKENS", "SHADOW", "XLORA",
+    ), _MORE),
+    "LILY": "its layers take a mean over the rows of a step",
+}  # fmt: skip
+"""Why some kinds are not served, by their `peft_type`. `TenantClient.generate` serves most of them (docs/peft.md)."""
 _ALWAYS_TRAINING = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_weights", "init_ia3_weights",

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenant_sdk.serving.adapters.kinds import KINDS, ModuleSettings, kept_as_modules, module_settings
+from tenant_sdk.base_names import check_base_name
+from tenant_sdk.serving.adapters.kinds import KINDS, NOT_SERVED, ModuleSettings, kept_as_modules, module_settings
 from tenant_sdk.serving.adapters.patterns import bounded_patterns
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
@@ -33,7 +34,7 @@ _HARMLESS = frozenset({
     "eva_config", "megatron_core", "qalora_group_size", "runtime_config",
 })  # fmt: skip
 """The settings that this module reads, or that change nothing once an adapter is trained."""
-_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """The values of init_lora_weights that leave the base weights unchanged. With PiSSA, OLoRA and others, PEFT changes the
 base weights."""
 _LORA_KINDS = {
@@ -41,7 +42,6 @@ _LORA_KINDS = {
     "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
 """Maps a setting of LoraConfig to the kind of adapter, other than plain LoRA, that PEFT makes if the setting is on."""
-_PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | Modu
     """
     config = _json_object(name, content)
     _check_kind(name, config)
-    _check_base(name, config, base)
+    check_base_name(name, config.get("base_model_name_or_path"), base.names, "name it in `bases`")
     if kept_as_modules(config):
         return module_settings(name, config)
     _check_settings(name, config)
@@ -119,7 +119,10 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
 def _check_kind(name: str, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigurationError(f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served")
+        why = NOT_SERVED.get(kind) if isinstance(kind, str) else None
+        raise ConfigurationError(
+            f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served{f': {why}' if why else ''}"
+        )
     for setting, other in _LORA_KINDS.items():
         if kind == "LORA" and config.get(setting):
             raise ConfigurationError(f"the adapter {name} is of the kind {other}, which is not served")
@@ -140,30 +143,6 @@ def _check_settings(name: str, config: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"the adapter {name} was started by {shown}, which changes base weights: convert it to plain LoRA"
         )
-
-
-def _check_base(name: str, config: dict[str, Any], base: Base) -> None:
-    """Compares the name of the adapter's base model with the names of the served model.
-
-    A local path says nothing about the model, so then only the later check of shapes decides.
-    """
-    trained_on = config.get("base_model_name_or_path")
-    if not isinstance(trained_on, str) or not trained_on or _PATH.match(trained_on):
-        return
-    if not any(_same(trained_on, served) for served in base.names):
-        raise ConfigurationError(
-            f"the adapter {name} was trained on {ascii(trained_on)[:100]}, and this model is "
-            f"{ascii(base.names[0])[:100]}: name it in `bases` if the weights are the same"
-        )
-
-
-def _same(one: str, other: str) -> bool:
-    """Returns whether two names may mean the same weights. One of them may lack the owner, or an ending such as
-    -Instruct."""
-    if not other or _PATH.match(other):
-        return True
-    a, b = (name.rstrip("/").rpartition("/")[2].casefold() for name in (one, other))
-    return a.startswith(b) or b.startswith(a)
 
 
 def _rank(name: str, value: Any) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from tenant_sdk.kinds.register import register
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
 from tenant_sdk.serving.adapters.weights_file import ModuleFile
@@ -111,12 +112,16 @@ def _estimated_bytes(contents: ModuleFile, layers: Mapping[str, Layer]) -> int:
     """Returns an estimate, in bytes and never too small, of the memory that an adapter's modules take. It is for kinds
     whose shapes can be learnt only by making the modules.
 
-    BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal.
+    BOFT keeps permutations and rotations of all inputs for each factor; AdaLoRA keeps two factors and a diagonal;
+    TinyLoRA keeps two factors and `u` square matrices.
     """
     options, shapes = contents.settings.options, [layers[module].shape for module in contents.modules]
     if contents.settings.peft_type == "BOFT":
         factors = 1 + int(options.get("boft_n_butterfly_factor", 1))
         return sum(2 * 4 * factors * inputs**2 for inputs, _ in shapes)
+    if contents.settings.peft_type == "TINYLORA":
+        rank, matrices = int(options.get("r", 2)), int(options.get("u", 64))
+        return sum(4 * (rank * sum(shape) + matrices * rank**2) for shape in shapes)
     return sum(4 * int(options.get("init_r", 12)) * (1 + sum(shape)) for shape in shapes)
 
 
@@ -131,6 +136,7 @@ def _injected(
     settings = contents.settings
     try:
         with loading(), _no_random_numbers(), META if device == META else torch.device("cpu"):
+            register()
             config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](**_options(contents, layers))
             return PeftModel(_skeleton(contents, layers, dtype, device), config)
     except VeilbaseError:

@@ -64,15 +64,18 @@ class StubConv1D(_Stub, RemoteConv1D):
 
 
 def stub_of(layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Returns a stub of a layer's type.
+    """Returns a stub of a layer's type with the layer's bias, which some PEFT modules take off the output they get.
 
     Args:
         layer: a Linear or Conv1D, local or remote.
         shape: (inputs, outputs) of the layer.
         dtype, device: dtype and device of its rows.
     """
-    made = (StubConv1D if isinstance(layer, Conv1D) else StubLinear)(*shape, False, dtype)
-    return made.to(device)
+    bias = getattr(layer, "bias", None)
+    made = (StubConv1D if isinstance(layer, Conv1D) else StubLinear)(*shape, bias is not None, dtype).to(device)
+    if bias is not None and made.bias is not None and device.type != "meta":
+        made.bias.data.copy_(bias.detach())
+    return made
 
 
 def base_inputs(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

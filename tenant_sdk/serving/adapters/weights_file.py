@@ -35,8 +35,9 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_(magnitude_vector)(?:\.weight)?")
 """Finds DoRA's magnitudes; PEFT writes their names without an ending."""
-_ADAPTER_WIDE = re.compile(r"base_model\.[A-Za-z0-9_]{1,64}")
-"""Finds the names of tensors that all layers of an adapter share, such as VeRA's projections."""
+_ADAPTER_WIDE = re.compile(r"base_model\.[A-Za-z0-9_]{1,64}(\.[0-9]{1,6})?")
+"""Finds the names of tensors that several layers of an adapter share, such as VeRA's projections and TinyLoRA's
+vectors."""
 MAX_DEPTH = 64
 """The most parts of a layer's name, such as `layers` and `0`."""
 MAX_DIMENSIONS = 4

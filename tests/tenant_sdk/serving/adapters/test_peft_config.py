@@ -55,7 +55,7 @@ def test_patterns_match_as_in_peft() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"peft_type": "HRA"}, "kind 'HRA', which is not served"),
+        ({"peft_type": "OSF"}, "kind 'OSF', which is not served"),
         ({"peft_type": "PROMPT_TUNING"}, "kind 'PROMPT_TUNING'"),
         ({"peft_type": ["LORA"]}, "kind"),
         ({"peft_type": None}, "kind None"),
