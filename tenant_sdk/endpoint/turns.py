@@ -10,40 +10,47 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
-_SLICE_S = 0.02
-"""The seconds for which a job goes on beside a step of the engine. A step of one answer of SmolLM2-135M takes 60 ms
-on 2 cores, and both slow each other down while they overlap."""
+_SHARE = 0.5
+"""A job's slice, as a share of the shortest of the last steps. Even if a step stands still while they overlap, answers
+then take half as long again."""
+_NUM_STEPS = 16
+"""The number of last steps among which the shortest one is taken: a step that overlapped, or that read a long prompt,
+says little about how fast the engine can be."""
 _MOST_WAIT_S = 2.0
 """The most seconds that a job waits for one step, which may itself wait for a provider that is away."""
 
 
 class Turns:
-    """Holds whether the engine computes a step, and when the job's slice began."""
+    """Holds whether the engine computes a step, how long its last steps took, and when the job's slice began."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Makes turns without a step. Args: clock: returns the present time in seconds."""
         self._clock = clock
         self._changed = threading.Condition()
         self._is_in_step = False
-        self._slice_began = clock() - _SLICE_S
+        self._lasted_s: deque[float] = deque([0.0], maxlen=_NUM_STEPS)
+        self._slice_began = clock()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Returns a context in which the engine computes a step."""
+        began = self._clock()
         self._is_in_step = True
         try:
             yield
         finally:
             with self._changed:
                 self._is_in_step = False
+                self._lasted_s.append(self._clock() - began)
                 self._changed.notify_all()
 
     def pause(self) -> None:
         """Waits until no step is computed, if the job's slice is over; the job calls this before each of its calls."""
-        if self._clock() - self._slice_began < _SLICE_S:
-            return
         with self._changed:
+            if self._clock() - self._slice_began < _SHARE * min(self._lasted_s):
+                return
             self._changed.wait_for(lambda: not self._is_in_step, _MOST_WAIT_S)
-        self._slice_began = self._clock()
+            self._slice_began = self._clock()

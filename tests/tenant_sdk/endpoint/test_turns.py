@@ -44,9 +44,14 @@ def test_a_job_waits_for_a_step_after_its_slice(monkeypatch: pytest.MonkeyPatch)
         assert not gone_on.wait(0.05)
     comes(gone_on, "the end of the pause")
     end(waiting)
+    for _ in range(turns._NUM_STEPS):
+        with made.step():
+            clock.now += 4.0
+    made.pause()
     with made.step():
-        made.pause()  # the slice that began with the last pause is not over
-        clock.now += 1.0
+        clock.now += 1.9
+        made.pause()  # the slice, half of a step, that began with the last pause is not over
+        clock.now += 0.2
         monkeypatch.setattr(turns, "_MOST_WAIT_S", 0.01)
         made.pause()  # a step that takes too long does not stop a job
 
