@@ -42,10 +42,15 @@ class Penalties:
 
 
 class LogprobRecord:
-    """Records the logprobs of the tokens of one answer, as the model gives them, before temperature, top_k and top_p.
+    """Records the logprobs of the tokens of one answer, as the model gives them, before any penalty, bias,
+    temperature, top_k and top_p.
 
     The token that was chosen in a step is known only at the next call. `steps` adds the token of the last step.
     """
+
+    comes_first = True
+    """Makes the engine call this hook before the repetition penalty. A penalty near 0 multiplies logits, and the mask's
+    error in them, until no rounding covers the error."""
 
     def __init__(self, num_top: int) -> None:
         """Makes an empty record. Args: num_top: how many of the likeliest tokens are kept for each step."""

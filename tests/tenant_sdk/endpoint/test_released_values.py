@@ -73,6 +73,19 @@ def test_with_release_values_embeddings_are_rounded_more_coarsely(folder: Path) 
     assert not released.rounded_vector(torch.ones(4)).any()  # which the endpoint refuses with status 403
 
 
+def test_a_repetition_penalty_does_not_enlarge_logprobs(folder: Path) -> None:
+    """It would multiply the mask's error too, so that the step of the rounding no longer covers it."""
+    with open_client(folder, "off") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        tops = [
+            http.post("/v1/completions", json={**PLAIN, "logprobs": 5, "repetition_penalty": penalty}).json()
+            for penalty in (1.0, 0.1, 10.0)
+        ]
+    first = [each["choices"][0]["logprobs"]["top_logprobs"][0] for each in tops]
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    assert first[0] == pytest.approx(first[2], abs=1e-4)
+    assert len({each["choices"][0]["text"] for each in tops}) > 1  # the penalty itself is in force
+
+
 @pytest.mark.parametrize("mask", ["pad", "shares"])
 def test_masks_that_leave_no_error_give_them(folder: Path, mask: str) -> None:
     where = [f"inproc:{folder}"] * 2 if mask == "shares" else f"inproc:{folder}"
