@@ -76,7 +76,8 @@ def test_a_refused_file_leaves_nothing(client: TenantClient, root: Path) -> None
 def test_what_a_dead_process_has_left_is_removed(client: TenantClient, root: Path) -> None:
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         kept = upload(http).json()["id"]
-    (root / ".jobs" / "files" / f"file-{'0' * 24}.jsonl").write_bytes(ROW)
+    for ending in ("jsonl", "new"):
+        (root / ".jobs" / "files" / f"file-{'0' * 24}.{ending}").write_bytes(ROW)
     (root / ".jobs" / f"ftjob-{'0' * 24}").mkdir()
     (root / ".jobs" / f"ftjob-{'0' * 24}" / "job.json").write_text("{")
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
