@@ -88,7 +88,8 @@ class Chat:
             named = request.response_format.json_schema
             grammar = self._service.grammars.of_schema(None if named is None else named.schema_, "response_format")
         prompt = self._service.prompts.of(request.messages, tools)
-        records = [LogprobRecord(request.top_logprobs or 0) for _ in range(request.n if request.logprobs else 0)]
+        rounded, num_records = self._service.released.rounded_logprobs, request.n if request.logprobs else 0
+        records = [LogprobRecord(request.top_logprobs or 0, rounded) for _ in range(num_records)]
         return _Prepared(request, adapter, prompt, frozenset(tool.function.name for tool in tools), grammar, records)
 
     def _check(self, request: ChatRequest, tools: list[Tool]) -> None:

@@ -75,7 +75,9 @@ class Completions:
         if num_choices > MOST_CHOICES:
             raise bad_request(f"a request has at most {MOST_CHOICES} choices, prompts times n", "n")
         num_records = 0 if request.logprobs is None else num_choices
-        return _Prepared(request, adapter, prompts, [LogprobRecord(request.logprobs or 0) for _ in range(num_records)])
+        rounded = self._service.released.rounded_logprobs
+        records = [LogprobRecord(request.logprobs or 0, rounded) for _ in range(num_records)]
+        return _Prepared(request, adapter, prompts, records)
 
     def _submits(self, prepared: _Prepared) -> list[Submit]:
         submits: list[Submit] = []

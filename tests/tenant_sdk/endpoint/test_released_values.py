@@ -13,6 +13,7 @@ import torch
 
 from noise.params import PARAMETERS
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.served_kinds import open_client
@@ -84,6 +85,19 @@ def test_a_repetition_penalty_does_not_enlarge_logprobs(folder: Path) -> None:
     assert first[0] == pytest.approx(first[1], abs=1e-4)
     assert first[0] == pytest.approx(first[2], abs=1e-4)
     assert len({each["choices"][0]["text"] for each in tops}) > 1  # the penalty itself is in force
+
+
+def test_the_order_of_rounded_logprobs_shows_no_error() -> None:
+    plain = torch.full((1, 50), 2.0)
+    for step, differ in ((0.25, False), (None, True)):
+        seen = set()
+        for place in (3, 30):
+            logits = plain.clone()
+            logits[0, place] += 0.001  # as the error of a mask might
+            record = LogprobRecord(5, Released("lattice", step).rounded_logprobs)
+            record(torch.zeros(1, 1, dtype=torch.long), logits)
+            seen.add(str(record.steps([7])))
+        assert (len(seen) > 1) is differ
 
 
 @pytest.mark.parametrize("mask", ["pad", "shares"])
