@@ -131,6 +131,23 @@ def test_names_that_differ_by_case_only(client: TenantClient, root: Path) -> Non
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "name_taken")
 
 
+def test_a_job_whose_name_another_has_taken_does_not_go_on(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        body = {"model": "llama", "training_file": upload(http).json()["id"], "suffix": "same"}
+        body["hyperparameters"] = {"max_steps": 1000, "rank": 2}
+        paths = []
+        for _ in range(2):
+            paths.append(f"/v1/fine_tuning/jobs/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}")
+            if len(paths) == 1:
+                assert http.post(f"{paths[0]}/cancel").status_code == 200
+        answer = http.post(f"{paths[0]}/resume")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "name_taken")
+        assert http.get(paths[0]).json()["status"] == "cancelled"
+        assert http.post(f"{paths[1]}/cancel").status_code == 200
+        assert http.post(f"{paths[0]}/resume").status_code == 200
+        assert http.post(f"{paths[0]}/cancel").status_code == 200
+
+
 # ---- forms -----------------------------------------------------------------------------------------------------------
 
 
