@@ -13,11 +13,19 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 from tenant_sdk.serving.answer import Answer
 
 Submit = Callable[[Callable[[str], None]], Answer]
 """A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Runs work in another thread, such as writing the logprobs of an answer, which takes seconds if there are many, so
+    that other requests go on meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
-from tenant_sdk.endpoint.answering import Answering, Piece, Submit
+from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request, to_bytes
 from tenant_sdk.endpoint.grammar import GrammarHook
 from tenant_sdk.endpoint.hooks import LogprobRecord
@@ -66,9 +67,9 @@ class Chat:
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
             texts = await answering.texts()
-            choices = [
-                self._choice(prepared, index, text, answering.answers[index]) for index, text in enumerate(texts)
-            ]
+            choices = await in_thread(
+                lambda: [self._choice(prepared, *each) for each in zip(count(), texts, answering.answers, strict=False)]
+            )
             usage = self._usage(prepared, answering)
         return {
             "id": prepared.id, "object": "chat.completion", "created": prepared.created,
@@ -88,7 +89,8 @@ class Chat:
             named = request.response_format.json_schema
             grammar = self._service.grammars.of_schema(None if named is None else named.schema_, "response_format")
         prompt = self._service.prompts.of(request.messages, tools)
-        records = [LogprobRecord(request.top_logprobs or 0) for _ in range(request.n if request.logprobs else 0)]
+        rounded, num_records = self._service.released.rounded_logprobs, request.n if request.logprobs else 0
+        records = [LogprobRecord(request.top_logprobs or 0, rounded) for _ in range(num_records)]
         return _Prepared(request, adapter, prompt, frozenset(tool.function.name for tool in tools), grammar, records)
 
     def _check(self, request: ChatRequest, tools: list[Tool]) -> None:
@@ -158,7 +160,9 @@ class Chat:
                     if text := held[event.index].put(event.text):
                         yield prepared.chunk([_delta(event.index, {"content": text})])
                     continue
-                for choice in self._last(prepared, event.index, event.answer, held[event.index]):
+                for choice in await in_thread(
+                    partial(self._last, prepared, event.index, event.answer, held[event.index])
+                ):
                     yield prepared.chunk([choice])
             usage = self._usage(prepared, answering)
         if prepared.request.includes_usage:

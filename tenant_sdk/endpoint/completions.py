@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
-from tenant_sdk.endpoint.answering import Answering, Piece, Submit
+from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
@@ -60,9 +61,9 @@ class Completions:
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
             texts = await answering.texts()
-            choices = [
-                self._choice(prepared, index, text, answering.answers[index]) for index, text in enumerate(texts)
-            ]
+            choices = await in_thread(
+                lambda: [self._choice(prepared, *each) for each in zip(count(), texts, answering.answers, strict=False)]
+            )
             return {**prepared.object(choices), "usage": self._usage(prepared, answering)}
 
     def _prepare(self, body: bytes) -> _Prepared:
@@ -75,7 +76,9 @@ class Completions:
         if num_choices > MOST_CHOICES:
             raise bad_request(f"a request has at most {MOST_CHOICES} choices, prompts times n", "n")
         num_records = 0 if request.logprobs is None else num_choices
-        return _Prepared(request, adapter, prompts, [LogprobRecord(request.logprobs or 0) for _ in range(num_records)])
+        rounded = self._service.released.rounded_logprobs
+        records = [LogprobRecord(request.logprobs or 0, rounded) for _ in range(num_records)]
+        return _Prepared(request, adapter, prompts, records)
 
     def _submits(self, prepared: _Prepared) -> list[Submit]:
         submits: list[Submit] = []
@@ -112,7 +115,7 @@ class Completions:
                 if isinstance(event, Piece):
                     choice = {"index": event.index, "text": event.text, "logprobs": None, "finish_reason": None}
                 else:
-                    choice = self._choice(prepared, event.index, "", event.answer)
+                    choice = await in_thread(partial(self._choice, prepared, event.index, "", event.answer))
                 yield {**prepared.object([choice]), **usage}
             counted = self._usage(prepared, answering)
         if usage:

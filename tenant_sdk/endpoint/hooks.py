@@ -5,7 +5,7 @@ The engine calls them in its own thread, one request at a time, with token ids (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -42,14 +42,24 @@ class Penalties:
 
 
 class LogprobRecord:
-    """Records the logprobs of the tokens of one answer, as the model gives them, before temperature, top_k and top_p.
+    """Records the logprobs of the tokens of one answer, as the model gives them, before any penalty, bias,
+    temperature, top_k and top_p.
 
     The token that was chosen in a step is known only at the next call. `steps` adds the token of the last step.
     """
 
-    def __init__(self, num_top: int) -> None:
-        """Makes an empty record. Args: num_top: how many of the likeliest tokens are kept for each step."""
-        self._num_top = num_top
+    comes_first = True
+    """Makes the engine call this hook before the repetition penalty. A penalty near 0 multiplies logits, and the mask's
+    error in them, until no rounding covers the error."""
+
+    def __init__(self, num_top: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Makes an empty record.
+
+        Args:
+            num_top: how many of the likeliest tokens are kept for each step.
+            rounded: returns logprobs in the form in which they may be released.
+        """
+        self._num_top, self._rounded = num_top, rounded
         self._newest: torch.Tensor | None = None
         self._resolved: list[tuple[float, list[tuple[int, float]]]] = []
 
@@ -57,7 +67,7 @@ class LogprobRecord:
         """Records one step, and returns the logits unchanged."""
         if self._newest is not None:
             self._resolve(self._newest, int(token_ids[0, -1]))
-        self._newest = torch.log_softmax(logits[0].float(), dim=-1)
+        self._newest = self._rounded(torch.log_softmax(logits[0].float(), dim=-1))
         return logits
 
     def _resolve(self, logprobs: torch.Tensor, token_id: int) -> None:

@@ -164,12 +164,14 @@ class Jobs:
         """Queues a cancelled or failed job again; it goes on from its last checkpoint.
 
         Raises:
-            HttpError: there is no such job, it is under way or has succeeded, or the disk is full.
+            HttpError: there is no such job, it is under way or has succeeded, another has its name, or the disk is
+                full.
         """
         with self._changed:
             job = self._job(job_id)
             if job["status"] not in ("cancelled", "failed"):
                 raise bad_request(f"the job is {job['status']}", code="job_not_stopped")
+            self._check_name(job["adapter"], job["model"])  # another job may have it by now
             with storing():
                 self._note(job, "queued", "The job goes on from its last checkpoint.")
             self._changed.notify_all()

@@ -3,6 +3,7 @@ exact or rounded, as the privacy rules of `privacy.py` allow."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def completion_logprobs(
     """Returns the field `logprobs` of one choice of a plain completion."""
     steps = record.steps(token_ids)
     tokens = [texts[token_id] for token_id, _, _ in steps]
-    offsets = [sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
     top = [{texts[other]: _shown(value, released) for other, value in each} for _, _, each in steps]
     return {
         "tokens": tokens,

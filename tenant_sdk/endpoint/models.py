@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,11 +67,19 @@ class ModelNames:
         if model == self.base:
             return None
         if model in self._names():
-            return self._alias.get(model, model)
+            return self._target(model, self._found())
         raise _unknown(model)
 
+    def _found(self) -> list[str]:
+        return [] if self._store is None else self._store.names()
+
+    def _target(self, name: str, found: Collection[str]) -> str:
+        """Returns the subfolder for which a name stands. A subfolder's own name stands for it, also if the name stood
+        for another one before the subfolder was there, as when a job has trained it meanwhile."""
+        return name if name in found else self._alias.get(name, name)
+
     def _names(self) -> list[str]:
-        found = [] if self._store is None else self._store.names()
+        found = self._found()
         with self._lock:
             return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
 
@@ -79,8 +87,8 @@ class ModelNames:
         """Returns the name of each adapter that requests may use, and its tier; None without adapters."""
         if self._store is None:
             return None
-        found = self._store.tiers()
-        return [(name, found.get(self._alias.get(name, name), "disk")) for name in self._names()]
+        tiers, found = self._store.tiers(), set(self._found())
+        return [(name, tiers.get(self._target(name, found), "disk")) for name in self._names()]
 
     def listed(self) -> dict[str, Any]:
         """Returns the response to a request for /v1/models."""
@@ -118,19 +126,27 @@ class ModelNames:
         if _NAME.fullmatch(name) is None or name == self.base:
             raise bad_request("expected a name of letters, digits, dots, dashes and underscores", "lora_name")
         subfolder = self._subfolder(name if path is None else path)
-        with self._lock:
-            taken = self._alias.get(name, name)
-            if (taken != subfolder and name not in self._unloaded and name in self._alias) or (
-                name != subfolder and name in self._store.names()
-            ):
-                raise bad_request("another adapter has this name: unload it first", "lora_name", "name_taken")
-            if len(self._alias) >= _MOST_NAMES:
-                raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
+        self._check_free(name, subfolder)
         self._warm(self._store, subfolder)
+        found = self._found()
         with self._lock:
+            self._check_free_now(name, subfolder, found)  # another request may have taken the name meanwhile
             self._unloaded.discard(name)
             if name != subfolder:
                 self._alias[name] = subfolder
+
+    def _check_free(self, name: str, subfolder: str) -> None:
+        found = self._found()
+        with self._lock:
+            self._check_free_now(name, subfolder, found)
+
+    def _check_free_now(self, name: str, subfolder: str, found: Collection[str]) -> None:
+        """Refuses a name that stands for another adapter than `subfolder`. The lock must be held."""
+        is_alias = self._alias.get(name, subfolder) != subfolder and name not in found
+        if is_alias or (name != subfolder and name in found):
+            raise bad_request("another adapter has this name: unload it first", "lora_name", "name_taken")
+        if len(self._alias) >= _MOST_NAMES and name not in self._alias:
+            raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
 
     def _warm(self, store: Store, subfolder: str) -> None:
         """Loads an adapter onto the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
@@ -168,8 +184,10 @@ class ModelNames:
         """
         if name not in self._names():
             raise _unknown(name)
+        found = self._found()
         with self._lock:
-            if self._alias.pop(name, None) is None:
+            self._alias.pop(name, None)
+            if name in found:
                 self._unloaded.add(name)
 
 

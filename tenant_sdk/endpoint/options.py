@@ -10,15 +10,18 @@ from tenant_sdk.endpoint.hooks import Biases, Penalties
 from tenant_sdk.endpoint.schema import ChatRequest, CompletionRequest
 from tenant_sdk.serving.sampling import LogitsHook
 
+_LEAST_TEMPERATURE = 1e-5
+"""The smallest temperature by which logits are divided. A smaller one would make float32 logits infinite."""
+
 
 def engine_options(
     request: ChatRequest | CompletionRequest, index: int, hooks: Sequence[LogitsHook], vocab_size: int
 ) -> dict[str, Any]:
     """Returns the keyword arguments of `Engine.submit` for one choice.
 
-    With a temperature of 0, each token is the likeliest one. Without a temperature, the generation settings of the
-    checkpoint decide how tokens are drawn. With a seed, each choice has a seed of its own, so that choices differ and a
-    request can be repeated.
+    With a temperature of 0, or below `_LEAST_TEMPERATURE`, each token is the likeliest one. Without a temperature, the
+    generation settings of the checkpoint decide how tokens are drawn. With a seed, each choice has a seed of its own,
+    so that choices differ and a request can be repeated.
 
     Args:
         request: the request.
@@ -29,7 +32,7 @@ def engine_options(
     Raises:
         HttpError: a setting names a token id that does not exist.
     """
-    do_sample = request.temperature != 0
+    do_sample = request.temperature is None or request.temperature >= _LEAST_TEMPERATURE
     seed = None if request.seed is None else (request.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
     return {
         "do_sample": do_sample,

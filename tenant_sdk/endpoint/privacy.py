@@ -98,6 +98,11 @@ class Released:
             return value
         return round(value / self.step) * self.step if math.isfinite(value) else value
 
+    def rounded_logprobs(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns logprobs in the form in which they may be released; see `rounded`. The likeliest tokens are chosen
+        and ordered by these, since the order of unrounded ones would tell which side of a tie the error made larger."""
+        return values if self.is_exact or self.step is None else (values / self.step).round() * self.step
+
     def rounded_vector(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a request's vector in the form in which it may be released: unchanged, or rounded to `_VECTOR_STEPS`
         times the step."""

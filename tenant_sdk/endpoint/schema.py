@@ -7,9 +7,10 @@ although it changes the answer. The error text names the field and never quotes 
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 
@@ -26,6 +27,18 @@ _ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 """Token ids. Reading ends at the first one that is wrong."""
+
+
+def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses NaN and infinities, such as 1e999: pydantic reads them where any value may stand, and JSON has none."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("a number is not finite") from None  # the original error shows it
+    return value
+
+
+_JsonObject = Annotated[dict[str, Any], AfterValidator(_is_finite)]
 
 
 class _Strict(BaseModel):
@@ -77,7 +90,7 @@ class FunctionTool(_Strict):
 
     name: _ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _JsonObject | None = None
     strict: bool | None = None
 
 
@@ -104,7 +117,7 @@ class SchemaFormat(_Strict):
 
     name: _ToolName
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    schema_: _JsonObject = Field(alias="schema", default_factory=dict)
     strict: bool | None = None
 
 
@@ -137,7 +150,7 @@ class _Request(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (

@@ -35,8 +35,8 @@ class Uploads:
         it stored a file."""
         self._folder = folder
         self._lock = threading.Lock()
-        for path in folder.glob("file-*.jsonl"):
-            if not path.with_suffix(".json").exists():
+        for path in [*folder.glob("file-*.jsonl"), *folder.glob("file-*.new")]:
+            if path.suffix == ".new" or not path.with_suffix(".json").exists():
                 path.unlink(missing_ok=True)
 
     def add(self, content_type: str, body: bytes) -> dict[str, Any]:

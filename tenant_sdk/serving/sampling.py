@@ -55,7 +55,8 @@ class Sampling:
         temperature, top_k, top_p, repetition_penalty: as in transformers. None takes the value of the checkpoint's
             generation settings, or transformers' default if they have none. top_k=0 and top_p=1 allow all tokens.
         seed: the seed of the request's own random numbers; None takes an unpredictable seed.
-        logits_processor: functions that may change the logits, called before temperature, top_k and top_p.
+        logits_processor: functions that may change the logits, called before temperature, top_k and top_p. Those with
+            an attribute `comes_first` that is true are called before the repetition penalty too.
     """
 
     do_sample: bool = False
@@ -156,10 +157,10 @@ def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:
         inherited = getattr(defaults, name, None) if chosen is None else chosen
         return neutral if inherited is None else inherited
 
-    made: list[Any] = []
+    made: list[Any] = [hook for hook in settings.logits_processor if _comes_first(hook)]
     if (penalty := setting("repetition_penalty", 1.0)) != 1.0:
         made.append(RepetitionPenaltyLogitsProcessor(penalty))
-    made.extend(settings.logits_processor)
+    made.extend(hook for hook in settings.logits_processor if not _comes_first(hook))
     if not settings.do_sample:
         return made
     if (temperature := setting("temperature", 1.0)) != 1.0:
@@ -169,6 +170,10 @@ def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:
     if (top_p := setting("top_p", 1.0)) != 1.0:
         made.append(TopPLogitsWarper(top_p))
     return made
+
+
+def _comes_first(hook: LogitsHook) -> bool:
+    return bool(getattr(hook, "comes_first", False))
 
 
 def _check(settings: Sampling) -> None:

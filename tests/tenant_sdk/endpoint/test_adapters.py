@@ -4,13 +4,17 @@ folder."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.errors import HttpError
+from tenant_sdk.endpoint.models import ModelNames
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
 
@@ -119,6 +123,44 @@ def test_a_name_leads_to_one_adapter(client: TenantClient, root: Path) -> None:
             answer = load(http, name, path)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
         assert load(http, "help", "support").status_code == 200
+
+
+def test_an_adapter_that_appears_later_takes_its_name_from_another(client: TenantClient, root: Path) -> None:
+    """A job may train an adapter whose name has been given to another one."""
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        assert load(http, "later", "support").status_code == 200
+        save_adapter(client.load_model(), root / "later", 5)
+        assert endpoint.service.names.adapter_of("later") == "later"
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "later"}).status_code == 200
+        assert status(http, "later") == 404
+
+
+class TwoFolders:
+    """A store of adapters that lets a test do something while an adapter is loaded."""
+
+    def __init__(self) -> None:
+        self.while_loading: Callable[[], None] = lambda: None
+
+    def names(self) -> list[str]:
+        return ["sales", "support"]
+
+    def tiers(self) -> dict[str, Any]:
+        return {}
+
+    def reserve(self, name: str) -> Any:
+        act, self.while_loading = self.while_loading, lambda: None
+        act()
+        return SimpleNamespace(is_ready=lambda: True, failure=None, release=lambda: None)
+
+
+def test_of_two_that_want_a_name_at_once_one_gets_it() -> None:
+    store = TwoFolders()
+    names = ModelNames("llama", store, None)
+    store.while_loading = lambda: names.load("help", "sales")
+    with pytest.raises(HttpError) as refused:
+        names.load("help", "support")
+    assert refused.value.code == "name_taken"
+    assert names.adapter_of("help") == "sales"
 
 
 @pytest.mark.parametrize("path", ESCAPES)

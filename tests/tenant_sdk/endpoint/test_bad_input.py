@@ -115,6 +115,33 @@ def test_what_is_no_json_object(endpoint: Endpoint, body: bytes, caplog: pytest.
     assert lines[0].startswith("/v1/chat/completions 400 invalid_")
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have(endpoint: Endpoint, number: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "?"}}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"maximum": "?"}}}
+    with raw(endpoint) as http:
+        for fields in ({"tools": tools}, {"tools": tools, "tool_choice": "required"}, {"response_format": wanted}):
+            body = json.dumps(chat(**fields)).replace('"?"', number)
+            headers = {"content-type": "application/json"}
+            answer = http.post("/v1/chat/completions", content=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+            assert "finite" in answer.json()["error"]["message"]
+
+
+def test_settings_that_are_nearly_0(endpoint: Endpoint) -> None:
+    with raw(endpoint) as http:
+        body = {**chat(), "logit_bias": {"5": 100}}
+        likeliest = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        for temperature in (1e-6, 1e-300, 5e-324):
+            answer = http.post("/v1/chat/completions", json={**body, "temperature": temperature})
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["message"] == likeliest
+        for field in ("temperature", "top_p"):
+            assert http.post("/v1/chat/completions", json={**body, field: 1e-5}).status_code == 200
+        answer = http.post("/v1/chat/completions", json={**body, "repetition_penalty": 1e-300})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "repetition_penalty")
+
+
 @pytest.mark.parametrize("ids", [b"[true,", b"[[true,", b"[[],", b"[1,[],", b"[-1,[1],"])
 def test_reading_ends_at_the_first_wrong_token_id(ids: bytes) -> None:
     body = b'{"model": "llama", "prompt": %s%s}' % (ids, b"true," * 800_000 + b"1" + b"]" * ids.count(b"["))

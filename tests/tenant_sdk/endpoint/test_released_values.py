@@ -4,6 +4,7 @@ operator allows it. They are then rounded."""
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from noise.params import PARAMETERS
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.hooks import LogprobRecord
+from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.served_kinds import open_client
@@ -71,6 +74,55 @@ def test_with_release_values_embeddings_are_rounded_more_coarsely(folder: Path) 
     assert len(set(steps.round())) > 2
     released = Released("lattice", 16.0)
     assert not released.rounded_vector(torch.ones(4)).any()  # which the endpoint refuses with status 403
+
+
+def test_a_repetition_penalty_does_not_enlarge_logprobs(folder: Path) -> None:
+    """It would multiply the mask's error too, so that the step of the rounding no longer covers it."""
+    with open_client(folder, "off") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        tops = [
+            http.post("/v1/completions", json={**PLAIN, "logprobs": 5, "repetition_penalty": penalty}).json()
+            for penalty in (1.0, 0.1, 10.0)
+        ]
+    first = [each["choices"][0]["logprobs"]["top_logprobs"][0] for each in tops]
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    assert first[0] == pytest.approx(first[2], abs=1e-4)
+    assert len({each["choices"][0]["text"] for each in tops}) > 1  # the penalty itself is in force
+
+
+def test_logprobs_are_written_in_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 16 long answers take seconds, in which the event loop would serve nobody."""
+    threads = set()
+    text_of = TokenTexts.__getitem__
+
+    def noted(self: TokenTexts, token_id: int) -> str:
+        threads.add(threading.current_thread().name)
+        return text_of(self, token_id)
+
+    monkeypatch.setattr(TokenTexts, "__getitem__", noted)
+    with open_client(folder, "off") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        for stream in (False, True):
+            assert http.post("/v1/chat/completions", json=chat(logprobs=True, stream=stream)).status_code == 200
+            plain = http.post("/v1/completions", json={**PLAIN, "stream": stream})
+            assert plain.status_code == 200
+            if not stream:
+                found = plain.json()["choices"][0]["logprobs"]
+                ends = [place + len(each) for place, each in zip(found["text_offset"], found["tokens"], strict=True)]
+                assert [0, *ends[:-1]] == found["text_offset"]
+    assert threads
+    assert "veilbase-endpoint" not in threads
+
+
+def test_the_order_of_rounded_logprobs_shows_no_error() -> None:
+    plain = torch.full((1, 50), 2.0)
+    for step, differ in ((0.25, False), (None, True)):
+        seen = set()
+        for place in (3, 30):
+            logits = plain.clone()
+            logits[0, place] += 0.001  # as the error of a mask might
+            record = LogprobRecord(5, Released("lattice", step).rounded_logprobs)
+            record(torch.zeros(1, 1, dtype=torch.long), logits)
+            seen.add(str(record.steps([7])))
+        assert (len(seen) > 1) is differ
 
 
 @pytest.mark.parametrize("mask", ["pad", "shares"])

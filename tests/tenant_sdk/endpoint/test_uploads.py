@@ -76,7 +76,8 @@ def test_a_refused_file_leaves_nothing(client: TenantClient, root: Path) -> None
 def test_what_a_dead_process_has_left_is_removed(client: TenantClient, root: Path) -> None:
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         kept = upload(http).json()["id"]
-    (root / ".jobs" / "files" / f"file-{'0' * 24}.jsonl").write_bytes(ROW)
+    for ending in ("jsonl", "new"):
+        (root / ".jobs" / "files" / f"file-{'0' * 24}.{ending}").write_bytes(ROW)
     (root / ".jobs" / f"ftjob-{'0' * 24}").mkdir()
     (root / ".jobs" / f"ftjob-{'0' * 24}" / "job.json").write_text("{")
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
@@ -128,6 +129,23 @@ def test_names_that_differ_by_case_only(client: TenantClient, root: Path) -> Non
             body = {"model": "llama", "training_file": file_id, "suffix": name}
             answer = http.post("/v1/fine_tuning/jobs", json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "name_taken")
+
+
+def test_a_job_whose_name_another_has_taken_does_not_go_on(client: TenantClient, root: Path) -> None:
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        body = {"model": "llama", "training_file": upload(http).json()["id"], "suffix": "same"}
+        body["hyperparameters"] = {"max_steps": 1000, "rank": 2}
+        paths = []
+        for _ in range(2):
+            paths.append(f"/v1/fine_tuning/jobs/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}")
+            if len(paths) == 1:
+                assert http.post(f"{paths[0]}/cancel").status_code == 200
+        answer = http.post(f"{paths[0]}/resume")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "name_taken")
+        assert http.get(paths[0]).json()["status"] == "cancelled"
+        assert http.post(f"{paths[1]}/cancel").status_code == 200
+        assert http.post(f"{paths[0]}/resume").status_code == 200
+        assert http.post(f"{paths[0]}/cancel").status_code == 200
 
 
 # ---- forms -----------------------------------------------------------------------------------------------------------
