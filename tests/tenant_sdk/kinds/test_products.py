@@ -12,6 +12,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.kinds.delora import row_norms
 from tenant_sdk.kinds.products import KnownProduct, hadamard_product
 from tenant_sdk.kinds.subspace import leading_columns, leading_factors
+from tenant_sdk.model import base_products
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.reply_store import ReplyStore
 from tests.support.client_seams import before_requests
@@ -88,6 +89,22 @@ def test_a_product_that_is_known_is_not_in_the_store_of_replies(site: Any, tmp_p
             found = [known.of(layer, frozen), KnownProduct().of(layer, trained)]
         assert relative(found[0], frozen @ weight) < RELATIVE
         assert relative(found[1], trained @ weight) < RELATIVE
+    store.close()
+
+
+def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA asks for its products in the first run of a block, whose narrow products are kept for the second."""
+    layer, weight = site
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(ReplyStore, "keep_extra", lambda store, tensor: kept.append(tensor))
+    before_requests(monkeypatch, lambda *_: torch.ones(2, 32) @ torch.ones(32, 1))
+    store = ReplyStore(1 << 20, tmp_path)
+    with KeptReplies(store).contexts()[0]:
+        base_products.product(layer, torch.randn(3, weight.shape[1]))
+        base_products.transposed_product(layer, torch.randn(3, len(weight)))
+        assert kept == []
+        _ = torch.ones(2, 32) @ torch.ones(32, 1)
+    assert len(kept) == 1
     store.close()
 
 
