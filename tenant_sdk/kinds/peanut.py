@@ -1,6 +1,6 @@
 """This module implements PEANuT over remote layers. PEANuT adds to the base weight W what small networks make of A·W.
 
-A·W takes r rows in the backward direction in each forward pass of training, and once in generation. Its gradient takes
+A·W takes r rows in the backward direction in each forward pass of training, and once for an answer. Its gradient takes
 r rows in the forward direction in each backward pass.
 """
 

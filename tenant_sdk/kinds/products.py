@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from tenant_sdk.model import base_products, product_source
+from tenant_sdk.model.planned_calls import Course
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 
 
@@ -50,13 +51,15 @@ def hadamard_product(layer: Any, x: torch.Tensor, down: torch.Tensor, up: torch.
 class KnownProduct:
     """Computes rows·Wᵀ for rows that an adapter holds, and records their gradient.
 
-    Rows that are trained are sent in each forward pass, since they may have changed. Rows that are not are sent once.
+    Rows that are trained are sent in each forward pass, since they may have changed. Rows that are not are sent once
+    for each course (the state of a run, or of an answer of `generate`): a course that continues with zeros gets zeros
+    here, too, which are no other course's product, and calls must not show whether a course did so.
     """
 
     def __init__(self) -> None:
         """Makes an object that knows no product."""
         self._product: torch.Tensor | None = None
-        self._of: tuple[int, int] | None = None
+        self._of: tuple[int, int, Course] | None = None
 
     def of(self, layer: Any, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows·Wᵀ, shape (num_rows, in_features).
@@ -67,11 +70,12 @@ class KnownProduct:
         """
         if rows.requires_grad:
             return _WithGradient.apply(rows, layer, _asked(layer, rows))  # type: ignore[no-any-return, no-untyped-call]
-        state = (rows._version, rows.data_ptr())
+        state = (rows._version, rows.data_ptr(), base_products.group_of(layer).planned_calls.course)
         if self._product is None or self._of != state:
             if product_source.sends_nothing():
                 return _asked(layer, rows)
-            self._product, self._of = _asked(layer, rows), state
+            # Not from a store of replies: the second run of a block finds this product here, and asks for none.
+            self._product, self._of = base_products.transposed_product(layer, rows).to(rows.dtype), state
         return self._product
 
 

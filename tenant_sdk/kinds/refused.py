@@ -40,6 +40,9 @@ STARTS: Mapping[str, str] = {
     "mica": f"MiCA takes the smallest singular vectors of the base weight, {_WHOLE}: use 'olora'",
 }
 """The sentences for values of LoRA's `init_lora_weights`."""
+_B_IS_ZERO = (True, "gaussian", "eva")
+"""The values of LoRA's `init_lora_weights` with which DoRA can be trained. With others B is not zero at first, so that
+A·W, which comes through the mask, would be in the first magnitudes. The mask's noise would be in the adapter's file."""
 _VARIANTS: Mapping[str, str] = {
     "kasa_config": f"KaSA changes the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
 }
@@ -104,8 +107,8 @@ def kind_of(config: Any) -> str:
 def _reason_of_settings(kind: str, config: Any) -> str | None:
     how = getattr(config, "init_lora_weights", None)
     if kind == "LORA":
-        if config.use_dora and isinstance(how, str) and how.lower().startswith(("olora", "pissa_niter_")):
-            return f"DoRA cannot start from {how!r}: use init_lora_weights=True, or use_dora=False"
+        if config.use_dora and (how.lower() if isinstance(how, str) else how) not in _B_IS_ZERO:
+            return f"DoRA cannot start from init_lora_weights={how!r}: use True, or use_dora=False"
         return (STARTS.get(how.lower()) if isinstance(how, str) else None) or _reason_of_variant(config)
     if kind == "MISS" and config.init_weights == "bat":
         return (

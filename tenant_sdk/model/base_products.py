@@ -53,7 +53,8 @@ def group_products(calls: Sequence[tuple[RemoteGroup, torch.Tensor]]) -> list[li
     """
     products: list[torch.Tensor] = []
     for batch in _batches(calls):
-        products += RemoteGroup.run_together([(group, rows.detach()) for group, rows in batch])
+        with torch._C.DisableTorchFunction():  # no mode, such as one that keeps results, sees what masks multiply
+            products += RemoteGroup.run_together([(group, rows.detach()) for group, rows in batch])
     return [_without_biases(group, product) for (group, _), product in zip(calls, products, strict=True)]
 
 
@@ -110,4 +111,5 @@ def transposed_product(layer: RemoteLayer, rows: torch.Tensor) -> torch.Tensor:
     group = group_of(layer)
     parts = [rows.new_zeros(rows.shape[0], features) for features in group.member_features]
     parts[layer.index] = rows.detach()
-    return group.run(Direction.BACKWARD, torch.cat(parts, dim=1))
+    with torch._C.DisableTorchFunction():
+        return group.run(Direction.BACKWARD, torch.cat(parts, dim=1))

@@ -41,15 +41,17 @@ _SUM_BYTES = 4
 
 Operation = tuple[Any, ...]
 """What tells an operation of a block from its others: the function, and of each tensor that it is given the shape and
-the type; for a product also where the weight is in memory."""
+the type; for a product also where the weight is in memory. A kept result holds that memory, so that no other weight can
+come to the same place: autocast, and some kinds of adapters, make a weight anew in each run."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Holds a kept tensor, and the order of its dimensions in memory."""
+    """Holds a kept tensor, the order of its dimensions in memory, and the memory of a product's weight."""
 
     reply: KeptReply
     order: tuple[int, ...]
+    weight: torch.UntypedStorage | None
 
     def take(self) -> torch.Tensor:
         stored = self.reply.take()
@@ -97,10 +99,11 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_costly(func, args):
-            self._results.append((_operation(func, args), self._keep((result,) if func is _PRODUCT else result)))
+            weight = args[1].untyped_storage() if func is _PRODUCT else None
+            self._results.append((_operation(func, args), self._keep(result if weight is None else (result,), weight)))
         return result
 
-    def _keep(self, tensors: tuple[torch.Tensor, ...]) -> list[_Kept] | None:
+    def _keep(self, tensors: tuple[torch.Tensor, ...], weight: torch.UntypedStorage | None) -> list[_Kept] | None:
         found = []
         for each in tensors:
             strides = each.stride()
@@ -108,7 +111,7 @@ class _Keeping(TorchDispatchMode):
             reply = self._store.keep_extra(each.permute(order))
             if reply is None:
                 return None
-            found.append(_Kept(reply, order))
+            found.append(_Kept(reply, order, weight))
         return found
 
 

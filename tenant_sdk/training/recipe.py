@@ -44,7 +44,15 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, str | Path) else value
 
 
-_UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+def _in_home(path: Path) -> Path:
+    """Returns a path with `~` replaced by the folder that it stands for."""
+    try:
+        return path.expanduser()
+    except RuntimeError:  # pydantic shows the text of a ValueError only
+        raise ValueError("~ must stand for the folder of a user of this machine") from None
+
+
+_UserPath = Annotated[Path, AfterValidator(_in_home)]
 
 
 class Recipe(BaseModel):
@@ -181,7 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigurationError(f"{path}: expected a readable recipe: {exc.strerror}") from exc
-    except (yaml.YAMLError, ValueError) as exc:  # `from None`: the exception's text quotes the file
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # `from None`: the exception's text quotes the file
         mark = getattr(exc, "problem_mark", None)
         line = "" if mark is None else f", see line {mark.line + 1}"
         raise ConfigurationError(f"{path} is no YAML file{line}") from None

@@ -119,7 +119,7 @@ class ReplyStore:
                 encryptor.update_into(part, self._piece)
                 _write_all(file.fileno(), memoryview(self._piece)[: len(part)], start + begin)
             encryptor.finalize()
-        self._end += num_bytes
+        self._end = start + num_bytes  # a reply that was dropped meanwhile may have set it to 0
         self._on_disk += 1
         return _OnDisk(self, number, start, encryptor.tag, reply)
 

@@ -12,6 +12,9 @@ from tenant_sdk import TenantClient
 from tenant_sdk.kinds.delora import row_norms
 from tenant_sdk.kinds.products import KnownProduct, hadamard_product
 from tenant_sdk.kinds.subspace import leading_columns, leading_factors
+from tenant_sdk.model import base_products
+from tenant_sdk.training.kept_replies import KeptReplies
+from tenant_sdk.training.reply_store import ReplyStore
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import RELATIVE, local, relative
@@ -74,6 +77,51 @@ def test_rows_that_are_trained_are_sent_each_time_and_others_once(site: Any, cal
     rows.data = torch.randn(3, len(weight))
     assert relative(known.of(layer, rows), rows @ weight) < RELATIVE
     assert calls == [(Direction.BACKWARD, 3)] * 4
+
+
+def test_a_product_that_is_known_is_not_in_the_store_of_replies(site: Any, tmp_path: Path) -> None:
+    """The second run of a block asks for it no more, and would get it in place of the next product."""
+    layer, weight = site
+    known, frozen, trained = KnownProduct(), torch.randn(3, len(weight)), torch.randn(3, len(weight)).requires_grad_()
+    store = ReplyStore(1 << 20, tmp_path)
+    for run in KeptReplies(store).contexts():
+        with run:
+            found = [known.of(layer, frozen), KnownProduct().of(layer, trained)]
+        assert relative(found[0], frozen @ weight) < RELATIVE
+        assert relative(found[1], trained @ weight) < RELATIVE
+    store.close()
+
+
+def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA asks for its products in the first run of a block, whose narrow products are kept for the second."""
+    layer, weight = site
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(ReplyStore, "keep_extra", lambda store, tensor: kept.append(tensor))
+    before_requests(monkeypatch, lambda *_: torch.ones(2, 32) @ torch.ones(32, 1))
+    store = ReplyStore(1 << 20, tmp_path)
+    with KeptReplies(store).contexts()[0]:
+        base_products.product(layer, torch.randn(3, weight.shape[1]))
+        base_products.transposed_product(layer, torch.randn(3, len(weight)))
+        assert kept == []
+        _ = torch.ones(2, 32) @ torch.ones(32, 1)
+    assert len(kept) == 1
+    store.close()
+
+
+def test_zeros_of_a_spoilt_answer_are_not_the_product_of_the_next(site: Any, calls: Any) -> None:
+    """A provider sees the same calls, whether an answer met a value that is not finite or not."""
+    layer, weight = site
+    planned, rows = layer.group.planned_calls, torch.randn(3, len(weight))
+    for is_spoilt in (True, False):
+        calls.clear()
+        known = KnownProduct()
+        with planned.own_course(may_stop=False) as course:
+            course.sends_zeros = is_spoilt
+            assert bool((known.of(layer, rows) == 0).all()) is is_spoilt
+        with planned.own_course(may_stop=False):
+            for _ in range(2):
+                assert relative(known.of(layer, rows), rows @ weight) < RELATIVE
+        assert calls == [(Direction.BACKWARD, 3)] * 2
 
 
 def test_the_gradient_of_such_rows(site: Any) -> None:

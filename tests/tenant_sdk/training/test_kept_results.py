@@ -96,6 +96,34 @@ def test_layout_in_memory_comes_back(tmp_path: Path) -> None:
     store.close()
 
 
+def test_bfloat16_trains_as_without_a_store(tmp_path: Path) -> None:
+    """Autocast copies a weight in each run, and the copy may lie where that of another weight was before."""
+
+    def trained(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, RANK, bias=False) for _ in range(6)]
+
+        def of_layers(x: torch.Tensor) -> torch.Tensor:
+            for layer in layers:
+                x = x + torch.tanh(layer(x)).repeat(1, WIDTH // RANK)
+            return x
+
+        x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = checkpoint(
+                    of_layers, checkpoint(of_layers, x, use_reentrant=False, **options), use_reentrant=False, **options
+                )
+            y.float().square().sum().backward()
+        return [layer.weight.grad for layer in layers]
+
+    store = ReplyStore(1 << 20, tmp_path)
+    store.reserve(0, 1 << 20)
+    got, want = trained(context_fn=KeptReplies(store).contexts), trained()
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    store.close()
+
+
 def test_bytes_per_row_are_what_a_step_keeps(chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.parity import adapted
     from tests.support.quick_training import QUICK, ROWS, lora

@@ -82,6 +82,8 @@ def test_how_checkpointing_is_named(tmp_path: Path) -> None:
         ("7: 7", "7 is no option: the nearest is "),
         (f"max_steps: {SECRET}", "max_steps: input should be a valid integer"),
         (f"checkpointing: {SECRET}", "checkpointing: input should be 'auto', 'none', 'replies' or 'recompute'"),
+        (f"log_dir: ~{SECRET}/x", "log_dir: value error, ~ must stand for the folder of a user"),
+        pytest.param("log_dir: " + "[" * 3000, "is no YAML file", id="deep"),
         ("max_steps: [1", "is no YAML file, see line "),
         (f"!!python/object/apply:os.system ['{SECRET}']", "is no YAML file"),
         (f"- {SECRET}", "expected options with values"),
