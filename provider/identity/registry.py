@@ -209,14 +209,8 @@ _Stamp = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Holds what was read from a registry's file.
-
-    Attributes:
-        stamp: what `_stamp` returned for the file; None before the first read.
-        records: the records by serial number; None if the file is missing or malformed.
-        ends_at, ends_at_s: the time from which the records no longer count, and the same on the monotonic clock; they
-            mean nothing if `ends_at` is None.
-    """
+    """Holds what was read from a registry's file; without `records`, the file is missing or malformed. From `ends_at`
+    on, which is `ends_at_s` on the monotonic clock, the records no longer count."""
 
     stamp: _Stamp | None
     records: dict[int, TenantRecord] | None
@@ -323,10 +317,9 @@ class RevocationList:
         return read.records
 
     def _is_too_old(self, read: _Snapshot) -> bool:
-        # Both clocks are asked, since the clock of the day can be set back.
-        if read.records is None or read.ends_at is None:
-            return False
-        return self._clock() >= read.ends_at or self._monotonic() >= read.ends_at_s
+        """Asks both clocks, since the clock of the day can be set back."""
+        ends_at = read.ends_at
+        return ends_at is not None and (self._clock() >= ends_at or self._monotonic() >= read.ends_at_s)
 
     @staticmethod
     def _consequence(exc: OSError) -> str:
