@@ -102,9 +102,9 @@ def serve(settings: ProviderSettings) -> None:
 
 
 def _stop(number: int, _frame: object) -> None:
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the shutdown.
-    sys.exit(0)
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the shutdown, nor change its status.
+    sys.exit(NODE_LOST_EXIT if number == signal.SIGUSR1 else 0)
 
 
 def _wait_for_the_end(server: Server) -> None:
@@ -260,7 +260,7 @@ def _start_replicas(
         from provider.cluster.connection import connect, watch_node
 
         connect(settings.ray_address)
-        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(NODE_LOST_EXIT))
+        signal.signal(signal.SIGUSR1, _stop)
         watch_node(_end_without_node)
         from provider.cluster.actors import ClusterShards
 

@@ -24,7 +24,7 @@ _PLACE_S = 60.0
 """The longest time in seconds that the cluster may take to find room for all actors."""
 _START_S = 900.0
 """The longest time in seconds that an actor may take to load the model and check its weights."""
-_LOOK_S = 5.0
+_LOOK_S, _PAUSE_S = 5.0, 0.5
 _CALLS_AT_ONCE = 2
 """The calls that an actor runs at the same time: a product, and the call that never ends."""
 
@@ -146,7 +146,10 @@ def _wait_ready(replica: ActorReplica) -> None:
         try:
             refusal = replica.refusal(_LOOK_S)
         except ReplicaLost:
-            continue  # It is still loading, or its host was lost and Ray starts it on another.
+            # It is still loading, or its host was lost and Ray starts it on another. An actor that has ended is lost at
+            # once each time.
+            time.sleep(_PAUSE_S)
+            continue
         if refusal:
             raise ConfigurationError(f"shard {replica.name} was not started: {refusal}")
         return

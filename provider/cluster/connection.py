@@ -61,6 +61,8 @@ def connect(address: str) -> None:
     identity = cluster_identity()
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
+    if not 0 < int(port) < 1 << 16:
+        raise ConfigurationError(f"expected the port of the cluster's head in --ray-address, got {port}")
     prove_tls(host, int(port), identity)
     prove_token(host, int(port), identity)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

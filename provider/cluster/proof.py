@@ -37,12 +37,35 @@ class ClusterIdentity:
     token: Path
 
     def context(self, with_certificate: bool) -> ssl.SSLContext:
-        """Returns a TLS context that trusts the cluster's CA, as Ray's own connections do."""
-        context = ssl.create_default_context(cafile=str(self.ca))
-        context.set_alpn_protocols(["h2"])
-        if with_certificate:
-            context.load_cert_chain(self.certificate, self.key)
+        """Returns a TLS context that trusts the cluster's CA, as Ray's own connections do.
+
+        Raises:
+            ConfigurationError: the files do not belong together, or hold something else.
+        """
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca))
+            context.set_alpn_protocols(["h2"])
+            if with_certificate:
+                # A key with a password is refused; without this, OpenSSL would ask for the password at the terminal.
+                context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        except (OSError, ValueError):  # `from None`: the original may be about the key.
+            raise ConfigurationError(
+                "expected PEM files with a certificate, its private key and the CA in RAY_TLS_SERVER_CERT, "
+                "RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT, found others (docs/ray.md)"
+            ) from None
         return context
+
+    def read_token(self) -> str:
+        """Returns the token.
+
+        Raises:
+            ConfigurationError: the file does not hold one line of printable ASCII.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            token = self.token.read_text("ascii").strip()
+            if token and token.isprintable():
+                return token
+        raise ConfigurationError("expected one line of text in the file of RAY_AUTH_TOKEN_PATH")
 
 
 def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
@@ -69,12 +92,15 @@ def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
     Raises:
         ConfigurationError: the head answers a call without the token, or refuses one with the token.
     """
-    if _code_of_call(host, port, identity, None) != grpc.StatusCode.UNAUTHENTICATED:
+    token = identity.read_token()
+    code = _code_of_call(host, port, identity, None)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise ConfigurationError(f"the cluster's head {host}:{port} does not answer: does it still run?")
+    if code != grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigurationError(
             f"the cluster's head {host}:{port} answers without a token: start it with RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH (docs/ray.md)"
         )
-    token = identity.token.read_text().strip()
     if _code_of_call(host, port, identity, token) != grpc.StatusCode.OK:
         raise ConfigurationError(f"the cluster's head {host}:{port} refuses the token of RAY_AUTH_TOKEN_PATH")
 
@@ -98,7 +124,7 @@ def _code_of_call(host: str, port: int, identity: ClusterIdentity, token: str | 
         identity.ca.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
     )
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-    with grpc.secure_channel(f"{host}:{port}", credentials) as channel:
+    with grpc.secure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials) as channel:
         try:
             channel.unary_unary(_CLUSTER_ID)(b"", timeout=_PROBE_S, metadata=metadata)
         except grpc.RpcError as exc:

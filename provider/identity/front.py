@@ -26,21 +26,20 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from provider.config import DEFAULT_STATE
 from provider.identity.authority import (
     BACKDATE,
     IdentityNotWritten,
     StateDamaged,
     StateDir,
-    current_time,
     issue_server_certificate,
     sync_directory,
 )
-from provider.identity.registry import TenantRecord, tenants, write_new_files
+from provider.identity.registry import MOST_BYTES, TenantRecord, tenants, write_new_files
 from wire.errors import os_cause
 
 CA_KEY_NAME = "ca_key.pem"
-_MAX_FILE_BYTES = 64 << 20
-"""The most bytes of a file that is read here. A registry of a hundred thousand certificates has about 20 MB."""
+_NO_CA_KEY = "a provider that is given --server-cert must not be able to let anyone in; keep the CA on another host"
 
 
 class _Copy(BaseModel):
@@ -75,17 +74,22 @@ def export_registry(state: StateDir, out: Path, *, now: datetime | None = None) 
         StateDamaged: the registry cannot be read.
         IdentityNotWritten: the copy cannot be written.
     """
-    with state.lock():
-        records = tenants(state)
-    body = _Copy(made_at=current_time(now), tenants=records).model_dump_json().encode()
-    signature = base64.b64encode(state.ca.key.sign(body, ec.ECDSA(hashes.SHA256())))
+    with state.lock():  # Otherwise a copy that was made before a revocation could replace one that was made after it.
+        # Parts of a second count: of two copies, `FrontIdentity` must know the later one.
+        moment, records = now or datetime.now(UTC), tenants(state)
+        body = _Copy(made_at=moment, tenants=records).model_dump_json().encode()
+        _replace(out, base64.b64encode(state.ca.key.sign(body, ec.ECDSA(hashes.SHA256()))) + b"\n" + body)
+    return len(records)
+
+
+def _replace(out: Path, data: bytes) -> None:
     try:
         out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The copy keeps mkstemp's mode 0600: it names all tenants.
         descriptor, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(signature + b"\n" + body)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(out)
@@ -95,7 +99,6 @@ def export_registry(state: StateDir, out: Path, *, now: datetime | None = None) 
         sync_directory(out.parent)
     except OSError as exc:
         raise IdentityNotWritten(f"expected to write {str(out)!r}, got {exc.strerror}") from os_cause(exc)
-    return len(records)
 
 
 def export_server_identity(state: StateDir, out_dir: Path, host: str, names: Sequence[str] = ()) -> None:
@@ -128,12 +131,10 @@ class FrontIdentity:
             StateDamaged: a CA's key can be read here, a file cannot be used, or the copy is too old.
         """
         self.path, self.tenants_path, self._files = folder, files.registry, files
-        for place in {folder, files.server_cert.parent, files.server_key.parent, files.registry.parent}:
+        self._newest: _Copy | None = None
+        for place in _places(files, folder):
             if os.access(place / CA_KEY_NAME, os.R_OK):
-                raise StateDamaged(
-                    f"found a readable {CA_KEY_NAME} in {str(place)!r}: a provider that is given --server-cert must "
-                    "not be able to let anyone in; keep the CA on another host"
-                )
+                raise StateDamaged(f"found a readable {CA_KEY_NAME} in {str(place)!r}: {_NO_CA_KEY}")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_mode & 0o022:
@@ -149,7 +150,7 @@ class FrontIdentity:
                 f"expected in {str(files.registry)!r} a copy made by `provider export-registry` of the CA that issued "
                 "--server-cert, found another or a damaged file"
             ) from exc
-        if current_time(now) >= ends_at:
+        if (now or datetime.now(UTC)) >= ends_at:
             raise StateDamaged(
                 f"the registry copy {str(files.registry)!r} is older than {files.max_age_s:.0f} s: copy it again"
             )
@@ -177,6 +178,8 @@ class FrontIdentity:
                 f"expected {str(self._files.server_cert)!r} and {str(key_path)!r} as written by "
                 "`provider export-server`, found damaged files"
             ) from None  # the parser's text may quote the key
+        if key.public_key() == ca.public_key():
+            raise StateDamaged(f"{str(key_path)!r} is the CA's key: {_NO_CA_KEY}")
         if key.public_key() != certificate.public_key() or ca != self._ca:
             raise StateDamaged(f"{str(key_path)!r} is not the key of {str(self._files.server_cert)!r}")
         if certificate.not_valid_after_utc <= datetime.now(UTC):
@@ -185,7 +188,8 @@ class FrontIdentity:
         return key_pem, certificate.public_bytes(encoding), ca.public_bytes(encoding)
 
     def read_registry(self, data: bytes) -> tuple[list[TenantRecord], datetime]:
-        """Reads a registry copy: its records, and the time from which they no longer count.
+        """Reads a registry copy: its records, and the time from which they no longer count. If an earlier call read a
+        copy that was made later, that one counts, so that nobody can take back a revocation with an old copy.
 
         Raises:
             ValueError: the copy is damaged, was not signed by the CA, or was made in the future.
@@ -201,7 +205,16 @@ class FrontIdentity:
             raise ValueError("malformed registry copy") from None  # pydantic's text quotes the file
         if copy.made_at > datetime.now(UTC) + BACKDATE:
             raise ValueError("a registry copy of the future")
-        return copy.tenants, copy.made_at + timedelta(seconds=self._files.max_age_s)
+        if self._newest is None or copy.made_at >= self._newest.made_at:
+            self._newest = copy
+        return self._newest.tenants, self._newest.made_at + timedelta(seconds=self._files.max_age_s)
+
+
+def _places(files: FrontFiles, folder: Path) -> set[Path]:
+    """Returns the folders in which a CA's key is looked for: those of the files, also behind symbolic links, and the
+    one in which `provider` keeps a CA if it is not told otherwise."""
+    paths = [files.server_cert, files.server_key, files.registry]
+    return {folder, DEFAULT_STATE.expanduser(), *(one.parent for path in paths for one in (path, path.resolve()))}
 
 
 def _certificates(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
@@ -214,8 +227,8 @@ def _certificates(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise StateDamaged(f"expected {str(path)!r} to have at most {_MAX_FILE_BYTES >> 20} MiB")
+        if path.stat().st_size > MOST_BYTES:
+            raise StateDamaged(f"expected {str(path)!r} to have at most {MOST_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as exc:
         raise StateDamaged(f"expected to read {str(path)!r}, got {exc.strerror}") from os_cause(exc)

@@ -9,12 +9,14 @@ not close open connections; the service asks `RevocationList` for every request,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -49,6 +51,8 @@ _PASSING = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENF
 _PASSING[errno.EIO] = "look at the disk"
 """Maps errors of the operating system to advice for the operator. After these errors the registry counts as unreadable,
 and not as damaged."""
+MOST_BYTES = 64 << 20
+"""The most bytes of a registry's file that are read. A registry of a hundred thousand certificates has about 20 MB."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -200,13 +204,31 @@ def _now() -> datetime:
     return datetime.now(UTC)  # This expression runs for every request, and is cheaper than `current_time`.
 
 
+_Stamp = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Holds what was read from a registry's file; without `records`, the file is missing or malformed. From `ends_at`
+    on, which is `ends_at_s` on the monotonic clock, the records no longer count."""
+
+    stamp: _Stamp | None
+    records: dict[int, TenantRecord] | None
+    ends_at: datetime | None = None
+    ends_at_s: float = 0.0
+
+
+_NOTHING_READ = _Snapshot(None, None)
+
+
 class RevocationList:
     """Checks certificates against `tenants.json`, which is read again only when `stat` shows that it has changed.
 
     Several threads may use one instance. While the file is missing or malformed, every certificate counts as revoked.
     If file descriptors run out, a spare descriptor is used to read the file. If the file still cannot be read, or if
     the disk fails, the records that were read last count for `HELD_OVER_S` seconds. After that, every check raises
-    `RegistryUnreadable` until the file can be read again.
+    `RegistryUnreadable` until the file can be read again. While the file is a copy that is too old, every check raises
+    it too, so that tenants wait for a new copy and are not told that they were revoked.
     """
 
     def __init__(
@@ -228,10 +250,9 @@ class RevocationList:
         self._path, self._name = state.tenants_path, str(state.tenants_path)
         self._read_records = read or _own
         self._clock, self._monotonic = clock, monotonic
-        self._ends_at: datetime | None = None
         self._reloading = threading.Lock()
-        # Stamp and records are replaced together, as one tuple, so that a reader without the lock sees a matching pair.
-        self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
+        # These are replaced together, as one object, so that a reader without the lock sees what belongs together.
+        self._snapshot = _NOTHING_READ
         self._seen_at = float("-inf")
         """The time on the monotonic clock at which it was last known what the file holds, or that the file is
         missing."""
@@ -243,7 +264,7 @@ class RevocationList:
         """Returns True if a certificate is registered as revoked, or if the registry is missing or malformed.
 
         Raises:
-            RegistryUnreadable: the registry could not be read for `HELD_OVER_S` seconds.
+            RegistryUnreadable: the registry could not be read for `HELD_OVER_S` seconds, or is a copy that is too old.
         """
         records = self._known()
         if records is None:
@@ -267,10 +288,10 @@ class RevocationList:
         """Checks that the registry can be read now, which is a condition for admitting a new caller.
 
         Raises:
-            RegistryUnreadable: the registry cannot be read.
+            RegistryUnreadable: the registry cannot be read, or is a copy that is too old.
         """
         try:
-            self._current()
+            self._in_time(self._current())
         except OSError as exc:
             self._note(f"cannot be read ({os.strerror(exc.errno or 0)})", self._consequence(exc))
             raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
@@ -279,7 +300,7 @@ class RevocationList:
         """Returns the records by serial number: from the file or, if the file cannot be read, the records that were
         read last. None means that all callers are to be refused."""
         try:
-            return self._current()
+            return self._in_time(self._current())
         except OSError as exc:
             is_over = self._monotonic() - self._seen_at >= HELD_OVER_S
             what = f"cannot be read ({os.strerror(exc.errno or 0)})"
@@ -287,38 +308,47 @@ class RevocationList:
                 self._note(f"still {what}", f"every request is refused until it can: {_PASSING[exc.errno or 0]}")
                 raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
             self._note(what, self._consequence(exc))
-            return self._snapshot[1]
+            return self._in_time(self._snapshot)
+
+    def _in_time(self, read: _Snapshot) -> dict[int, TenantRecord] | None:
+        """Returns the records of a snapshot; raises RegistryUnreadable if they no longer count."""
+        if self._is_too_old(read):
+            raise RegistryUnreadable
+        return read.records
+
+    def _is_too_old(self, read: _Snapshot) -> bool:
+        """Asks both clocks, since the clock of the day can be set back."""
+        ends_at = read.ends_at
+        return ends_at is not None and (self._clock() >= ends_at or self._monotonic() >= read.ends_at_s)
 
     @staticmethod
     def _consequence(exc: OSError) -> str:
         advice = _PASSING[exc.errno or 0]
         return f"nobody new is let in, and open streams go on for {HELD_OVER_S:.0f} s at most: {advice}"
 
-    def _current(self) -> dict[int, TenantRecord] | None:
-        """Returns the records that the file holds now, or None if the file is missing or malformed; raises OSError if
-        the file cannot be read for the time being, because of an error in `_PASSING`."""
+    def _current(self) -> _Snapshot:
+        """Returns what the file holds now; raises OSError if the file cannot be read for the time being, because of an
+        error in `_PASSING`."""
         try:
-            stamp, records = self._snapshot
-            if stamp != _stamp(os.stat(self._name)):
+            read = self._snapshot
+            if read.stamp != _stamp(os.stat(self._name)):
                 with self._reloading:
-                    records = self._reload()
+                    read = self._reload()
         except OSError as exc:
             if exc.errno in _PASSING:
                 raise
-            records = None
-            self._snapshot = (None, None)  # Records read earlier must not count if a later read fails.
+            read = self._snapshot = _NOTHING_READ  # Records read earlier must not count if a later read fails.
         self._seen_at = self._monotonic()
         self._spare.take_back()
-        if records is not None and self._ends_at is not None and self._clock() >= self._ends_at:
-            self._note("is too old", "nobody is admitted: copy it again")
-            return None
-        if records is None:
+        if read.records is None:
             self._note("is missing or malformed", "nobody is admitted: restore it from a backup")
+        elif self._is_too_old(read):
+            self._note("is too old", "nobody is admitted: copy it again")
         elif self._trouble is not None:
             self._note(None, "")
-        return records
+        return read
 
-    def _reload(self) -> dict[int, TenantRecord] | None:
+    def _reload(self) -> _Snapshot:
         try:
             return self._read()
         except OSError as exc:
@@ -327,20 +357,23 @@ class RevocationList:
             with self._spare.lent():
                 return self._read()
 
-    def _read(self) -> dict[int, TenantRecord] | None:
+    def _read(self) -> _Snapshot:
         with self._path.open("rb") as file:
             # The stamp is taken before reading, so that after a change during the read the next call reads again.
             stamp = _stamp(os.fstat(file.fileno()))
-            if stamp == self._snapshot[0]:
-                return self._snapshot[1]  # Another thread has read this version.
-            data = file.read()
-        try:
-            known, self._ends_at = self._read_records(data)
+            if stamp == self._snapshot.stamp:
+                return self._snapshot  # Another thread has read this version.
+            data = file.read(MOST_BYTES + 1)
+        read = _Snapshot(stamp, None)
+        with contextlib.suppress(ValueError):
+            if len(data) > MOST_BYTES:
+                raise ValueError("too large for a registry")
+            known, ends_at = self._read_records(data)
+            left_s = 0.0 if ends_at is None else (ends_at - self._clock()).total_seconds()
             records = {int(record.serial, 16): record for record in known}
-        except ValueError:
-            records = None
-        self._snapshot = (stamp, records)
-        return records
+            read = _Snapshot(stamp, records, ends_at, self._monotonic() + left_s)
+        self._snapshot = read
+        return read
 
     def _note(self, trouble: str | None, consequence: str) -> None:
         """Logs one line if the problem with the registry file is new, and one line once the problem is over."""
@@ -352,9 +385,6 @@ class RevocationList:
             _LOGGER.warning("%s can be read again", self._path.name)
         else:
             _LOGGER.error("%s %s: %s", self._path.name, trouble, consequence)
-
-
-_Stamp = tuple[int, int, int, int]
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

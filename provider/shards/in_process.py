@@ -28,6 +28,7 @@ class ShardedModel(ServedModel):
         """
         super().__init__(served)
         self._shards = LocalShards.start(served, num_shards, 1)
+        self._reviving = threading.Lock()
         pairs = zip(self._shards.plan, self._shards.replicas, strict=True)
         self._process_of = {group: replicas[0] for groups, replicas in pairs for group in groups}
         self.let_weights_go()
@@ -48,8 +49,10 @@ class ShardedModel(ServedModel):
             try:
                 return process.product(call, rows)
             except ReplicaLost:
-                if not process.revive(threading.Event()):
-                    break
+                # Of several threads that lose a process at the same time, one starts it again.
+                with self._reviving:
+                    if not process.is_alive and not process.revive(threading.Event()):
+                        break
         raise RemoteFault("the process of a shard was lost: connect again")
 
     def close(self) -> None:

@@ -45,14 +45,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Provides a folder with a tenant's identity and with what a provider without the CA's key needs."""
     folder = tmp_path_factory.mktemp("front")
     state = StateDir(folder / "ca")
     enroll(state, "acme", folder / "acme", ENDPOINT)
     export_server_identity(state, folder / "front", "127.0.0.1")
     export_registry(state, folder / "front" / "registry")
-    return folder
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HOME", str(folder))  # Whoever runs the tests may have a CA of their own.
+        yield folder
 
 
 @pytest.fixture(scope="module")

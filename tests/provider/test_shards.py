@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -314,7 +315,7 @@ def test_a_plan_is_whole_and_even(served_model: ServedModel) -> None:
 def test_a_model_in_the_tenants_process_computes_in_shards_of_its_own(
     served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A process that is killed is started again, and gets the same rows."""
+    """A process that is killed is started again, once for all threads that wait for it, and gets the same rows."""
     folder: Path = tmp_path_factory.mktemp("sharded") / "gpt2"
     make_tiny("gpt2", folder)
     sharded = serve_in_process(str(folder), num_shards=2)
@@ -329,7 +330,10 @@ def test_a_model_in_the_tenants_process_computes_in_shards_of_its_own(
         (lost, *_), *others = sharded._shards.replicas
         assert lost.pid is not None
         os.kill(lost.pid, signal.SIGKILL)
-        assert torch.equal(sharded.compute(call, rows), expected)
+        with ThreadPoolExecutor(4) as threads:
+            replies = list(threads.map(lambda _: sharded.compute(call, rows), range(4)))
+        assert all(torch.equal(reply, expected) for reply in replies)
+        assert len(lost._restarts) == 1
         with pytest.raises(UnknownLayer):
             sharded.compute(Call(1000, Direction.FORWARD, Arithmetic.RING), rows)
         with pytest.raises(InvalidTensor):

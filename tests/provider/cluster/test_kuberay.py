@@ -14,7 +14,7 @@ import yaml
 from provider.config import load_settings
 from tests.support.repository import ROOT
 
-CLUSTER, CONFIG, POLICY = yaml.safe_load_all((ROOT / "docs/deploy/kuberay.yaml").read_text())
+CLUSTER, SERVICE, CONFIG, POLICY = yaml.safe_load_all((ROOT / "docs/deploy/kuberay.yaml").read_text())
 VERSION = "1.37"
 TEMPLATE = {"type": "object", "required": ["metadata", "spec"]}
 PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -76,8 +76,8 @@ def test_pods_pass_the_schema(template: Any) -> None:
         kubernetes_validate.validate(pod, VERSION, strict=True)
 
 
-@pytest.mark.parametrize("manifest", [CONFIG, POLICY], ids=["settings", "policy"])
-def test_settings_and_policy_pass_the_schema(manifest: Any) -> None:
+@pytest.mark.parametrize("manifest", [SERVICE, CONFIG, POLICY], ids=["service", "settings", "policy"])
+def test_service_settings_and_policy_pass_the_schema(manifest: Any) -> None:
     kubernetes_validate.validate(manifest, VERSION, strict=True)
 
 
@@ -95,7 +95,8 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path, monkeypatch: p
     assert settings.ray_address == f"{CLUSTER['metadata']['name']}-head-svc:6379"
     assert settings.shards * settings.replicas <= CLUSTER["spec"]["workerGroupSpecs"][0]["replicas"]
     ports = {port["port"] for port in POLICY["spec"]["ingress"][1]["ports"]}
-    assert ports == {settings.port, settings.tensor_port}
+    assert ports == {settings.port, settings.tensor_port} == {port["port"] for port in SERVICE["spec"]["ports"]}
+    assert SERVICE["spec"]["selector"]["ray.io/cluster"] == CLUSTER["metadata"]["name"]
     for template in pods():
         assert template["metadata"]["labels"] == POLICY["spec"]["podSelector"]["matchLabels"]
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
@@ -111,3 +112,14 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path, monkeypatch: p
                 assert str(Path(variables[name]).parent) in folders
     start = CLUSTER["spec"]["headGroupSpec"]["rayStartParams"]
     assert start["include-dashboard"] == "false"
+
+
+def test_a_new_registry_copy_reaches_the_provider_without_a_restart() -> None:
+    """Kubernetes renews the files of a secret that is mounted as a whole; an init container copies once."""
+    settings = yaml.safe_load(CONFIG["data"]["provider.yaml"])
+    template = pods()[0]["spec"]
+    (front,) = [one for one in template["containers"] if one["name"] == "provider"]
+    (mount,) = [one for one in front["volumeMounts"] if one["mountPath"] == str(Path(settings["registry"]).parent)]
+    assert "subPath" not in mount
+    (volume,) = [one for one in template["volumes"] if one["name"] == mount["name"]]
+    assert volume["secret"]["secretName"]

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from provider.cluster.connection import cluster_identity
+from provider.cluster.connection import cluster_identity, connect
 from provider.cluster.proof import prove_tls, prove_token
 from provider.config import load_settings
 from tests.support.ray_cluster import make_settings
@@ -82,6 +82,34 @@ def test_a_secret_that_others_may_read(environment: dict[str, str], name: str) -
     with pytest.raises(ConfigurationError, match="chmod 600") as caught:
         cluster_identity()
     assert Path(environment["RAY_AUTH_TOKEN_PATH"]).read_text() not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"])
+def test_a_file_that_holds_something_else(environment: dict[str, str], name: str) -> None:
+    Path(environment[name]).write_text("nothing of use\n")
+    with pytest.raises(ConfigurationError, match="expected PEM files") as caught:
+        cluster_identity().context(with_certificate=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [b"", b"\n", b"one\ntwo", "töken".encode(), b"\xff\xfe"])
+def test_a_token_that_is_not_one_line_of_text(environment: dict[str, str], token: bytes) -> None:
+    Path(environment["RAY_AUTH_TOKEN_PATH"]).write_bytes(token)
+    with pytest.raises(ConfigurationError, match="one line of text") as caught:
+        prove_token("127.0.0.1", 1, cluster_identity())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_cannot_be(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="got 99999"):
+        connect("127.0.0.1:99999")
+
+
+def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(ConfigurationError, match="does not answer"):
+        prove_token("127.0.0.1", port, cluster_identity())
 
 
 def grpc_server(kind: str, environment: dict[str, str]) -> tuple[grpc.Server, int]:

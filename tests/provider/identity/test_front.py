@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import fcntl
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,16 +13,18 @@ import pytest
 
 from provider.identity.authority import IdentityNotWritten, StateDamaged, StateDir
 from provider.identity.front import FrontFiles, FrontIdentity, export_registry, export_server_identity
-from provider.identity.registry import RevocationList, enroll, revoke
+from provider.identity.registry import RegistryUnreadable, RevocationList, enroll, revoke
 from provider.net.server import Server
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
+from tests.support.registry_fault import Fault
 
 MAX_AGE_S = 3600.0
 
 
 @pytest.fixture
-def files(state: StateDir, tmp_path: Path) -> FrontFiles:
+def files(state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FrontFiles:
     """Returns the files of a provider on another host, with one tenant in the registry."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # Whoever runs the tests may have a CA of their own.
     enroll(state, "acme", tmp_path / "acme", ENDPOINT)
     front = tmp_path / "front"
     export_server_identity(state, front, "127.0.0.1")
@@ -48,11 +52,75 @@ def test_a_copy_counts_for_a_bounded_time(state: StateDir, files: FrontFiles, tm
     acme = certificate_in(tmp_path / "acme").serial_number
     young = timedelta(seconds=MAX_AGE_S - 60)
     assert listed(files, tmp_path / "own", young).is_enrolled(acme)
-    assert not listed(files, tmp_path / "own", timedelta(seconds=MAX_AGE_S)).is_enrolled(acme)
+    late = listed(files, tmp_path / "own", timedelta(seconds=MAX_AGE_S))
+    for ask in (late.is_enrolled, late.is_revoked, lambda _: late.check_current()):
+        with pytest.raises(RegistryUnreadable):  # Tenants wait for a new copy, and do not hear that they are revoked.
+            ask(acme)
     export_registry(state, files.registry, now=datetime.now(UTC) - timedelta(seconds=MAX_AGE_S))
     with pytest.raises(StateDamaged, match="older than 3600 s") as caught:
         FrontIdentity(files, tmp_path / "own")
     assert_one_line(caught.value)
+
+
+def test_the_age_counts_when_the_clock_is_set_back(files: FrontFiles, tmp_path: Path) -> None:
+    front, started, seconds = FrontIdentity(files, tmp_path / "own"), datetime.now(UTC), 1000.0
+    known = RevocationList(front, read=front.read_registry, clock=lambda: started, monotonic=lambda: seconds)
+    acme = certificate_in(tmp_path / "acme").serial_number
+    assert known.is_enrolled(acme)
+    seconds += MAX_AGE_S
+    with pytest.raises(RegistryUnreadable):
+        known.is_enrolled(acme)
+
+
+def test_a_new_copy_that_cannot_be_read_does_not_make_the_old_one_count(
+    files: FrontFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, now = FrontIdentity(files, tmp_path / "own"), datetime.now(UTC)
+    known = RevocationList(front, read=front.read_registry, clock=lambda: now, monotonic=lambda: 1000.0)
+    acme = certificate_in(tmp_path / "acme").serial_number
+    assert known.is_enrolled(acme)
+    files.registry.touch()
+    Fault(monkeypatch, errno.EMFILE)
+    assert known.is_enrolled(acme)  # as with any registry, for a minute at most
+    now += timedelta(seconds=MAX_AGE_S)
+    with pytest.raises(RegistryUnreadable):
+        known.is_enrolled(acme)
+
+
+def test_an_older_copy_does_not_take_back_a_revocation(state: StateDir, files: FrontFiles, tmp_path: Path) -> None:
+    older, acme = files.registry.read_bytes(), certificate_in(tmp_path / "acme").serial_number
+    known = listed(files, tmp_path / "own")
+    assert known.is_enrolled(acme)
+    revoke(state, "acme")
+    export_registry(state, files.registry)
+    assert known.is_revoked(acme)
+    files.registry.write_bytes(older)
+    assert known.is_revoked(acme)
+
+
+def test_no_revocation_comes_between_a_copys_reading_and_its_writing(
+    state: StateDir, files: FrontFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise this copy could replace one that was made after the revocation."""
+    replace, written = Path.replace, []
+
+    def replace_under_lock(self: Path, target: Path) -> Path:
+        with (state.path / "lock").open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        written.append(target)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_under_lock)
+    export_registry(state, files.registry)
+    assert written == [files.registry]
+
+
+def test_a_copy_that_is_too_large_admits_nobody(
+    files: FrontFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, acme = listed(files, tmp_path / "own"), certificate_in(tmp_path / "acme").serial_number
+    monkeypatch.setattr("provider.identity.registry.MOST_BYTES", files.registry.stat().st_size - 1)
+    assert not known.is_enrolled(acme)
 
 
 def changed(data: bytes) -> bytes:
@@ -94,6 +162,31 @@ def test_a_provider_beside_a_ca_key_does_not_start(state: StateDir, files: Front
         with pytest.raises(StateDamaged, match="on another host") as caught:
             FrontIdentity(files, folder)
         assert_one_line(caught.value)
+
+
+def test_a_ca_key_behind_a_link_or_in_its_usual_folder_is_found(
+    state: StateDir, files: FrontFiles, tmp_path: Path
+) -> None:
+    FrontIdentity(files, tmp_path / "own")
+    files.registry.rename(state.path / "copy")
+    files.registry.symlink_to(state.path / "copy")
+    with pytest.raises(StateDamaged, match="on another host"):
+        FrontIdentity(files, tmp_path / "own")
+    files.registry.unlink()
+    (state.path / "copy").rename(files.registry)
+    usual = tmp_path / "home/.veilbase/provider"
+    usual.mkdir(parents=True)
+    (usual / "ca_key.pem").write_bytes(state.ca_key_path.read_bytes())
+    with pytest.raises(StateDamaged, match="on another host"):
+        FrontIdentity(files, tmp_path / "own")
+
+
+def test_a_cas_key_is_no_servers_key(state: StateDir, files: FrontFiles, tmp_path: Path) -> None:
+    files.server_cert.write_bytes(2 * state.ca.pem)
+    files.server_key.write_bytes(state.ca_key_path.read_bytes())
+    with pytest.raises(StateDamaged, match="is the CA's key") as caught:
+        FrontIdentity(files, tmp_path / "own")
+    assert_one_line(caught.value)
 
 
 def test_files_that_do_not_belong_together_are_refused(state: StateDir, files: FrontFiles, tmp_path: Path) -> None:
