@@ -150,21 +150,21 @@ def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
     drawn. The losses stay the same."""
     options = {**QUICK, "seed": 3, "batch_size": 2}
     expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
-    make_peft, make_trainer = finetune.get_peft_model, finetune.CompletionTrainer
+    make_peft = finetune.get_peft_model
 
     def peft_model(*args: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(set_seed, 99).result(TIMEOUT_S)
         return make_peft(*args)
 
-    def trainer(**args: Any) -> Any:
-        made = make_trainer(**args)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(set_seed, 98).result(TIMEOUT_S)
-        return made
+    class Disturbed(finetune.CompletionTrainer):
+        def __init__(self, **args: Any) -> None:
+            super().__init__(**args)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(set_seed, 98).result(TIMEOUT_S)
 
     monkeypatch.setattr(finetune, "get_peft_model", peft_model)
-    monkeypatch.setattr(finetune, "CompletionTrainer", trainer)
+    monkeypatch.setattr(finetune, "CompletionTrainer", Disturbed)
     assert chat_client.finetune(ROWS, lora(), tmp_path / "disturbed", **options).losses == expected
 
 

@@ -32,7 +32,7 @@ def test_no_answer_is_wrong_and_nothing_is_lost_or_used_twice() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"wrong": 1}, {"other": ["NotFinite"]}, {"rows_twice": 1}, {"left": (1, 0, 0)}, {"left": (0, 0, 1)},
-     {"right": 20}, {"cancelled": 0}, {"distinct": 3}],
+     {"right": 10}, {"cancelled": 0}, {"distinct": 3}],
 )  # fmt: skip
 def test_the_mix_notices(change: dict[str, Any]) -> None:
     assert GOOD.is_good
