@@ -3,7 +3,6 @@ folder."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
+from tenant_sdk.serving.adapters import reading
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
 
@@ -46,11 +46,12 @@ ESCAPES = [
 ]
 
 
-def test_each_adapter_is_shown_with_its_tier(client: TenantClient, tmp_path: Path) -> None:
+def test_each_adapter_is_shown_with_its_tier(
+    client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "RACY_NS", 0)  # files that have just been written are read again for each request
     for name in ("used", "unused"):
         save_adapter(client.load_model(), tmp_path / "adapters" / name, 1)
-        for path in (tmp_path / "adapters" / name).iterdir():
-            os.utime(path, (1e9, 1e9))  # files that have just been written are read again for each request
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
         http.post("/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "used"})
         tiers = {each["name"]: each["tier"] for each in http.get("/v1/status").json()["adapters"]}
