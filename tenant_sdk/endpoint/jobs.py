@@ -169,7 +169,10 @@ class Jobs:
         with self._changed:
             job = self._job(job_id)
             if job["status"] not in ("cancelled", "failed"):
-                raise bad_request(f"the job is {job['status']}", code="job_not_stopped")
+                raise bad_request(
+                    f"only a job that was cancelled or has failed goes on, and this one is {job['status']}",
+                    code="job_not_stopped",
+                )
             with storing():
                 self._note(job, "queued", "The job goes on from its last checkpoint.")
             self._changed.notify_all()
