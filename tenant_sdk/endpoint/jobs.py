@@ -102,7 +102,7 @@ class Jobs:
         taken = [base, *(job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled"))]
         taken += [path.name for path in self._adapters.iterdir()]
         if adapter.casefold() in {each.casefold() for each in taken}:
-            raise bad_request("an adapter has this name already", "suffix", "name_taken")
+            raise bad_request("an adapter has this name already: choose another suffix", "suffix", "name_taken")
 
     def described(self, job_id: str) -> dict[str, Any]:
         """Returns the description of a job, as an object of OpenAI's interface.
