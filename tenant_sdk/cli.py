@@ -175,6 +175,7 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to the base model or an adapter; /adapter NAME switches."""
+    _check_folder(adapters)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
@@ -183,6 +184,13 @@ def chat(
 
     with client:
         talk(client, adapters, _typed_lines(), lambda text: typer.echo(text, nl=False), max_new_tokens)
+
+
+def _check_folder(adapters: Path | None) -> None:
+    if adapters is not None and not adapters.is_dir():
+        from wire.errors import ConfigurationError
+
+        raise ConfigurationError(f"--adapters: {adapters} is not a folder")
 
 
 def _typed_lines() -> Iterator[str]:
@@ -237,10 +245,7 @@ def serve(
         host=host, port=port, api_key_file=api_key_file, tls_cert=tls_cert, tls_key=tls_key, unverified=unverified,
         release_values=release_values, is_verified=verify is not None,
     )  # fmt: skip
-    if adapters is not None and not adapters.is_dir():
-        from wire.errors import ConfigurationError
-
-        raise ConfigurationError(f"--adapters: {adapters} is not a folder")
+    _check_folder(adapters)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,

@@ -102,7 +102,7 @@ class Jobs:
         taken = [base, *(job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled"))]
         taken += [path.name for path in self._adapters.iterdir()]
         if adapter.casefold() in {each.casefold() for each in taken}:
-            raise bad_request("an adapter has this name already", "suffix", "name_taken")
+            raise bad_request("an adapter has this name already: choose another suffix", "suffix", "name_taken")
 
     def described(self, job_id: str) -> dict[str, Any]:
         """Returns the description of a job, as an object of OpenAI's interface.
@@ -170,7 +170,10 @@ class Jobs:
         with self._changed:
             job = self._job(job_id)
             if job["status"] not in ("cancelled", "failed"):
-                raise bad_request(f"the job is {job['status']}", code="job_not_stopped")
+                raise bad_request(
+                    f"only a job that was cancelled or has failed goes on, and this one is {job['status']}",
+                    code="job_not_stopped",
+                )
             self._check_name(job["adapter"], job["model"])  # another job may have it by now
             with storing():
                 self._note(job, "queued", "The job goes on from its last checkpoint.")

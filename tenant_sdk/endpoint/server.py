@@ -77,6 +77,7 @@ class Endpoint:
         settings: EndpointSettings | None = None,
         *,
         max_waiting: int = 64,
+        separate_calls: bool = False,
         on_ready: Callable[[str], None] | None = None,
         **engine_options: Any,
     ) -> None:
@@ -87,6 +88,7 @@ class Endpoint:
             adapters: the folder of adapters; None serves only the base model.
             settings: where to listen and what to release; by default loopback, with a new key.
             max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
+            separate_calls: whether every layer has a call of its own, for adapters that change inputs (`AdapterStore`).
             on_ready: called with the base URL when the endpoint accepts requests.
             engine_options: further options of `Engine`, such as max_running or kv_bytes.
 
@@ -104,7 +106,7 @@ class Endpoint:
         stores: list[AdapterStore] = []
 
         def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
-            stores.append(AdapterStore(model, self._root, on_ready=wake))
+            stores.append(AdapterStore(model, self._root, on_ready=wake, separate_calls=separate_calls))
             return stores[0]
 
         with contextlib.ExitStack() as undo:

@@ -4,6 +4,7 @@ for the release of numbers."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,7 +105,7 @@ class Service:
             "running": engine.num_running,
             "waiting": engine.num_waiting,
             "adapters": None if tiers is None else [{"name": name, "tier": tier} for name, tier in tiers],
-            "privacy": [line.split("  ", 1) for line in self.privacy.splitlines() if "  " in line],
+            "privacy": [re.split(" {2,}", line, maxsplit=1) for line in self.privacy.splitlines() if "  " in line],
         }
 
     def _gauges(self) -> dict[str, float]:

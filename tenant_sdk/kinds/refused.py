@@ -65,8 +65,12 @@ def check_trainable(config: Any) -> None:
         config: a PeftConfig.
 
     Raises:
-        ConfigurationError: the settings need base weights in more than products.
+        ConfigurationError: the settings need base weights in more than products, or are no PeftConfig.
     """
+    if not hasattr(config, "peft_type"):
+        raise ConfigurationError(
+            f"peft_config must be a config of PEFT's, such as LoraConfig, got {type(config).__name__}"
+        )
     kind = kind_of(config)
     reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
     if reason is not None:

@@ -332,7 +332,7 @@ def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigurationError: a stop string is empty or is not a string, or they are too long together.
     """
-    stops = (given,) if isinstance(given, str) else tuple(given)
+    stops = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise ConfigurationError("stop is a text or a list of texts, none of them empty")
     if sum(map(len, stops)) > MOST_STOP_CHARACTERS:

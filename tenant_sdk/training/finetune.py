@@ -38,7 +38,7 @@ from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, 
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches
-from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
+from tenant_sdk.training.own_state import DrawnFrom, check_alone, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.reports import check_report_to, reports
 from tenant_sdk.training.result import FinetuneResult
@@ -93,6 +93,7 @@ def finetune(
     Returns:
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
     """
+    check_alone()
     settings.check()
     check_loss_branches(session, settings, has_evaluation=eval_data is not None)
     check_truncation(truncation, session.bucket)

@@ -121,7 +121,10 @@ def _tokenize_row(
             raise DatasetError(f"{row.where}: expected a row to train on, a preference came")
     if len(input_ids) > max_length:
         beside = f" beside the adapter's {num_virtual_tokens} virtual ones" if num_virtual_tokens else ""
-        raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
+        raise DatasetError(
+            f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came: shorten it, or choose "
+            "another truncation (--truncation)"
+        )
     # A causal model predicts token i from the tokens before it, so a label at position 0 trains nothing.
     if all(label == IGNORE_INDEX for label in labels[1:]):
         most = "" if max_length == sys.maxsize else f" (at most {max_length})"

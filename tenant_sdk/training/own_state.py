@@ -11,6 +11,7 @@ global generator, since their operations take no generator as an argument. For t
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from wire.errors import ConfigurationError
 
 _State = dict[str, Any]
 _own: ContextVar[dict[type, _State] | None] = ContextVar("veilbase_own_accelerate_state", default=None)
@@ -33,6 +36,19 @@ _DRAWS = frozenset({
 })  # fmt: skip
 """The random operations that take a generator as an argument; other operations, such as dropout, always use torch's own
 generator."""
+
+
+def check_alone() -> None:
+    """Checks that this process is not one of several that torchrun started: accelerate would let them train together.
+
+    Raises:
+        ConfigurationError: it is one of several.
+    """
+    if os.environ.get("LOCAL_RANK", "-1") != "-1" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            "finetune trains in one process, and this is one of several (WORLD_SIZE): start it without torchrun, or "
+            "use stock PEFT and Trainer over load_model()"
+        )
 
 
 @contextmanager

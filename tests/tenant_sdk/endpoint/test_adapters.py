@@ -17,6 +17,7 @@ from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.serving.adapters import reading
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
+from tests.support.saved_kinds import save_kind
 
 ESCAPES = [
     "../secret",
@@ -56,6 +57,17 @@ def test_each_adapter_is_shown_with_its_tier(
         http.post("/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "used"})
         tiers = {each["name"]: each["tier"] for each in http.get("/v1/status").json()["adapters"]}
     assert tiers == {"used": "device", "other": "device", "unused": "disk"}
+
+
+@pytest.mark.parametrize("separate_calls", [True, False])
+def test_adapters_that_change_inputs_need_separate_calls(
+    client: TenantClient, tmp_path: Path, separate_calls: bool
+) -> None:
+    save_kind(client.load_model(), "llama", tmp_path / "adapters" / "turned", "HRA", 1)
+    with endpoint_of(client, tmp_path / "adapters", separate_calls=separate_calls) as endpoint, raw(endpoint) as http:
+        reply = http.post("/v1/completions", json={"model": "turned", "prompt": "who?", "max_tokens": 2})
+    assert reply.status_code == (200 if separate_calls else 400)
+    assert ("served with separate_calls=True" in reply.text) is not separate_calls
 
 
 def make_root(client: TenantClient, place: Path) -> Path:

@@ -46,6 +46,7 @@ def test_status_needs_a_key_and_says_what_is_in_force(endpoint: Endpoint) -> Non
     assert {each["name"] for each in status["adapters"]} == {"sales", "support"}
     assert {each["tier"] for each in status["adapters"]} <= {"device", "host", "disk"}
     names = [name for name, _ in status["privacy"]]
+    assert all(text == text.strip() for _, text in status["privacy"])
     assert {"scheme", "visible", "requests at a time", "released"} <= set(names)
 
 

@@ -251,6 +251,7 @@ def test_a_hook_that_allows_nothing_ends_its_own_request(client: TenantClient, e
         ({"prompt": "who?", "max_new_tokens": 0}, "max_new_tokens must be a positive whole number"),
         ({"prompt": "who?", "adapter": "support"}, "there is no adapter 'support'"),
         ({"prompt": "who?", "stop": [""]}, "stop is a text"),
+        ({"prompt": "who?", "stop": 3}, "stop is a text"),
         ({"prompt": "who?", "eos_token_id": "x"}, "eos_token_id"),
         ({"prompt": "who?", "fixed_length": 1}, "fixed_length is True or False"),
         ({"prompt": "who?", "top_p": 2.0, "do_sample": True}, "top_p"),

@@ -499,7 +499,8 @@ def test_a_row_longer_than_the_context_is_named_and_never_cut(tmp_path: Path) ->
     assert len(tokens["input_ids"]) == len(SECRET) + 1
     with pytest.raises(DatasetError) as failure:
         tokenize(rows, TINY, len(SECRET))
-    assert one_line(failure) == f"{path}, line 3: expected at most {len(SECRET)} tokens, {len(SECRET) + 1} came"
+    expected = f"{path}, line 3: expected at most {len(SECRET)} tokens, {len(SECRET) + 1} came: shorten it, or choose"
+    assert one_line(failure) == f"{expected} another truncation (--truncation)"
 
 
 def test_the_tokenizers_own_truncation_is_not_used() -> None:

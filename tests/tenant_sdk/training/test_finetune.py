@@ -216,6 +216,18 @@ def test_progress_bar(chat_client: Any, tmp_path: Path, capfd: pytest.CaptureFix
     assert shown.losses == quiet.losses
 
 
+def test_settings_of_peft_as_a_dict_are_refused(chat_client: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be a config of PEFT's, such as LoraConfig, got dict$"):
+        chat_client.finetune(ROWS, {"r": 4}, tmp_path / "out", **QUICK)
+
+
+def test_one_of_several_processes_is_refused(chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="start it without torchrun"):
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
+
+
 def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps({"text": "x" * 40}) + "\n")
