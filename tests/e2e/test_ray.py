@@ -31,6 +31,7 @@ from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.ray,
     pytest.mark.timeout(480),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
@@ -107,14 +108,15 @@ def expected(model: Path, front: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def after_checkpoints(monkeypatch: pytest.MonkeyPatch, faults: dict[int, Callable[[], None]]) -> None:
     """Makes each fault happen once, in the thread that trains, when the checkpoint of its step has been saved."""
-    on_save = checkpoints._Mark.on_save
+    mark = checkpoints._Mark
+    on_save = mark.on_save
 
     def watched(callback: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
         on_save(callback, args, state, control, **others)
         if fault := faults.pop(state.global_step, None):
             fault()
 
-    monkeypatch.setattr(checkpoints._Mark, "on_save", watched)
+    monkeypatch.setattr(mark, "on_save", watched)
 
 
 def close_to(losses: list[float]) -> Any:
