@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from benchmarks.placement import plots, report
 from benchmarks.placement.model import LORAS
 from benchmarks.placement.worker import Job
 from tests.support.repository import ROOT
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S
 
 HEAD = {"model": "tiny", "transport": "ipc", "date": "2026-01-02", "processor": "P", "cores": 2, "instructions": [],
         "took_s": 3}  # fmt: skip
@@ -61,16 +63,24 @@ def test_a_job_is_the_same_in_its_process(lora: object) -> None:
     assert Job.from_argument(job.as_argument()) == job
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Provides a folder whose path is short enough for a socket in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_TIMEOUT_S)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="client and provider need a core each")
-def test_a_part_runs_once(tmp_path: Path) -> None:
+def test_a_part_runs_once(tmp_path: Path, short_folder: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "benchmarks.placement", "--model", "tiny", "--steps", "1", "--only", "figure18"]
     out = tmp_path / "out"
 
     def run() -> str:
         done = subprocess.run(
-            [*command, "--out", str(out), "--scratch", str(tmp_path / "scratch")],
+            [*command, "--out", str(out), "--scratch", str(short_folder)],
             capture_output=True, text=True, timeout=2 * WAIT_S, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -83,5 +93,5 @@ def test_a_part_runs_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(one["step_s"] > 0 and one["clients_mb"] > 0 for one in rows)
     assert [one["loop_share"] > 0 for one in rows] == [False, True, True, True, False]
-    assert not list((tmp_path / "scratch").iterdir()), "neither model nor state is left"
+    assert not list(short_folder.iterdir()), "neither model nor state is left"
     assert "has results already" in run()
