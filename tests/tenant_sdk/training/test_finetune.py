@@ -304,7 +304,9 @@ def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> Non
         data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 123}))
         client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), out, **options)
         data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 124}))
-        with pytest.raises(DatasetError, match=r"line 2: .* 124 tokens beside the adapter's 4 virtual ones, 125 came$"):
+        with pytest.raises(
+            DatasetError, match=r"line 2: .* 124 tokens beside the adapter's 4 virtual ones, 125 came: "
+        ):
             client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path / "long", **options)
         prompt = "a" * 101  # and 3 tokens of the template
         assert len(client.generate(prompt, out, 20)) <= 20
