@@ -54,6 +54,7 @@ class ShardActor:
         """Loads the groups of the assignment. What is wrong with them is kept for `refusal`."""
         self._groups: dict[int, ServedGroup] = {}
         self._refusal = ""
+        self._is_asked_again = threading.Event()
         if assignment.threads is not None:
             torch.set_num_threads(assignment.threads)
         try:
@@ -66,8 +67,12 @@ class ShardActor:
         return self._refusal
 
     def wait_for_ever(self) -> None:
-        """Does not return. The provider's process learns from this call's end that the actor has ended."""
-        threading.Event().wait()
+        """Returns only when it is called again. The provider's process learns from this call's end that the actor has
+        ended. It calls again when it has lost sight of the actor for a moment, and the earlier call must not keep one
+        of the actor's threads, of which there are few."""
+        before, self._is_asked_again = self._is_asked_again, threading.Event()
+        before.set()
+        self._is_asked_again.wait()
 
     def product(self, packed_header: bytes, payload: bytes | Numbers) -> Numbers | int:
         """Computes one product.

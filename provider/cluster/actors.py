@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from provider.cluster.replica import ActorReplica
 from provider.engine.replica import ReplicaLost
 from provider.model.weights import PreparedModel
 from provider.shards.plan import make_plan
+from provider.shards.started import StartedShards
 from wire.errors import ConfigurationError
 
 _PLACE_S = 60.0
@@ -29,16 +30,8 @@ _CALLS_AT_ONCE = 2
 """The calls that an actor runs at the same time: a product, and the call that never ends."""
 
 
-class ClusterShards:
-    """Holds the actors of a provider's shards. Use `start` to make an instance."""
-
-    def __init__(self) -> None:
-        """Makes an instance without actors; `start` makes an instance that has actors."""
-        self._ending = ExitStack()
-        self.plan: tuple[tuple[int, ...], ...] = ()
-        """For each shard, in order of their numbers, the ids of the shard's layer groups."""
-        self.replicas: tuple[tuple[ActorReplica, ...], ...] = ()
-        """For each shard, in order of their numbers, the shard's replicas."""
+class ClusterShards(StartedShards[ActorReplica]):
+    """Holds the actors of a provider's shards, and the connection to the cluster."""
 
     @classmethod
     def start(
@@ -83,8 +76,7 @@ class ClusterShards:
         num_gpus: float,
     ) -> None:
         sizes = [sum(served.groups[one].weight_bytes for one in ids) for ids in plan]
-        room = _reserve([size for size in sizes for _ in range(num_replicas)], num_gpus)
-        self._ending.callback(_give_back, room)
+        _check_room(sizes, num_replicas, num_gpus)
         model, weights, base_layers = source
         if Path(model).expanduser().exists():
             model = str(Path(model).expanduser().resolve())  # An actor has another working folder.
@@ -93,15 +85,16 @@ class ClusterShards:
             digests = {one: served.groups[one].fingerprint() for one in ids}
             assignment = Assignment(model, weights, base_layers, digests, threads)
             replicas = []
+            room = _reserve(sizes[index], num_replicas, num_gpus)
+            self._ending.callback(_give_back, room)
             for number in range(num_replicas):
-                bundle = index * num_replicas + number
                 actor = ray.remote(ShardActor).options(
                     num_cpus=0,
                     num_gpus=num_gpus,
                     max_restarts=-1,
                     max_task_retries=0,  # The executor alone decides whether lost rows are computed again.
                     max_concurrency=_CALLS_AT_ONCE,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, bundle),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, number),
                 ).remote(assignment)  # fmt: skip
                 infos = {one: served.manifest.groups[one] for one in ids}
                 replica = ActorReplica(f"{index}-{number}", infos, actor)
@@ -112,27 +105,32 @@ class ClusterShards:
             _wait_ready(replica)
         self.plan, self.replicas = plan, tuple(shards)
 
-    def close(self) -> None:
-        """Ends all actors, and the connection to the cluster."""
-        self._ending.close()
 
-
-def _reserve(sizes: list[int], num_gpus: float) -> Any:
-    """Reserves room for each actor: its weights' bytes of memory, on different hosts where there are enough."""
-    devices = {"GPU": num_gpus} if num_gpus else {}
-    each = f"{max(sizes) / 1e6:.0f} MB" + (f" and {num_gpus:g} GPUs" if num_gpus else "")
-    no_room = ConfigurationError(
-        f"the cluster has no room for {len(sizes)} actors of up to {each}: add hosts, or give fewer --shards, "
-        "--replicas or --ray-gpus"
-    )
+def _check_room(sizes: Sequence[int], num_replicas: int, num_gpus: float) -> None:
+    """Raises ConfigurationError if the cluster is too small for all actors, whoever else uses it."""
     there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    if there.get("GPU", 0.0) < num_gpus * len(sizes) or there.get("memory", 0.0) < sum(sizes):
-        raise no_room
-    room = placement_group([{"memory": float(max(size, 1)), **devices} for size in sizes], strategy="SPREAD")
+    num_actors = len(sizes) * num_replicas
+    if there.get("GPU", 0.0) < num_gpus * num_actors or there.get("memory", 0.0) < sum(sizes) * num_replicas:
+        raise _no_room(num_actors, max(sizes), num_gpus)
+
+
+def _reserve(size: int, num_replicas: int, num_gpus: float) -> Any:
+    """Reserves room for the actors of one shard: its weights' bytes of memory for each. The actors of a shard go to
+    different hosts where there are enough, so that a lost host takes only one of them."""
+    devices = {"GPU": num_gpus} if num_gpus else {}
+    room = placement_group([{"memory": float(max(size, 1)), **devices}] * num_replicas, strategy="SPREAD")
     if not room.wait(_PLACE_S):
         _give_back(room)
-        raise no_room
+        raise _no_room(num_replicas, size, num_gpus)
     return room
+
+
+def _no_room(num_actors: int, size: int, num_gpus: float) -> ConfigurationError:
+    each = f"{size / 1e6:.0f} MB" + (f" and {num_gpus:g} GPUs" if num_gpus else "")
+    return ConfigurationError(
+        f"the cluster has no room for {num_actors} actors of up to {each}: add hosts, or give fewer --shards, "
+        "--replicas or --ray-gpus"
+    )
 
 
 def _give_back(room: Any) -> None:

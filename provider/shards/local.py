@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection
-from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -13,20 +12,12 @@ import zmq
 from provider.model.weights import PreparedModel
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
+from provider.shards.started import StartedShards
 from provider.shards.weight_file import write_weights
 
 
-class LocalShards:
-    """Holds the processes of a provider's shards on this machine, and the files of weights that the processes map. Use
-    `start` to make an instance."""
-
-    def __init__(self) -> None:
-        """Makes an instance without processes; `start` makes an instance that has processes."""
-        self._ending = ExitStack()
-        self.plan: tuple[tuple[int, ...], ...] = ()
-        """For each shard, in order of their numbers, the ids of the shard's layer groups."""
-        self.replicas: tuple[tuple[ShardProcess, ...], ...] = ()
-        """For each shard, in order of their numbers, the shard's processes on this machine."""
+class LocalShards(StartedShards[ShardProcess]):
+    """Holds the processes of a provider's shards on this machine, and the files of weights that the processes map."""
 
     @classmethod
     def start(
@@ -93,7 +84,3 @@ class LocalShards:
         for replica in itertools.chain(*shards):
             replica.wait_ready()
         self.plan, self.replicas = plan, tuple(shards)
-
-    def close(self) -> None:
-        """Ends all processes of the shards, and waits until these have ended."""
-        self._ending.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from provider.model.served_model import ServedModel
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows
 from tests.support.serving import make_served_model
+from tests.support.waiting import until
 from wire.errors import WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
@@ -91,3 +93,12 @@ def test_other_weights_another_release_and_no_model_are_one_line(served: ServedM
         refusal = ShardActor(assignment(served, folder, **changes)).refusal()
         assert text in refusal
         assert "\n" not in refusal
+
+
+def test_a_second_look_frees_the_thread_of_the_first(served: ServedModel, folder: Path) -> None:
+    """An actor has two threads. Two calls that never end would leave none for products."""
+    made = ShardActor(assignment(served, folder))
+    looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
+    for each in looking:
+        each.start()
+    until(lambda: sum(each.is_alive() for each in looking) == 1, "the end of the earlier call")
