@@ -11,7 +11,7 @@ AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
 
 class StartedShards(Generic[AnyReplica]):
-    """Holds the replicas of all shards. Each subclass has a class method `start`, which makes an instance with replicas."""
+    """Holds the replicas of all shards. Subclasses have a class method `start`."""
 
     def __init__(self) -> None:
         """Makes an instance without replicas."""

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serving_mix import SentRows
 from provider.identity.authority import StateDir
 from provider.identity.front import export_registry, export_server_identity
 from provider.identity.registry import enroll
+from provider.operations.monitor import read_metrics
 from provider.serve import NODE_LOST_EXIT
 from tenant_sdk import TenantClient
 from tenant_sdk.training import checkpoints
@@ -119,6 +121,18 @@ def after_checkpoints(monkeypatch: pytest.MonkeyPatch, faults: dict[int, Callabl
     monkeypatch.setattr(mark, "on_save", watched)
 
 
+def wait_for_replicas(front: Path, num_replicas: int) -> None:
+    """Waits until so many replicas can compute. A request that was lost twice would rightly be refused, so the next
+    fault must not come while the last one is being mended."""
+
+    def num_live() -> float:
+        families = text_string_to_metric_families(read_metrics(front / "own"))
+        samples = [sample for family in families if family.name == "veilbase_replicas" for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.labels["state"] == "live")
+
+    until(lambda: num_live() == num_replicas, "all replicas")
+
+
 def close_to(losses: list[float]) -> Any:
     return pytest.approx(losses, abs=5e-3)  # the masks differ, so losses differ by rounding
 
@@ -140,9 +154,11 @@ def test_lost_stopped_and_removed_actors_change_nothing(
         os.kill(actor_pids()[0], signal.SIGKILL)
 
     def stop() -> None:
+        wait_for_replicas(front, 4)
         os.kill(actor_pids()[0], signal.SIGSTOP)
 
     def remove_a_node() -> None:
+        wait_for_replicas(front, 4)
         head = cluster.head.all_processes["raylet"][0].process.pid
         lost = next(node for pid in actor_pids() if (node := node_of(pid)) != head)
         cluster.remove(cluster_nodes[lost])
@@ -160,7 +176,8 @@ def test_lost_stopped_and_removed_actors_change_nothing(
     assert num_rows > 1000
     assert num_twice == 0
     cluster.add_node()
-    until(lambda: len(actor_pids()) == 4, "all actors, started again")
+    wait_for_replicas(front, 4)
+    assert len(actor_pids()) == 4
     code, out, err = provider.stop()
     assert (code, out) == (0, "")
     assert "did not answer in time" in err
