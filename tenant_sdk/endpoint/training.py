@@ -29,7 +29,7 @@ class JobStopped(Exception):
     """Says that a job was asked to stop. The worker thread for jobs catches this exception; no user sees it."""
 
 
-class _StoppableSession:
+class StoppableSession:
     """Wraps a session. Its models call `check` before every forward pass, which raises `JobStopped` to stop the job,
     and `pause` before every call to the provider."""
 
@@ -77,7 +77,7 @@ def train(
         gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
         warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
     )  # fmt: skip
-    stoppable: Any = _StoppableSession(session, check, pause)
+    stoppable: Any = StoppableSession(session, check, pause)
     return finetune(stoppable, data, config, output, chosen, progress=False, on_step=on_step)
 
 

@@ -16,22 +16,27 @@ from collections.abc import Callable, Iterator
 _SHARE = 0.5
 """A job's slice, as a share of the shortest of the last steps. Even if a step stands still while they overlap, answers
 then take half as long again."""
-_NUM_STEPS = 16
+NUM_STEPS = 16
 """The number of last steps among which the shortest one is taken: a step that overlapped, or that read a long prompt,
 says little about how fast the engine can be."""
-_MOST_WAIT_S = 2.0
-"""The most seconds that a job waits for one step, which may itself wait for a provider that is away."""
 
 
 class Turns:
     """Holds whether the engine computes a step, how long its last steps took, and when the job's slice began."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Makes turns without a step. Args: clock: returns the present time in seconds."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most_wait_s: float = 2.0) -> None:
+        """Makes turns without a step.
+
+        Args:
+            clock: Returns the present time in seconds.
+            most_wait_s: The most seconds that a job waits for one step, which may itself wait for a provider that is
+                away.
+        """
+        self.most_wait_s = most_wait_s
         self._clock = clock
         self._changed = threading.Condition()
         self._is_in_step = False
-        self._lasted_s: deque[float] = deque([0.0], maxlen=_NUM_STEPS)
+        self._lasted_s: deque[float] = deque([0.0], maxlen=NUM_STEPS)
         self._slice_began = clock()
 
     @contextlib.contextmanager
@@ -52,5 +57,5 @@ class Turns:
         with self._changed:
             if self._clock() - self._slice_began < _SHARE * min(self._lasted_s):
                 return
-            self._changed.wait_for(lambda: not self._is_in_step, _MOST_WAIT_S)
+            self._changed.wait_for(lambda: not self._is_in_step, self.most_wait_s)
             self._slice_began = self._clock()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint import turns
-from tenant_sdk.endpoint.training import _StoppableSession
-from tenant_sdk.endpoint.turns import Turns
+from tenant_sdk.endpoint.training import StoppableSession
+from tenant_sdk.endpoint.turns import NUM_STEPS, Turns
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.waiting import comes, end
 
@@ -25,10 +26,9 @@ class Clock:
         return self.now
 
 
-def test_a_job_waits_for_a_step_after_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_MOST_WAIT_S", 60.0)
+def test_a_job_waits_for_a_step_after_its_slice() -> None:
     clock = Clock()
-    made = Turns(clock)
+    made = Turns(clock, most_wait_s=60.0)
     for _ in range(3):
         made.pause()  # no step: no waiting
         clock.now += 1.0
@@ -44,7 +44,7 @@ def test_a_job_waits_for_a_step_after_its_slice(monkeypatch: pytest.MonkeyPatch)
         assert not gone_on.wait(0.05)
     comes(gone_on, "the end of the pause")
     end(waiting)
-    for _ in range(turns._NUM_STEPS):
+    for _ in range(NUM_STEPS):
         with made.step():
             clock.now += 4.0
     made.pause()
@@ -52,13 +52,13 @@ def test_a_job_waits_for_a_step_after_its_slice(monkeypatch: pytest.MonkeyPatch)
         clock.now += 1.9
         made.pause()  # the slice, half of a step, that began with the last pause is not over
         clock.now += 0.2
-        monkeypatch.setattr(turns, "_MOST_WAIT_S", 0.01)
+        made.most_wait_s = 0.01
         made.pause()  # a step that takes too long does not stop a job
 
 
 def test_every_call_of_a_jobs_model_pauses_first(client: TenantClient) -> None:
     calls: list[int] = []
-    model = _StoppableSession(client, lambda: None, lambda: calls.append(1)).load_model()
+    model = StoppableSession(client, lambda: None, lambda: calls.append(1)).load_model()
     before = client.traffic.calls
     ids = client.tokenizer("who?", return_tensors="pt")
     embedded = model.get_input_embeddings()(ids["input_ids"]).requires_grad_()
@@ -67,18 +67,22 @@ def test_every_call_of_a_jobs_model_pauses_first(client: TenantClient) -> None:
     assert len(calls) == num_calls > 4  # forward and backward
 
 
-def test_the_engine_of_an_endpoint_marks_its_steps(client: TenantClient, tmp_path: Path) -> None:
+def test_an_endpoint_sends_every_call_in_a_step_that_a_job_waits_for(
+    client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "adapters").mkdir()
-    seen: list[bool] = []
+    sent: list[int] = []
+    step = Turns.step
+
+    @contextlib.contextmanager
+    def counted(made: Turns) -> Iterator[None]:
+        with step(made):
+            before = client.traffic.calls
+            yield
+            sent.append(client.traffic.calls - before)
+
+    monkeypatch.setattr(Turns, "step", counted)
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
-        forward = endpoint.engine._model.forward
-
-        def watched(*given: object, **named: object) -> object:
-            seen.append(endpoint._turns._is_in_step)
-            return forward(*given, **named)
-
-        endpoint.engine._model.forward = watched
+        before = client.traffic.calls
         assert http.post("/v1/chat/completions", json=chat()).status_code == 200
-        assert seen
-        assert all(seen)
-        assert not endpoint._turns._is_in_step
+        assert sum(sent) == client.traffic.calls - before > 0
