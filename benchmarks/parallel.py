@@ -1,14 +1,18 @@
-"""Compares five ways to run a provider: one process, shards, replicas, tensor parallel and FSDP2.
+"""Compares the ways to run a provider: one process, shards, replicas, tensor parallel, FSDP2 and a Ray cluster.
 
 The figures are rows per second through all layers, and memory. All providers run at once and receive requests in turn,
-over gRPC on loopback, in ring arithmetic. Each process has one thread. The provider of one process is also measured
+with mTLS on loopback, in ring arithmetic. Each process has one thread. The provider of one process is also measured
 with two threads. Memory is the PSS of each process, so that a page that several processes share is counted once in
 their sum. Ranks, which are the processes of a parallel provider, communicate by gloo over loopback, which is faster
 than a real network.
+
+`python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. With `--ray`, the environment has Ray's variables and a
+cluster runs whose head is at that address (docs/ray.md); without it, that row is left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
 import statistics
@@ -34,46 +38,81 @@ WAYS = {
 PEER = "one process, 2 threads"
 
 
+RAY = "2 shards as Ray actors"
+
+
 @dataclass
 class Served:
     """Holds a running provider and its figures: memory of each process, and seconds of each pass by rows and
     direction."""
 
     url: str
+    identity: Path
     pids: list[int]
     ready_mb: list[float] = field(default_factory=list)
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
-def serve_without_tls(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
-    """Starts a provider of SmolLM2-135M without TLS, and stops it at the end of the context."""
-    command = [sys.executable, *launcher, "-m", "provider", "serve", "--port", "0", *options]
+def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
+    """Starts a provider of SmolLM2-135M with a tenant that is enrolled, and stops it at the end of the context."""
+    command = [sys.executable, *launcher, "-m", "provider", "serve", "--tls", "--port", "0"]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         line = process.stdout.readline() if process.stdout else ""
         if not line.startswith("ready "):
             raise SystemExit((folder / "log").read_text()[-2000:])
-        yield Served(line.split()[1], [*([] if launcher else [process.pid]), *child_pids(process.pid)])
+        pids = [*([] if launcher else [process.pid]), *child_pids(process.pid)]
+        yield Served(line.split()[1], folder / "tenant", pids)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
 
 
-def run(repeats: int) -> dict[str, Served]:
-    """Measures every provider of `WAYS`, all of which take turns, and returns them by name."""
-    from wire.transport.grpc_connection import GrpcConnection
+def enrolled(folder: Path, ray_address: str | None) -> tuple[str, ...]:
+    """Enrols a tenant, and returns the options with which a provider admits it. A provider on a Ray cluster holds no
+    key of the authority, so it has copies of what it needs."""
+    from provider.identity.authority import StateDir
+    from provider.identity.front import export_registry, export_server_identity
+    from provider.identity.registry import enroll
 
+    state = StateDir(folder / "authority")
+    enroll(state, "tenant", folder / "tenant", "grpcs://127.0.0.1:8443")
+    if ray_address is None:
+        return ("--state", str(state.path))
+    front = folder / "front"
+    export_server_identity(state, front, "127.0.0.1")
+    export_registry(state, front / "registry")
+    return (
+        *("--engine", "ray", "--ray-address", ray_address, "--state", str(folder / "own")),
+        *("--server-cert", str(front / "server_cert.pem"), "--server-key", str(front / "server_key.pem")),
+        *("--registry", str(front / "registry")),
+    )
+
+
+def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
+    """Measures every provider of `WAYS`, all of which take turns, and returns them by name.
+
+    Args:
+        repeats: the number of rounds.
+        ray_address: the address of a Ray cluster's head for one more provider; None leaves it out.
+    """
+    from wire.transport.grpc_connection import GrpcConnection
+    from wire.transport.identity import TlsIdentity
+
+    ways = WAYS if ray_address is None else WAYS | {RAY: ((), ("--threads", "1", "--shards", "2"))}
     with contextlib.ExitStack() as stack:
         found = {}
-        for name, (launcher, options) in WAYS.items():
+        for name, (launcher, options) in ways.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            found[name] = stack.enter_context(serve_without_tls(folder, launcher, options))
+            access = enrolled(folder, ray_address if name == RAY else None)
+            found[name] = stack.enter_context(serve(folder, launcher, (*access, *options)))
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
-            runs = {name: ModelPasses(GrpcConnection(one.url), num_rows) for name, one in found.items()}
+            connections = {name: GrpcConnection(one.url, TlsIdentity.read(one.identity)) for name, one in found.items()}
+            runs = {name: ModelPasses(connection, num_rows) for name, connection in connections.items()}
             for direction in ("forward", "backward"):
                 seconds = interleaved({name: getattr(run, direction) for name, run in runs.items()}, repeats)
                 for name, values in seconds.items():
@@ -96,10 +135,14 @@ def report(found: dict[str, Served]) -> None:
         print(f"| {name} | " + " | ".join(cells) + f" | {', '.join(f'{mb:.0f}' for mb in one.ready_mb)} |")
 
 
-def main(repeats: int = 5) -> None:
+def main() -> None:
     """Measures all providers and prints the table."""
-    report(run(repeats))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5, help="the number of rounds")
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the head of a Ray cluster, which is measured too")
+    given = parser.parse_args()
+    report(run(given.repeats, given.ray))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main()

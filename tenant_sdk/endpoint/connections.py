@@ -3,12 +3,15 @@ response unread.
 
 Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
 request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
-cancelled, so that others can run.
+cancelled, so that others can run. With TLS, a handshake takes `handshake_s` seconds at most, and if there are as many
+unfinished handshakes as connections are allowed, the oldest one ends for the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,8 +22,53 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 _FULL_RETRY_S = 1.0
 
 
-def protocol_class(limits: EndpointLimits) -> type[asyncio.Protocol]:
-    """Returns a subclass of uvicorn's HTTP/1.1 protocol that applies the limits to its connections."""
+class ListeningSocket(socket.socket):
+    """Accepts connections, and shuts the oldest one whose handshake is not complete when too many of them wait."""
+
+    def __init__(self, family: int, kind: int, protocol: int, limits: EndpointLimits, has_tls: bool) -> None:
+        """Makes a socket that is not bound yet.
+
+        Args:
+            family, kind, protocol: as for `socket.socket`.
+            limits: the limits for clients.
+            has_tls: whether connections begin with a handshake.
+        """
+        super().__init__(family, kind, protocol)
+        self.limits = limits
+        self._has_tls = has_tls
+        self._handshakes: dict[int, socket.socket] = {}
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Returns the next connection and its client's address."""
+        connection, address = super().accept()
+        if self._has_tls:
+            self._handshakes = {number: one for number, one in self._handshakes.items() if one.fileno() == number}
+            if len(self._handshakes) >= self.limits.connections:
+                oldest = self._handshakes.pop(next(iter(self._handshakes)))
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its transport notices, and closes it
+            self._handshakes[connection.fileno()] = connection
+        return connection, address
+
+    def complete(self, descriptor: int) -> None:
+        """Notes that the handshake of the connection with this file descriptor is complete."""
+        self._handshakes.pop(descriptor, None)
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """Gives clients less time for a TLS handshake than asyncio's 60 seconds, for which uvicorn has no setting."""
+
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+        """Begins to listen."""
+        listening = options.get("sock")
+        if isinstance(listening, ListeningSocket) and options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = listening.limits.handshake_s
+        return await super().create_server(*args, **options)
+
+
+def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
+    """Returns a subclass of uvicorn's HTTP/1.1 protocol that applies a socket's limits to its connections."""
+    limits = listening.limits
 
     class LimitedProtocol(H11Protocol):
         """Serves one connection."""
@@ -32,6 +80,7 @@ def protocol_class(limits: EndpointLimits) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            listening.complete(transport.get_extra_info("socket").fileno())
             if len(self.connections) > limits.connections:
                 transport.write(_FULL)
                 transport.close()

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from tenant_sdk.endpoint.app import App
-from tenant_sdk.endpoint.connections import protocol_class
+from tenant_sdk.endpoint.connections import EventLoop, ListeningSocket, protocol_class
 from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.jobs import Jobs
 from tenant_sdk.endpoint.models import ModelNames
@@ -197,7 +197,8 @@ class Endpoint:
     def _config(self, app: App) -> uvicorn.Config:
         settings = self.settings
         return uvicorn.Config(
-            app, http=protocol_class(settings.limits), ws="none", lifespan="off", loop="asyncio",
+            app, http=protocol_class(self._socket), ws="none", lifespan="off",
+            loop=f"{EventLoop.__module__}:{EventLoop.__name__}",
             log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
             workers=1, timeout_keep_alive=round(settings.limits.idle_s), timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=32 << 10, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
@@ -243,7 +244,7 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
 
-def _listening(settings: EndpointSettings) -> socket.socket:
+def _listening(settings: EndpointSettings) -> ListeningSocket:
     """Returns a socket that is bound to the address of the settings.
 
     Raises:
@@ -253,7 +254,7 @@ def _listening(settings: EndpointSettings) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+        made = ListeningSocket(family, kind, protocol, settings.limits, settings.tls_cert is not None)
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Connections inherit it: without a bound, the kernel keeps megabytes for a client that does not read.

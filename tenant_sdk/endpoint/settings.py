@@ -27,7 +27,8 @@ class EndpointLimits:
         file_bytes: the largest upload of a training file.
         held_bytes: the most bytes of bodies that are held in memory at a time, of all requests together.
         body_s: the seconds within which a whole request has to arrive.
-        connections: the most connections at a time.
+        connections: the most connections at a time, and over TLS the most unfinished handshakes beside them.
+        handshake_s: the seconds that a TLS handshake may take.
         stall_s: the seconds for which a client may leave a response unread.
         idle_s: the seconds for which a connection may stay without a request.
         schema_bytes: the largest JSON schema or list of tools.
@@ -38,6 +39,7 @@ class EndpointLimits:
     held_bytes: int = 256 << 20
     body_s: float = 30.0
     connections: int = 256
+    handshake_s: float = 10.0
     stall_s: float = 30.0
     idle_s: float = 30.0
     schema_bytes: int = 64 << 10

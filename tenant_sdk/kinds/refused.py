@@ -72,6 +72,12 @@ def check_trainable(config: Any) -> None:
             f"peft_config must be a config of PEFT's, such as LoraConfig, got {type(config).__name__}"
         )
     kind = kind_of(config)
+    task = getattr(config, "task_type", None)
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigurationError(
+            f"expected 'CAUSAL_LM' or None as task_type of peft_config, got {str(getattr(task, 'value', task))!r}: "
+            "rows of text train a model that tells the next token"
+        )
     reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
     if reason is not None:
         raise ConfigurationError(reason)

@@ -34,6 +34,7 @@ from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
 from tenant_sdk.training.checkpoints import Checkpoints, SavesAdapter, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.training.chunked_loss import chunk_loss, has_another_loss
+from tenant_sdk.training.dataset import are_preferences
 from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
@@ -49,6 +50,7 @@ from tenant_sdk.training.soft_prompts import PREFIX, kind_of
 from tenant_sdk.training.step_losses import StepLosses
 from tenant_sdk.training.token_scores import score_tokens
 from tenant_sdk.training.truncation import REFUSE, check_truncation
+from tenant_sdk.training.unused_options import check_used
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows, training_step
 from wire.errors import ConfigurationError, NotFinite
@@ -106,6 +108,10 @@ def finetune(
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = parse_data(data, eval_data, settings.seed)
+    check_used(
+        settings, has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows),
+        report_to=report_to, log_dir=log_dir,
+    )  # fmt: skip
     manifest = session.connect()
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())

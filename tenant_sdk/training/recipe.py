@@ -172,6 +172,9 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
     values = {} if config is None else _read(config)
     where = "" if config is None else f"{config}: "
     check_keys(where, values, list(kind.model_fields))
+    for name, value in values.items():
+        if isinstance(value, bool) and bool not in _kinds(kind.model_fields[name].annotation):
+            raise ConfigurationError(f"{where}{name}: expected a value other than true and false")
     try:
         recipe = kind.model_validate({**values, **given})
     except ValidationError as exc:  # `from None`: the exception's text quotes the value
@@ -184,11 +187,29 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
     return recipe
 
 
+class _Twice(yaml.YAMLError):
+    """Says that a mapping has a key, which is the text of this error, twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML of plain values, and refuses a key that comes twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping of a node."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                raise _Twice(ascii(name)[:60])
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a subclass of the safe one
     except OSError as exc:
         raise ConfigurationError(f"{path}: expected a readable recipe: {exc.strerror}") from exc
+    except _Twice as exc:
+        raise ConfigurationError(f"{path}: {exc} comes twice") from None
     except (yaml.YAMLError, ValueError, RecursionError) as exc:  # `from None`: the exception's text quotes the file
         mark = getattr(exc, "problem_mark", None)
         line = "" if mark is None else f", see line {mark.line + 1}"

@@ -3,6 +3,8 @@ requests."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -13,18 +15,25 @@ import trustme
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
-from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
 from tests.support.endpoints import KEY, WHO, chat
+from tests.support.waiting import WAIT_S
+
+
+def issue(authority: trustme.CA, folder: Path) -> tuple[Path, Path]:
+    """Returns the files of a certificate chain for loopback and of its key."""
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    for number, blob in enumerate(issued.cert_chain_pems):
+        blob.write_to_path(str(cert), append=number > 0)
+    issued.private_key_pem.write_to_path(str(key))
+    return cert, key
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])  # noqa: S104
 def test_with_tls_a_key_and_a_verified_provider(folder: Path, tmp_path: Path, host: str) -> None:
     authority = trustme.CA()
-    issued = authority.issue_cert("localhost", "127.0.0.1")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    for number, blob in enumerate(issued.cert_chain_pems):
-        blob.write_to_path(str(cert), append=number > 0)
-    issued.private_key_pem.write_to_path(str(key))
+    cert, key = issue(authority, tmp_path)
     settings = EndpointSettings(host, 0, KEY, True, cert, key)
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
@@ -46,3 +55,34 @@ def test_with_tls_a_key_and_a_verified_provider(folder: Path, tmp_path: Path, ho
             strict.get(f"{url}/models")
         with pytest.raises(httpx2.TransportError):
             httpx2.get(url.replace("https", "http") + "/models")
+
+
+def test_unfinished_handshakes_keep_nobody_out(client: TenantClient, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    cert, key = issue(authority, tmp_path)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    limits = EndpointLimits(connections=4, handshake_s=60.0)
+    settings = EndpointSettings("127.0.0.1", 0, KEY, True, cert, key, unverified=True, limits=limits)
+    with Endpoint(client, settings=settings) as endpoint, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+        silent = [stack.enter_context(socket.create_connection(address, WAIT_S)) for _ in range(10)]
+        for early in silent[:6]:  # all but the four last
+            assert early.recv(1) == b""
+        with httpx2.Client(verify=trusting) as http:
+            got = http.get(f"{endpoint.url}/models", headers={"authorization": f"Bearer {KEY}"})
+            assert got.status_code == 200
+            assert silent[6].recv(1) == b""
+            again = http.get(f"{endpoint.url}/models", headers={"authorization": f"Bearer {KEY}"})
+            assert again.status_code == 200  # a complete handshake counts no longer
+
+
+def test_a_handshake_that_takes_too_long_is_ended(client: TenantClient, tmp_path: Path) -> None:
+    cert, key = issue(trustme.CA(), tmp_path)
+    settings = EndpointSettings(
+        "127.0.0.1", 0, KEY, True, cert, key, unverified=True, limits=EndpointLimits(handshake_s=0.2)
+    )
+    with Endpoint(client, settings=settings) as endpoint:
+        address = ("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+        with socket.create_connection(address, WAIT_S) as silent:
+            assert silent.recv(1) == b""
