@@ -8,12 +8,12 @@ raises no error of its own to the provider: errors come back as codes, so that n
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from provider.engine import products
@@ -23,7 +23,8 @@ from wire.errors import ConfigurationError, UnknownLayer, VeilbaseError, WireCod
 from wire.frame import DTYPES, PROTOCOL_VERSION, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows
 
-Numbers = npt.NDArray[np.int32] | npt.NDArray[np.float32]
+_LOOK_S = 1.0
+"""The seconds between two looks at whether this host's Ray node still runs."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -55,6 +56,7 @@ class ShardActor:
         self._groups: dict[int, ServedGroup] = {}
         self._refusal = ""
         self._is_asked_again = threading.Event()
+        threading.Thread(target=_end_with_node, args=(os.getppid(),), name="veilbase-node", daemon=True).start()
         if assignment.threads is not None:
             torch.set_num_threads(assignment.threads)
         try:
@@ -74,33 +76,44 @@ class ShardActor:
         before.set()
         self._is_asked_again.wait()
 
-    def product(self, packed_header: bytes, payload: bytes | Numbers) -> Numbers | int:
-        """Computes one product.
+    def product(self, packed_header: bytes, payload: bytes) -> bytes | int:
+        """Computes one product. Arguments and result are bytes, since Ray takes much longer for an array of one row.
 
         Args:
-            packed_header: a REQUEST header with the call.
-            payload: the rows, shape (rows, cols); or the 48 bytes of a seed of rows if the call is for a hint.
+            packed_header: a REQUEST header with the call and the shape of the rows.
+            payload: the rows' little-endian elements; or the 48 bytes of a seed of rows if the call is for a hint.
 
         Returns:
-            The product, shape (rows, reply cols), or the number of an error of `wire.errors.WireCode`.
+            The product's elements, or the number of an error of `wire.errors.WireCode`.
         """
-        call = frame.parse(packed_header)[0].call
+        header = frame.parse(packed_header)[0]
+        call = header.call
         try:
             group = self._groups.get(call.group)
             if group is None:
                 raise UnknownLayer("this actor does not hold that group")
             rows: Rows
             if call.purpose is Purpose.HINT:
-                rows = SeededRows.unpack(payload if isinstance(payload, bytes) else b"")
+                rows = SeededRows.unpack(payload)
             else:
-                rows = torch.tensor(payload, dtype=DTYPES[call.arithmetic])  # Ray's own memory is read-only.
-            reply: Numbers = products.product(group, call, rows).numpy()
+                # A copy: Ray's own memory is read-only.
+                elements = torch.frombuffer(bytearray(payload), dtype=DTYPES[call.arithmetic])
+                rows = elements.view(header.rows, header.cols)
+            reply: bytes = products.product(group, call, rows).contiguous().numpy().tobytes()
         except VeilbaseError as exc:
             return int(code_of(exc))
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel: the type only, a text may hold values
             _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
             return int(WireCode.INTERNAL)
         return reply
+
+
+def _end_with_node(node: int) -> None:
+    """Ends this process when the Ray node that started it, its parent process, has ended. Ray ends its workers itself,
+    but one whose node was killed has been seen to stay, with the weights in its memory."""
+    while os.getppid() == node:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def _load(assignment: Assignment) -> dict[int, ServedGroup]:

@@ -14,9 +14,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -53,8 +53,8 @@ class ActorReplica:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # one product at a time
         self._is_closed = self._is_given_up = False
-        self._end: Any = None
-        """The reference of a call that ends when the actor's process ends; None while no process is known."""
+        self._end: Future[None] | None = None
+        """The future of a call that ends when the actor's process ends; None while no process is known."""
 
     # ---- a product ------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class ActorReplica:
         reply_cols = check_cols(info, call, cols)
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, num_rows, cols).pack()
-        payload = rows.pack() if isinstance(rows, SeededRows) else rows.detach().contiguous().numpy()
+        payload = rows.pack() if isinstance(rows, SeededRows) else rows.detach().contiguous().numpy().tobytes()
         size = num_rows * (cols + reply_cols) * ITEM_BYTES
         limit_s = _ROAD_S + size / _ROAD_BYTES_PER_S + product_limit_s(num_rows * cols * reply_cols)
         with self._lock:
@@ -81,15 +81,11 @@ class ActorReplica:
             answer = self._ask(header, payload, limit_s)
         if isinstance(answer, int):
             raise error_from_code(answer, number)
-        dtype = DTYPES[call.arithmetic]
-        if not isinstance(answer, np.ndarray) or answer.shape != (num_rows, reply_cols):
+        if not isinstance(answer, bytes) or len(answer) != num_rows * reply_cols * ITEM_BYTES:
             self._lose("answered what was not asked")
             raise ReplicaLost
-        reply = torch.tensor(answer)  # A view would hold the object in the store, which is small.
-        if reply.dtype != dtype:
-            self._lose("answered what was not asked")
-            raise ReplicaLost
-        return reply
+        # A copy: a view would hold the object in the store, which is small.
+        return torch.frombuffer(bytearray(answer), dtype=DTYPES[call.arithmetic]).view(num_rows, reply_cols)
 
     def _ask(self, header: bytes, payload: Any, limit_s: float) -> Any:
         """Calls the actor and waits; callers must hold `_lock`. `from None`: a cause's text may quote rows."""
@@ -129,7 +125,7 @@ class ActorReplica:
         try:
             refusal: str = ray.get(self._actor.refusal.remote(), timeout=seconds)
             if not refusal:
-                self._end = self._actor.wait_for_ever.remote()
+                self._end = self._actor.wait_for_ever.remote().future()
         except RayError:  # `from None`: the error's text has the remote process's environment.
             raise ReplicaLost(began=False) from None
         return refusal
@@ -138,13 +134,7 @@ class ActorReplica:
     def is_alive(self) -> bool:
         """Returns whether the actor's process was running a moment ago."""
         end = self._end
-        if end is None or self._is_closed:
-            return False
-        try:
-            ended, _ = ray.wait([end], timeout=0)
-        except (RayError, ValueError):
-            return False
-        return not ended
+        return end is not None and not self._is_closed and not end.done()
 
     @property
     def can_return(self) -> bool:
