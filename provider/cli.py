@@ -1,4 +1,4 @@
-"""This module defines the `provider` command: serve, shard, enroll, revoke, tenants, status, usage,
+"""This module defines the `provider` command: serve, enroll, revoke, tenants, status, usage,
 export-server, export-registry."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from provider.config import STATE_HELP, ProviderSettings, ShardSettings, load_settings, load_shard_settings
+from provider.config import NO_JOINING, STATE_HELP, ProviderSettings, load_settings
 from provider.flags import takes_settings
-from wire.errors import VeilbaseError
+from wire.errors import ConfigurationError, VeilbaseError
 from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
@@ -43,17 +43,10 @@ def serve(flags: dict[str, Any], config: Path | None) -> None:
     run(settings)
 
 
-@app.command()
-@takes_settings(ShardSettings)
-def shard(flags: dict[str, Any], config: Path | None) -> None:
-    """Hold one shard of another host's provider; print `ready shard N` each time the shard has joined."""
-    _prepare_libraries()
-    from provider.operations.logs import configure
-    from provider.shards.join import run_shard
-
-    settings = load_shard_settings(flags, config)
-    configure(settings.log_format)
-    run_shard(settings)
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def shard() -> None:
+    """Say what has taken this command's place."""
+    raise ConfigurationError(NO_JOINING)
 
 
 @app.command()
@@ -62,7 +55,7 @@ def enroll(
     out: Annotated[Path, typer.Option(help="Folder for the identity: key, certificate, CA, endpoint.")],
     state: _State = None,
     days: Annotated[int, typer.Option(help="Lifetime of the certificate.")] = 365,
-    shard: Annotated[bool, typer.Option("--shard", help="Of a host that joins with `provider shard`.")] = False,
+    shard: Annotated[bool, typer.Option("--shard", hidden=True)] = False,
     endpoint: Annotated[
         str | None, typer.Option(help="URL of this provider.", show_default="that of the last serve")
     ] = None,
@@ -71,10 +64,12 @@ def enroll(
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll as issue
 
+    if shard:
+        raise ConfigurationError(NO_JOINING)
     opened = StateDir(_state_path(state))
     served = _last_endpoint(opened.path)
     url = endpoint or served or DEFAULT_ENDPOINT
-    record = issue(opened, name, out, url, days, role="shard" if shard else "tenant")
+    record = issue(opened, name, out, url, days)
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
     whence = "as given" if endpoint else "that of the last serve" if served else "a guess, as nothing was served yet"
     typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")

@@ -1,4 +1,4 @@
-"""Defines and loads the settings of `provider serve` and `provider shard`.
+"""Defines and loads the settings of `provider serve`.
 
 A flag takes precedence over an environment variable, which takes precedence over the YAML file that --config names.
 """
@@ -26,12 +26,13 @@ from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES
 from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
-ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
+ENV_PREFIX = "VEILBASE_PROVIDER_"
 RAY_ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}$"
 """A host and a port. Words that Ray takes for an address and looks up in a file, such as `auto`, do not match."""
 DEFAULT_STATE = Path("~/.veilbase/provider")
 STATE_HELP = "State directory: CA and registry."
-_AS_THE_PROVIDERS = "As the provider's."
+NO_JOINING = "a shard on another host is now an actor in a Ray cluster: provider serve --engine ray (docs/ray.md)"
+"""What options say that made a host join a provider."""
 _OF_THE_LOG = "Of the log on stderr."
 _ALL: dict[str, JsonValue] = {SHOWN: "all"}
 _TENANT_OR_ALL = r"^(\*|[a-z0-9][a-z0-9._-]{0,62})$"
@@ -55,21 +56,6 @@ class _Settings(BaseSettings):
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
 
-class ShardSettings(_Settings):
-    """Holds the settings of a shard on another host; each setting is a flag of `provider shard`."""
-
-    model_config = SettingsConfigDict(env_prefix=SHARD_ENV_PREFIX, extra="forbid", frozen=True)
-
-    join: str = Field(min_length=1, description="URL of the provider.")
-    identity: _UserPath = Field(description="Folder made by `provider enroll NAME --shard --out DIR`.")
-    shard: int = Field(default=0, ge=0, le=1023, description="Which of its shards to be a replica of, from 0.")
-    model: str = Field(default="smollm2-135m", min_length=1, description=_AS_THE_PROVIDERS)
-    weights: Literal["int8", "native"] = Field(default="int8", description=_AS_THE_PROVIDERS)
-    base_layers: str | None = Field(default=None, description=_AS_THE_PROVIDERS, json_schema_extra=_ALL)
-    threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic.")
-    log_format: Literal["text", "json"] = Field(default="text", description=_OF_THE_LOG)
-
-
 class ProviderSettings(_Settings):
     """Holds the settings of one provider process; each setting with a description is a flag of `provider serve`.
 
@@ -87,8 +73,7 @@ class ProviderSettings(_Settings):
         replicas: number of processes for each shard, all with the same weights.
         engine: where products are computed if there are several shards or replicas: in processes of this host, or in
             the actors of a Ray cluster (`provider.cluster`).
-        remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
-            have joined for all of them.
+        remote_shards: nothing else than None is possible; see `NO_JOINING`.
         max_wait_ms: longest time that a request waits for others to share its product; see `provider.schedule`. With 0,
             requests do not wait.
         busy_poll_ms: longest time of busy polling for the next request; see `wire.transport.busy_poll`. With 0, there
@@ -158,11 +143,7 @@ class ProviderSettings(_Settings):
         default=None, pattern=RAY_ADDRESS_PATTERN, description="HOST:PORT of the cluster's head."
     )
     ray_gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs of each actor.")
-    remote_shards: str = Field(
-        default="",
-        pattern=r"^(\d{1,4}(,\d{1,4})*)?$",
-        description="Shards, from 0, that other hosts hold: see `provider shard`.",
-    )
+    remote_shards: str | None = Field(default=None, description="No longer possible: see --engine ray.")
     batching: Literal["opportunistic", "none", "lockstep"] = Field(
         default="opportunistic", description="How requests share products; two are for comparison."
     )
@@ -200,25 +181,14 @@ class ProviderSettings(_Settings):
         """Returns the names in the setting `names`, as a list."""
         return [one for one in self.names.split(",") if one]
 
-    @property
-    def shards_elsewhere(self) -> frozenset[int]:
-        """Returns the shard numbers in the setting `remote_shards`, as a set."""
-        return frozenset(int(one) for one in self.remote_shards.split(",") if one)
-
     def check_shards(self) -> None:
-        """Raises ConfigurationError if a number in `remote_shards` is too large, or if TLS is off, since shards on
-        other hosts join over TLS only."""
-        if self.shards_elsewhere and not self.tls:
-            raise ConfigurationError("shards on other hosts join over TLS only: add --tls")
-        if self.shards_elsewhere and max(self.shards_elsewhere) >= self.shards:
-            raise ConfigurationError(
-                f"expected --remote-shards below the {self.shards} of --shards, counted from 0, "
-                f"got {max(self.shards_elsewhere)}"
-            )
+        """Raises ConfigurationError if other hosts were to join as shards."""
+        if self.remote_shards is not None:
+            raise ConfigurationError(NO_JOINING)
 
     def check_parallel(self) -> None:
         """Raises ConfigurationError if `parallel` is combined with shards or replicas."""
-        if self.parallel != "none" and (self.shards > 1 or self.replicas > 1 or self.shards_elsewhere):
+        if self.parallel != "none" and (self.shards > 1 or self.replicas > 1):
             raise ConfigurationError(
                 "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
             )
@@ -261,8 +231,6 @@ class ProviderSettings(_Settings):
             raise ConfigurationError("--parallel-timeout-s needs --parallel")
         if self.record is None and not is_default("record_limit", "record_layers"):
             raise ConfigurationError("--record-limit and --record-layers need --record, which names the folder")
-        if self.replicas > 1 and len(self.shards_elsewhere) == self.shards:
-            raise ConfigurationError("--replicas are of this host's shards, and --remote-shards leaves it none")
         if not self.tls and self.tenant_limits.keys() - {EVERYBODY, LOCAL_TENANT}:
             raise ConfigurationError(
                 f"without --tls all tenants are one: expected {EVERYBODY!r} or {LOCAL_TENANT!r} in tenant_limits"
@@ -282,8 +250,8 @@ class ProviderSettings(_Settings):
                     f"{'--tls' if not self.tls else missing[0]}: whoever is admitted to the cluster runs code on its "
                     "hosts, so none of them may hold the CA's key (docs/ray.md)"
                 )
-            if self.parallel != "none" or self.shards_elsewhere:
-                raise ConfigurationError("--engine ray goes with neither --parallel nor --remote-shards")
+            if self.parallel != "none":
+                raise ConfigurationError("--engine ray does not go with --parallel")
         elif self.ray_address is not None or self.ray_gpus:
             raise ConfigurationError("--ray-address and --ray-gpus need --engine ray")
         if 0 < len(missing) < len(files):
@@ -320,11 +288,6 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
             setting, the variable or the file.
     """
     return _load(ProviderSettings, flags, config)
-
-
-def load_shard_settings(flags: dict[str, Any], config: Path | None = None) -> ShardSettings:
-    """Reads the settings of `provider shard` from all sources; see `load_settings`."""
-    return _load(ShardSettings, flags, config)
 
 
 def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kind:

@@ -222,7 +222,7 @@ def _make_shards(
     """
     from provider.net.server import whole
 
-    is_alone = settings.shards == settings.replicas == 1 and not settings.shards_elsewhere
+    is_alone = settings.shards == settings.replicas == 1
     if is_alone and settings.engine == "local":
         return [_on_device(settings, model, admission, ending) or whole(
             model, _make_scheduler(settings, model, admission, model.compute)
@@ -234,16 +234,12 @@ def _make_shards(
     model.let_weights_go()
     shards = []
     for number, (ids, replicas) in enumerate(zip(plan, replicas_of_shards, strict=True)):
-        # With None, the scheduler starts without measurements, since no other host has joined yet.
-        product = replicas[0].product if replicas else None
         try:
-            scheduler = _make_scheduler(settings, model, admission, product, ids)
+            scheduler = _make_scheduler(settings, model, admission, replicas[0].product, ids)
         except ReplicaLost as exc:
             raise ConfigurationError(f"the process of shard {number} ended while it was timed") from exc
         shards.append(Shard(ids, replicas, scheduler))
         where = f"{len(replicas)} process{'' if len(replicas) == 1 else 'es'}"
-        if not replicas:
-            where = f"no process: waiting for `provider shard --shard {number}`"
         _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
 
@@ -274,8 +270,7 @@ def _start_replicas(
 
     parent = settings.state if settings.tls else None
     local = LocalShards.start(
-        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere,
-        settings.device,
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.device
     )  # fmt: skip
     ending.callback(local.close)
     return local.plan, local.replicas

@@ -31,9 +31,6 @@ from wire.ring.threads import use_one_core
 _Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
-REJOIN_S = 60.0
-"""For this number of seconds after the last replica was lost, tenants are told to retry, because another host may
-join."""
 _MAX_LOSSES = 2
 """A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
@@ -62,8 +59,7 @@ class Executor:
         """Starts the worker threads, which compute the scheduler's batches.
 
         Args:
-            replicas: replicas with the same weights; each takes a new batch when its last batch is done. If the list
-                is empty, replicas will be added by `join`.
+            replicas: replicas with the same weights; each takes a new batch when its last batch is done.
             scheduler: chooses the batches; it is used under this object's lock only.
             completed: called for every request that gets a reply, fails or is cancelled.
             meter: counts every product.
@@ -77,9 +73,7 @@ class Executor:
         self._is_beside, self._beside_s = False, 0.0
         """The first says whether a small product runs at the same time as a larger one on one replica, which `is_busy`
         of the lane does not show. The second is the processor time of all such small products, in seconds."""
-        self._num_expected, self._turn = max(1, len(replicas)), 0
-        self._is_joined = not replicas
-        self._empty_since_s = float("inf")  # The first replica may join at any time.
+        self._num_expected, self._turn = len(replicas), 0
         self._orphans: deque[tuple[Batch, int]] = deque()
         """Unfinished batches of lost replicas, each with the number of replicas that were lost while computing it."""
         for replica in replicas:
@@ -92,20 +86,6 @@ class Executor:
         with self._changed:
             self._lanes.append(lane)
         lane.thread.start()
-
-    def join(self, replica: Replica) -> None:
-        """Adds a replica that may leave and join again. For REJOIN_S seconds after the last replica has left, tenants
-        are told to retry."""
-        self._is_joined = True
-        self.add(replica)
-
-    def note_lost(self, replica: Replica) -> None:
-        """Marks a replica as lost; callers use this if they notice the loss before a product fails."""
-        with self._changed:
-            for lane in self._lanes:
-                if lane.replica is replica:
-                    lane.is_lost = True  # The lane's thread revives or removes the replica.
-            self._changed.notify_all()
 
     def look(self) -> None:
         """Checks all idle replicas, and marks each replica that is no longer alive as lost."""
@@ -131,7 +111,7 @@ class Executor:
     def is_given_up(self) -> bool:
         """Returns whether all replicas are gone for good, so that only a restart of the provider can help."""
         with self._changed:
-            return not self._lanes and not self._is_joined
+            return not self._lanes
 
     # ---- taking requests ------------------------------------------------------------------------------------------
 
@@ -361,8 +341,7 @@ class Executor:
         """Returns the error for new requests if every replica is lost, else None. Callers must hold the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
-        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < REJOIN_S
-        can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
+        can_return = any(lane.replica.can_return for lane in self._lanes)
         return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
@@ -378,7 +357,6 @@ class Executor:
             lane.is_lost = not is_back
             if not is_back:
                 self._lanes.remove(lane)
-                self._empty_since_s = time.monotonic()
         if not is_back:
             lane.replica.close()
             self._refuse_all()

@@ -109,7 +109,7 @@ def enroll(
     role: Role = "tenant",
     now: datetime | None = None,
 ) -> TenantRecord:
-    """Enrolls a tenant or a shard: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and
+    """Enrolls a tenant: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and
     registers the certificate.
 
     Args:
@@ -119,7 +119,7 @@ def enroll(
             0700.
         endpoint: the grpcs:// URL that the tenant is to use.
         days: the lifetime of the certificate in days.
-        role: `tenant`, or `shard` for a host that joins with `provider shard`.
+        role: `tenant`; or `shard`, a role of earlier releases, whose certificates nobody admits.
         now: the present time, for tests; None reads the clock.
 
     Returns:

@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 
-from provider.identity.authority import Role
 from provider.identity.registry import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.access import Access, AccessCheck
@@ -32,7 +31,6 @@ from provider.net.status import ServiceStatus
 from provider.net.stream_port import LINGER_S
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
-from provider.shards.listener import ShardListener
 from provider.shards.router import Shard, ShardedExecutor
 from wire.errors import (
     NotPermitted,
@@ -96,8 +94,6 @@ class ProviderService:
             self.meter,
             lambda tenant, seconds: usage.of(tenant).computed(seconds),
         )
-        plan = [tuple(shard.groups) for shard in shards]
-        self._shard_listener = None if revocations is None else ShardListener(model, plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._calls = Calls(MAX_THREADS)
@@ -140,7 +136,6 @@ class ProviderService:
             held_bytes=sum(one.held_bytes for one in each),
             num_waiting=sum(one.num_waiting for one in each),
             calls=self._calls.counts(),
-            num_joining=0 if self._shard_listener is None else self._shard_listener.num_joining,
             is_draining=self._is_draining,
         )
 
@@ -152,7 +147,6 @@ class ProviderService:
                 "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
                 "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
                 "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
-                "Shard": grpc.stream_stream_rpc_method_handler(self._serve_shard),
             },
         )
 
@@ -206,7 +200,7 @@ class ProviderService:
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
-            access = self._look_up(cert_pem, "tenant")
+            access = self._look_up(cert_pem)
             if not self._calls.take_place(access.tenant):
                 raise QuotaExceeded("too many calls at once")
         except VeilbaseError as exc:
@@ -256,33 +250,25 @@ class ProviderService:
             self._sessions.add(session)
         return session
 
-    def _serve_shard(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        if self._shard_listener is None:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
-            return
-        access = self._admit(context, "shard")
-        self._occupy(f"shard {access.tenant}", context)  # No tenant can have such a name.
-        yield from self._shard_listener.serve(access.tenant, messages, context, lambda: not access.may_stay())
-
     def _enter(self, context: Any) -> str:
         """Admits a tenant's RPC, counts it as open, and returns the tenant's name; ends a refused RPC."""
         access = self._admit(context)
         self._occupy(access.tenant, context)
         return access.tenant
 
-    def _admit(self, context: Any, role: Role = "tenant") -> Access:
+    def _admit(self, context: Any) -> Access:
         """Checks the caller's certificate and returns the caller's `Access`; ends the RPC if the caller is refused."""
         chain = context.auth_context().get("x509_pem_cert")
         try:
-            return self._look_up(chain[0] if chain else b"", role)
+            return self._look_up(chain[0] if chain else b"")
         except (Unauthenticated, NotPermitted, Unavailable) as exc:
             if isinstance(exc, Unavailable) and exc.retry_s > 0:
                 context.set_trailing_metadata(((RETRY_METADATA, str(math.ceil(1000 * exc.retry_s))),))
             context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
             raise  # This is not reached: `abort` raises.
 
-    def _look_up(self, cert_pem: bytes, role: Role) -> Access:
-        access = self._access_check.admit(cert_pem, role)
+    def _look_up(self, cert_pem: bytes) -> Access:
+        access = self._access_check.admit(cert_pem, "tenant")
         if self._is_draining:
             raise Unavailable("shutting down")
         return access
@@ -298,8 +284,6 @@ class ProviderService:
         """Checks all streams regularly for revocations and deadlines, which an idle stream would not notice."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
-            if self._shard_listener is not None:
-                self._shard_listener.sweep(time.monotonic())
             for session in self.sessions:
                 try:
                     session.sweep(time.monotonic())

@@ -51,7 +51,6 @@ class ServiceStatus:
         num_rows: rows in flight of all tenants with an open stream, including rows that the receiving thread computes.
         calls: by caller's name, the number of open streams and downloads, or connections of a shard's host; only
             callers with at least one.
-        num_joining: number of other hosts that are joining to compute a shard.
         is_draining: whether new streams and requests are refused.
     """
 
@@ -63,5 +62,4 @@ class ServiceStatus:
     held_bytes: int
     num_waiting: int
     calls: Mapping[str, int]
-    num_joining: int
     is_draining: bool

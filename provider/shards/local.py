@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import zmq
@@ -27,7 +26,6 @@ class LocalShards(StartedShards[ShardProcess]):
         num_replicas: int,
         parent: Path | None = None,
         threads: int | None = None,
-        elsewhere: Collection[int] = (),
         device: str = "cpu",
     ) -> LocalShards:
         """Writes the weights to files, starts the processes, and waits until the processes have mapped the weights.
@@ -39,7 +37,6 @@ class LocalShards(StartedShards[ShardProcess]):
             parent: the folder for the files, which are as large as the weights; None is the system's folder of
                 temporary files.
             threads: the threads of each process; None divides the cores among the processes.
-            elsewhere: the numbers of shards that other hosts hold, for which no process is started.
             device: what computes in each process; see `provider.device.choice.choose`.
 
         Raises:
@@ -48,7 +45,7 @@ class LocalShards(StartedShards[ShardProcess]):
         self = cls()
         try:
             plan = make_plan(served.manifest.groups, num_shards)
-            self._start(served, plan, num_replicas, parent, threads, elsewhere, device)
+            self._start(served, plan, num_replicas, parent, threads, device)
         except BaseException:
             self.close()
             raise
@@ -61,25 +58,23 @@ class LocalShards(StartedShards[ShardProcess]):
         num_replicas: int,
         parent: Path | None,
         threads: int | None,
-        elsewhere: Collection[int],
         device: str,
     ) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ending.callback(context.destroy, 0)
-        num_processes = (len(plan) - len(elsewhere)) * num_replicas
-        each = threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_processes))
+        num_processes = len(plan) * num_replicas
+        each = threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
         shards: list[tuple[ShardProcess, ...]] = []
         for index, ids in enumerate(plan):
             replicas: list[ShardProcess] = []
-            if index not in elsewhere:
-                weights = write_weights([served.groups[one] for one in ids], parent)
-                self._ending.callback(os.close, weights)
-                infos = {one: served.manifest.groups[one] for one in ids}
-                for number in range(num_replicas):
-                    place = device, index * num_replicas + number
-                    replica = ShardProcess(f"{index}-{number}", infos, weights, context, each, place)
-                    self._ending.callback(replica.close)
-                    replicas.append(replica)
+            weights = write_weights([served.groups[one] for one in ids], parent)
+            self._ending.callback(os.close, weights)
+            infos = {one: served.manifest.groups[one] for one in ids}
+            for number in range(num_replicas):
+                place = device, index * num_replicas + number
+                replica = ShardProcess(f"{index}-{number}", infos, weights, context, each, place)
+                self._ending.callback(replica.close)
+                replicas.append(replica)
             shards.append(tuple(replicas))
         for replica in itertools.chain(*shards):
             replica.wait_ready()

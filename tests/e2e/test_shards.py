@@ -6,9 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +27,7 @@ from tests.support.chat_model import make_chat_model
 from tests.support.provider_command import Serving, one_line_error, run
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model, serving
-from tests.support.waiting import WAIT_S, comes, end, until
+from tests.support.waiting import comes, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import RowsPayload
@@ -202,58 +199,3 @@ def test_killing_the_front_leaves_nothing(serve: Serve, monkeypatch: pytest.Monk
         sharded.process.communicate()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the shards")
         assert not [one for one in Path(folder).glob("veilbase-*") if not one.name.startswith("veilbase-bundle")]
-
-
-def test_a_shard_on_another_host(
-    model: Path, serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test runs the documented commands. The other host is killed in the middle of a run, and joins again."""
-    state, port = tmp_path / "state", free_port()
-    joining: list[subprocess.Popen[str]] = []
-
-    def join() -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "provider", "shard", "--join", url, "--identity", tmp_path / "host"]
-        command += ["--shard", 1, "--model", model, "--threads", 1]
-        joining.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True))
-        assert joining[-1].stdout is not None
-        assert joining[-1].stdout.readline() == "ready shard 1\n"
-        return joining[-1]
-
-    url = f"grpcs://127.0.0.1:{port}"
-    for name, flags in (("host", ["--shard"]), ("acme", [])):
-        run("enroll", name, *flags, "--out", tmp_path / name, "--state", state, "--endpoint", url)
-    try:
-        thread = threading.Thread(target=join)
-        thread.start()  # the shard starts before there is a provider to join
-        sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
-        end(thread)
-        assert len(workers(sharded)) == 1
-        killer = Killer(monkeypatch, tmp_path / "run", [joining[0].pid])
-        again = threading.Thread(target=lambda: (killer.join(), join()))
-        again.start()
-        with TenantClient(url, identity=tmp_path / "acme", mask="off") as client:
-            result = client.finetune(ROWS, lora(), str(tmp_path / "run"), seed=3, **{**QUICK, "max_steps": 24})
-        end(again)
-        assert list(result.losses) == expected
-        joining[1].terminate()
-        assert joining[1].wait(timeout=WAIT_S) == 0
-        assert "(shard)" in run("tenants", "--state", state).stdout
-    finally:
-        for one in joining:
-            one.kill()
-            one.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def test_shards_elsewhere_are_asked_for_rightly(model: Path, tmp_path: Path) -> None:
-    base = ("serve", "--model", model, "--port", 0, "--state", tmp_path)
-    assert "add --tls" in one_line_error(run(*base, "--shards", 2, "--remote-shards", "1"))
-    assert "below the 2 of --shards" in one_line_error(run(*base, "--tls", "--shards", 2, "--remote-shards", "2"))
-    done = run("shard", "--join", "grpcs://127.0.0.1:1", "--identity", tmp_path / "none")
-    assert "provider enroll NAME --shard" in one_line_error(done)

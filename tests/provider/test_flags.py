@@ -1,4 +1,4 @@
-"""Tests the flags of `provider serve` and `provider shard`, which are made from the settings: those that are listed,
+"""Tests the flags of `provider serve`, which are made from the settings: those that are listed,
 and values that are refused."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from provider.cli import app, main
-from provider.config import ProviderSettings, ShardSettings
+from provider.config import NO_JOINING, ProviderSettings
 
 # Each entry is (flag, type of its word, default in the help, help), as it was when each flag was written by hand.
 SERVE = [
@@ -41,7 +41,7 @@ SERVE = [
     ("--engine", "local|ray", "local", "ray: shards and replicas are actors in a Ray cluster."),
     ("--ray-address", "str", "", "HOST:PORT of the cluster's head."),
     ("--ray-gpus", "float", "0", "GPUs of each actor."),
-    ("--remote-shards", "str", "", "Shards, from 0, that other hosts hold: see `provider shard`."),
+    ("--remote-shards", "str", "", "No longer possible: see --engine ray."),
     (
         "--batching",
         "opportunistic|none|lockstep",
@@ -57,18 +57,6 @@ SERVE = [
     ("--log-format", "text|json", "text", "Of the log on stderr."),
     ("--parallel", "none|tensor|fsdp", "none", "Processes started by torchrun make each product together."),
     ("--parallel-timeout-s", "float", "60", "The longest that one of them waits for another."),
-]
-
-SHARD = [
-    ("--join", "str", "", "URL of the provider."),
-    ("--identity", "Path", "", "Folder made by `provider enroll NAME --shard --out DIR`."),
-    ("--shard", "int", "0", "Which of its shards to be a replica of, from 0."),
-    ("--model", "str", "smollm2-135m", "As the provider's."),
-    ("--weights", "int8|native", "int8", "As the provider's."),
-    ("--base-layers", "str", "all", "As the provider's."),
-    ("--config", "Path", "", "YAML file with any of these settings."),
-    ("--threads", "int", "", "Threads of the arithmetic."),
-    ("--log-format", "text|json", "text", "Of the log on stderr."),
 ]
 
 
@@ -92,17 +80,13 @@ def listed(command: str) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-@pytest.mark.parametrize(("command", "rows"), [("serve", SERVE), ("shard", SHARD)])
-def test_flags_types_defaults_and_help(command: str, rows: list[tuple[str, str, str, str]]) -> None:
-    assert listed(command) == rows
+def test_flags_types_defaults_and_help() -> None:
+    assert listed("serve") == SERVE
 
 
 def test_a_setting_is_a_flag_unless_it_holds_more_than_a_word_says() -> None:
     names = {flag.removeprefix("--").replace("-", "_") for flag, *_ in SERVE}
     assert names - {"config"} == set(ProviderSettings.model_fields) - {"max_in_flight_bytes", "tenant_limits"}
-    assert {flag.removeprefix("--").replace("-", "_") for flag, *_ in SHARD} - {"config"} == set(
-        ShardSettings.model_fields
-    )
 
 
 BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
@@ -131,10 +115,9 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
             "serve --device cuda --parallel tensor",
             "with --parallel all processes compute on the CPU: leave --device out",
         ),
-        (
-            "serve --remote-shards 5 --tls",
-            "expected --remote-shards below the 1 of --shards, counted from 0, got 5",
-        ),
+        ("serve --shards 2 --remote-shards 1 --tls", NO_JOINING),
+        ("shard --join grpcs://x:1 --identity x", NO_JOINING),
+        ("enroll host --shard --out x", NO_JOINING),
         (
             "serve --record-limit 1GiB",
             "--record-limit and --record-layers need --record, which names the folder",
@@ -147,8 +130,6 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ("serve --config FOLDER/bad.yaml", "'FOLDER/bad.yaml' is not a YAML file of settings, see line 2"),
         ("serve --config FOLDER/unknown.yaml", "setting prt: extra inputs are not permitted"),
         ("serve --config FOLDER/range.yaml", "setting port: input should be less than or equal to 65535"),
-        ("shard --join grpcs://x:1", "setting identity: field required"),
-        ("shard --join a --identity x --shard 5000", "setting shard: input should be less than or equal to 1023"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(
@@ -173,7 +154,6 @@ def test_a_setting_that_cannot_be_is_one_line(
         ("serve --max-in-flight-bytes 1", "No such option: --max-in-flight-bytes"),
         ("serve --model", "'--model' requires an argument"),
         ("serve extra", "unexpected extra argument"),
-        ("shard --shard x", "Invalid value for '--shard'"),
     ],
 )
 def test_a_word_that_is_no_flag_or_of_another_type_is_refused_with_usage(

@@ -199,28 +199,6 @@ def test_a_fault_that_nobody_foresaw_is_an_answer(served_model: ServedModel, cap
     assert "1.5" not in caplog.text
 
 
-def test_one_that_joined_is_waited_for(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with executor_of(served_model) as executor:
-        assert executor.num_replicas == (0, 1)
-        early = submit(executor, ring_rows(3)).get()
-        assert isinstance(early, Unavailable)
-        assert early.retry_s == RETRY_S  # until the first replica joins, this is the time to retry
-        leaving = Scripted(served_model, lost)
-        executor.join(leaving)
-        gone = submit(executor, ring_rows(3)).get()
-        assert isinstance(gone, Unavailable)
-        until(lambda: leaving.is_closed, "the end of the lost one's thread")
-        assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
-        assert not executor.is_given_up
-        monkeypatch.setattr("provider.engine.executor.REJOIN_S", 0.0)  # pretends that this time has passed
-        late = submit(executor, ring_rows(3)).get()
-        assert isinstance(late, Unavailable)
-        assert late.retry_s == 0
-        executor.join(Scripted(served_model))
-        rows = ring_rows(3)
-        assert is_product(served_model, rows, submit(executor, rows).get())
-
-
 def test_without_a_replica_requests_are_refused_at_once(served_model: ServedModel) -> None:
     with executor_of(served_model, Scripted(served_model, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()

@@ -274,7 +274,7 @@ except SystemExit:
 """
 
 
-@pytest.mark.parametrize("command", ["tenant", "serve", "shard"])
+@pytest.mark.parametrize("command", ["tenant", "serve"])
 def test_grpc_waits_in_place_unless_the_environment_says_otherwise(command: str) -> None:
     sets = "import tenant_sdk; tenant_sdk.tune()" if command == "tenant" else PROVIDER_CODE.format(command=command)
     code = f"import os, sys\n{sets}\nprint(os.environ['GRPC_EXPERIMENTS'])"

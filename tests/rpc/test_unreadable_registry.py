@@ -14,10 +14,9 @@ import torch
 
 import provider.identity.registry as registry
 import provider.net.service as service_module
-from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enroll, revoke
+from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, revoke
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
-from provider.shards.messages import SHARD_METHOD
 from tests.support.links import GrpcLink, SocketLink
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
@@ -33,7 +32,6 @@ from wire.frame import FrameType
 from wire.limits import RETRY_METADATA
 from wire.transport import retry
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
-from wire.transport.identity import TlsIdentity
 
 RETRY_MS = int(1000 * RETRY_S)
 
@@ -165,15 +163,6 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
     rows = ring_rows(3)
     assert torch.equal(ask(connection, rows), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
-
-
-def test_a_shards_host_is_told_to_come_again(clock: Clock, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    enroll(provider.state, "host", provider.folder / "host", provider.url, role="shard")
-    Fault(monkeypatch, errno.EMFILE)
-    with open_channel(provider.url, TlsIdentity.read(provider.folder / "host")) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            list(channel.stream_stream(SHARD_METHOD)(iter([]), timeout=WAIT_S))
-        assert_told(caught.value)
 
 
 def test_a_malformed_registry_still_counts_as_revoked(

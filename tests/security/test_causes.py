@@ -39,7 +39,6 @@ from provider.net.tensor_port import TensorPort
 from provider.operations.monitor import read_metrics
 from provider.operations.usage import read_usage
 from provider.parallel.ranks import RankLost, together
-from provider.shards.messages import Join, unpack
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import adapted_model
 from tenant_sdk.identity import issuer_of, read_endpoint
@@ -198,10 +197,6 @@ def a_rank_that_is_gone(folder: Path, rows: torch.Tensor) -> None:
         raise RuntimeError(f"connection closed by {SECRET}: {rows}")
 
 
-def a_shard_that_sends_no_message(folder: Path, rows: torch.Tensor) -> None:
-    unpack(Join, json.dumps({"protocol": SECRET, "rows": rows.tolist()}).encode())
-
-
 def a_manifest_that_quotes(folder: Path, rows: torch.Tensor) -> None:
     parse_manifest(json.dumps({"protocol": wire.manifest.PROTOCOL_VERSION, "groups": SECRET}).encode())
 
@@ -260,7 +255,7 @@ SILENT: list[Failure] = [
     a_row_that_is_no_json, a_row_that_is_not_utf8, a_data_set_that_is_not_there, a_template_that_quotes_the_messages,
     a_tokenizer_that_quotes_the_text, a_private_key_that_is_none, an_adapter_that_peft_cannot_read,
     a_bundle_file_that_quotes, scales_that_are_none, a_ledger_that_is_damaged, a_disk_that_takes_no_hints,
-    a_frame_with_an_unknown_number, a_product_that_fails, a_rank_that_is_gone, a_shard_that_sends_no_message,
+    a_frame_with_an_unknown_number, a_product_that_fails, a_rank_that_is_gone,
     a_manifest_that_quotes, usage_that_names_tenants, settings_that_are_no_yaml, a_setting_that_cannot_be,
 ]  # fmt: skip
 TELLING: list[tuple[Failure, type[Exception]]] = [

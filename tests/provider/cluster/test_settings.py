@@ -30,7 +30,7 @@ RAY = {"tls": True, "engine": "ray", "ray_address": "127.0.0.1:6379", **FILES}
         ({**RAY, "tls": False}, "got no --tls"),
         ({**RAY, "registry": None}, "got no --registry"),
         ({**RAY, "server_key": None}, "got no --server-key"),
-        ({**RAY, "parallel": "tensor"}, "neither --parallel nor"),
+        ({**RAY, "parallel": "tensor"}, "does not go with --parallel"),
         ({**RAY, "names": "gpu7"}, "leave --names out"),
         ({"ray_address": "127.0.0.1:6379"}, "need --engine ray"),
         ({"ray_gpus": 1.0}, "need --engine ray"),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
-from provider.config import is_loopback, load_settings, load_shard_settings
+from provider.config import is_loopback, load_settings
 from provider.embedded import serve_in_process
 from provider.model.load import LoadedModel, resolve
 from provider.model.served_model import ServedModel
@@ -234,28 +234,6 @@ def test_flags_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest
     assert (settings.model, settings.port, settings.weights, settings.record_limit) == ("flag", 2, "native", 2 << 20)
 
 
-def test_a_shards_settings_come_from_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "shard.yaml"
-    path.write_text("join: grpcs://file:1\nidentity: ~/host\nthreads: 3\nshard: 1\n")
-    monkeypatch.setenv("VEILBASE_SHARD_SHARD", "2")
-    monkeypatch.setenv("VEILBASE_SHARD_THREADS", "4")
-    settings = load_shard_settings({"threads": 5, "model": None}, path)
-    assert (settings.join, settings.shard, settings.threads) == ("grpcs://file:1", 2, 5)
-    assert settings.identity == Path("~/host").expanduser()
-    monkeypatch.setenv("VEILBASE_SHARD_THREDS", "4")
-    with pytest.raises(ConfigurationError, match="VEILBASE_SHARD_THREDS"):
-        load_shard_settings({}, path)
-
-
-@pytest.mark.parametrize("text", ["{}", "join: grpcs://a:1", "join: a\nidentity: b\nport: 1", "shard: -1"])
-def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "shard.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match="setting ") as caught:
-        load_shard_settings({}, path)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -268,7 +246,6 @@ def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> N
         ("port: 9464\nmetrics_port: 9464", "must be different ports"),
         ("names: a.example", "which needs --tls"),
         ("record_limit: 1MiB", "need --record"),
-        ("tls: true\nshards: 2\nreplicas: 2\nremote_shards: '0,1'", "--replicas are of this host's shards"),
         ("busy_poll_ms: 1", "--busy-poll-ms is of the tensor port"),
         ("tls: true\ntensor_port: none\nbusy_poll_ms: 1", "--busy-poll-ms is of the tensor port"),
         ("tenant_limits: {acme: {weight: 2}}", "without --tls all tenants are one"),
@@ -289,7 +266,7 @@ def test_settings_that_say_nothing_beside_others_are_refused(tmp_path: Path, tex
         "batching: none",
         "batching: lockstep\nmax_wait_ms: 5",
         "record: /tmp/r\nrecord_layers: 'a'\nrecord_limit: 1MiB",
-        "tls: true\nshards: 2\nreplicas: 2\nremote_shards: '1'",
+        "tls: true\nshards: 2\nreplicas: 2",
         "tls: true\ntenant_limits: {acme: {weight: 2}}",
         "tenant_limits: {'*': {weight: 2}, local: {weight: 1}}",
         "port: 0\nmetrics_port: 0\nhealth_port: 0",
