@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # `make` alone says what there is: a line for each target that ends in "## what it does"
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ray browser check format bench attacks estimate clean
+.PHONY: help setup demo test test-slow browser check format bench attacks estimate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,9 +33,6 @@ test: $(READY) ## all tests but the slow ones
 # whole attacks, simulations, tenants beside killed shards, the soak, commands as processes, the README's commands
 test-slow: $(READY) browser ## the slow ones: whole attacks, simulations, commands as processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "slow and not ray"
-
-# not yet in CI: see "What is not shown" in docs/ray.md
-test-ray: $(READY) ## faults of a Ray cluster, in a network namespace (root)
 	$(BIN)/python -m pytest -m ray
 
 # for the test of the endpoint's page, which skips and says so where there is no browser
