@@ -94,6 +94,8 @@ def make_settings(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
+        "RAY_max_direct_call_object_size": str(16 << 20),
+        "RAY_task_rpc_inlined_bytes_limit": str(64 << 20),
     }
 
 
