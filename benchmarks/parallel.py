@@ -1,4 +1,5 @@
-"""Compares the ways to run a provider: one process, shards, replicas, tensor parallel, FSDP2 and a Ray cluster.
+"""Compares the ways to run a provider: one process, shards, replicas, tensor parallel, FSDP2, a Ray cluster, and one
+behind a balancer.
 
 The figures are rows per second through all layers, and memory. All providers run at once and receive requests in turn,
 with mTLS on loopback, in ring arithmetic. Each process has one thread. The provider of one process is also measured
@@ -7,14 +8,17 @@ their sum. Ranks, which are the processes of a parallel provider, communicate by
 than a real network.
 
 `python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. With `--ray`, the environment has Ray's variables and a
-cluster runs whose head is at that address (docs/ray.md); without it, that row is left out.
+cluster runs whose head is at that address (docs/ray.md); without it, that row is left out. The balancer is HAProxy
+before two providers, if it is installed; it passes connections of gRPC on as they are (docs/operations.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +43,16 @@ PEER = "one process, 2 threads"
 
 
 RAY = "2 shards as Ray actors"
+BALANCED = "2 providers behind HAProxy"
+HAPROXY = """
+defaults
+  mode tcp
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+listen providers
+  bind 127.0.0.1:{port}
+"""
 
 
 @dataclass
@@ -91,6 +105,22 @@ def enrolled(folder: Path, ray_address: str | None) -> tuple[str, ...]:
     )
 
 
+@contextlib.contextmanager
+def balancer(folder: Path, urls: list[str]) -> Iterator[str]:
+    """Runs HAProxy before providers that share a state directory, and yields the URL of all of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    servers = [f"  server p{number} {url.rpartition('/')[2]}" for number, url in enumerate(urls)]
+    (folder / "haproxy.cfg").write_text(HAPROXY.format(port=port) + "\n".join(servers) + "\n")
+    process = subprocess.Popen(["haproxy", "-db", "-f", str(folder / "haproxy.cfg")])
+    try:
+        yield f"grpcs://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
 def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
     """Measures every provider of `WAYS`, all of which take turns, and returns them by name.
 
@@ -101,13 +131,21 @@ def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
-    ways = WAYS if ray_address is None else WAYS | {RAY: ((), ("--threads", "1", "--shards", "2"))}
+    ways: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = (
+        WAYS if ray_address is None else WAYS | {RAY: ((), ("--threads", "1", "--shards", "2"))}
+    )
     with contextlib.ExitStack() as stack:
         found = {}
         for name, (launcher, options) in ways.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             access = enrolled(folder, ray_address if name == RAY else None)
             found[name] = stack.enter_context(serve(folder, launcher, (*access, *options)))
+        if shutil.which("haproxy"):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            options = (*enrolled(folder, None), "--threads", "1", "--tensor-port", "none")
+            both = [stack.enter_context(serve(folder, (), options)) for _ in range(2)]
+            url = stack.enter_context(balancer(folder, [one.url for one in both]))
+            found[BALANCED] = Served(url, both[0].identity, [pid for one in both for pid in one.pids])
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
