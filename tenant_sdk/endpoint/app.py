@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -32,7 +31,7 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 
 _log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
-_MODELS = PurePosixPath("/v1/models")
+_OF_MODELS = "/v1/models/"
 _SLOW_THREADS = 4
 T = TypeVar("T")
 
@@ -97,8 +96,9 @@ class App:
             return self._page
         if (route := self._routes.get((method, path))) is not None:
             return route
-        if method == "GET" and PurePosixPath(path).parent == _MODELS:
-            return self._getting("/v1/models/NAME", lambda: self._service.names.entry(PurePosixPath(path).name))
+        if method == "GET" and path.startswith(_OF_MODELS):  # the base model's name may hold a slash
+            name = path.removeprefix(_OF_MODELS)
+            return self._getting("/v1/models/NAME", lambda: self._service.names.entry(name))
         if path.startswith(_OF_JOBS) and self._jobs is not None:
             return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):

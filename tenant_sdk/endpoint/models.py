@@ -81,6 +81,7 @@ class ModelNames:
     def _names(self) -> list[str]:
         found = self._found()
         with self._lock:
+            self._unloaded &= set(found)  # what is stored under that name later, as by a job, is another adapter
             return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
 
     def tiers(self) -> list[tuple[str, Tier]] | None:

@@ -76,6 +76,10 @@ class Message(_Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: _Name | None = None
     refusal: None = None
+    annotations: Annotated[list[_JsonObject], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    """These four are empty in answers, and clients send an answer back as they got it."""
 
     @property
     def text(self) -> str:

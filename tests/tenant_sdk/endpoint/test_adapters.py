@@ -166,6 +166,18 @@ class TwoFolders:
         return SimpleNamespace(is_ready=lambda: True, failure=None, release=lambda: None)
 
 
+def test_an_adapter_that_is_stored_again_is_no_longer_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TwoFolders()
+    names = ModelNames("llama", store, None)
+    names.unload("sales")
+    with pytest.raises(HttpError):
+        names.adapter_of("sales")
+    with monkeypatch.context() as gone:
+        gone.setattr(store, "names", lambda: ["support"])
+        names.listed()
+    assert names.adapter_of("sales") == "sales"
+
+
 def test_of_two_that_want_a_name_at_once_one_gets_it() -> None:
     store = TwoFolders()
     names = ModelNames("llama", store, None)

@@ -48,6 +48,19 @@ def test_models_are_the_base_and_the_adapters(ai: openai.OpenAI) -> None:
         ai.models.retrieve("nobody")
 
 
+def test_a_models_name_may_hold_a_slash(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint.service.names, "base", "org/llama")
+    with official(endpoint) as ai:
+        assert ai.models.retrieve("org/llama").id == "org/llama"
+
+
+def test_an_answer_can_be_sent_back_as_it_came(ai: openai.OpenAI) -> None:
+    said = ask(ai).choices[0].message
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    for again in (said, {**said.model_dump(), **empty}):
+        assert ask(ai, messages=[*WHO, again, *WHO]).choices[0].finish_reason == "length"
+
+
 def test_a_chat_is_what_generate_says(ai: openai.OpenAI, client: TenantClient) -> None:
     answer = ask(ai)
     assert answer.choices[0].message.content == client.generate("who?", max_new_tokens=8)
