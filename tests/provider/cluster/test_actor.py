@@ -13,7 +13,7 @@ from provider.model.served_model import ServedModel
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows
 from tests.support.serving import make_served_model
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire.errors import WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
@@ -98,3 +98,29 @@ def test_a_second_look_frees_the_thread_of_the_first(served: ServedModel, folder
     for each in looking:
         each.start()
     until(lambda: sum(each.is_alive() for each in looking) == 1, "the end of the earlier call")
+
+
+def test_of_two_looks_at_once_only_the_later_keeps_a_thread(served: ServedModel, folder: Path) -> None:
+    made = ShardActor(assignment(served, folder))
+    looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
+
+    class Meanwhile(threading.Event):
+        """Has the second call come while the first one is under way."""
+
+        def set(self) -> None:
+            of_the_first = made._is_asked_again
+            looking[1].start()
+            until(lambda: made._is_asked_again is not of_the_first, "the second call")
+
+    made._is_asked_again = Meanwhile()
+    looking[0].start()
+    looking[0].join(WAIT_S)
+    assert [each.is_alive() for each in looking] == [False, True]
+
+
+def test_an_actor_that_computes_nothing_lets_nobody_wait(served: ServedModel, folder: Path) -> None:
+    """Ray may start an actor again, with other weights, between the calls of `refusal` and of `wait_for_ever`."""
+    made = ShardActor(assignment(served, folder, weights="int8"))
+    looking = threading.Thread(target=made.wait_for_ever, daemon=True)
+    looking.start()
+    until(lambda: not looking.is_alive(), "the end of the call")

@@ -105,6 +105,13 @@ def test_a_port_that_cannot_be(environment: dict[str, str]) -> None:
         connect("127.0.0.1:99999")
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".x"])
+def test_a_host_name_that_cannot_be(environment: dict[str, str], host: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not speak TLS") as caught:
+        connect(f"{host}:6379")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
