@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from provider.cluster import connection
 from provider.cluster.connection import cluster_identity, connect
 from provider.cluster.proof import prove_tls, prove_token
 from provider.config import load_settings
@@ -103,6 +104,33 @@ def test_a_token_that_is_not_one_line_of_text(environment: dict[str, str], token
 def test_a_port_that_cannot_be(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="got 99999"):
         connect("127.0.0.1:99999")
+
+
+def test_a_call_after_the_end_starts_no_other_cluster(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    started: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        started.append(options)
+        raise ConnectionError
+
+    for module, name in (
+        (ray._private.worker, "print_to_stdstream"),
+        (ray._private.auto_init_hook, "enable_auto_connect"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restores it in the end
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    for name in ("prove_tls", "prove_token"):
+        monkeypatch.setattr(connection, name, lambda *_: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigurationError, match="cannot join"):
+        connect("127.0.0.1:6379")
+    with contextlib.suppress(Exception):
+        ray.get([])
+    assert [one["address"] for one in started] == ["127.0.0.1:6379"]
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".x"])
