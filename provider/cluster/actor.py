@@ -64,6 +64,11 @@ class ShardActor:
             self._groups = _load(assignment)
         except VeilbaseError as exc:
             self._refusal = str(exc)
+        except Exception as exc:
+            _LOGGER.exception("the model could not be loaded")
+            self._refusal = (
+                f"a host of the cluster could not load the model ({type(exc).__name__}): see Ray's logs there"
+            )
 
     def refusal(self) -> str:
         """Returns why this actor computes nothing, in one line; an empty text if it does compute."""

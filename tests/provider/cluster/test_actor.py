@@ -100,6 +100,17 @@ def test_a_second_look_frees_the_thread_of_the_first(served: ServedModel, folder
     until(lambda: sum(each.is_alive() for each in looking) == 1, "the end of the earlier call")
 
 
+def test_whatever_else_fails_is_one_line(served: ServedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would not start an actor again that raises at its start, and tell the provider's process nothing of use."""
+
+    def fail(_model: object) -> None:
+        raise MemoryError("two\nlines")
+
+    monkeypatch.setattr("provider.model.load.load", fail)
+    refusal = ShardActor(assignment(served, folder)).refusal()
+    assert refusal == "a host of the cluster could not load the model (MemoryError): see Ray's logs there"
+
+
 def test_of_two_looks_at_once_only_the_later_keeps_a_thread(served: ServedModel, folder: Path) -> None:
     made = ShardActor(assignment(served, folder))
     looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
