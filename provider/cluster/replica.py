@@ -33,7 +33,7 @@ _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
 bytes at this rate in bytes per second. A slower host counts as lost, early enough for another replica to compute the
 product while the tenant still waits."""
 _LOOK_S, _PAUSE_S = 2.0, 0.5
-_MOST_DEATHS = 3
+MOST_DEATHS = 3
 """The answers in a row by which Ray says that it will not start an actor again, after which that is believed: a single
 one may be about a host that was drained."""
 _LOGGER = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ActorReplica:
                 self._end = self._actor.wait_for_ever.remote().future()
         except ActorDiedError:  # Ray does not start an actor again whose first start failed.
             self._num_deaths += 1
-            if self._num_deaths >= _MOST_DEATHS:
+            if self._num_deaths >= MOST_DEATHS:
                 return "Ray has ended it for good: see Ray's logs on the cluster's hosts"
             raise ReplicaLost(began=False) from None
         except RayError:  # `from None`: the error's text has the remote process's environment.

@@ -21,7 +21,7 @@ from tenant_sdk.endpoint.errors import HttpError, to_bytes
 from tenant_sdk.endpoint.settings import EndpointLimits
 
 _FULL_RETRY_S = 1.0
-_MOST_ENDING = 32
+MOST_ENDING = 32
 """The most connections beside the allowed ones that may be ending: those that get the response that there are too many,
 and over TLS wait for the client's end of it; and handshakes that were shut, which the event loop has not closed yet."""
 
@@ -51,7 +51,7 @@ class ListeningSocket(socket.socket):
                 again then.
         """
         self._shut = [one for one in self._shut if one.fileno() >= 0]
-        if len(self._shut) >= _MOST_ENDING:
+        if len(self._shut) >= MOST_ENDING:
             raise BlockingIOError
         connection, address = super().accept()
         if self._has_tls:
@@ -95,7 +95,7 @@ def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             listening.complete(transport.get_extra_info("socket").fileno())
-            if len(self.connections) > limits.connections + _MOST_ENDING:
+            if len(self.connections) > limits.connections + MOST_ENDING:
                 transport.abort()
             elif len(self.connections) > limits.connections:
                 transport.write(_FULL)

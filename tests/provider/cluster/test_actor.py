@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from provider.model.served_model import ServedModel
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows
 from tests.support.serving import make_served_model
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
@@ -111,19 +112,26 @@ def test_whatever_else_fails_is_one_line(served: ServedModel, folder: Path, monk
     assert refusal == "a host of the cluster could not load the model (MemoryError): see Ray's logs there"
 
 
-def test_of_two_looks_at_once_only_the_later_keeps_a_thread(served: ServedModel, folder: Path) -> None:
-    made = ShardActor(assignment(served, folder))
-    looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
+def test_of_two_looks_at_once_only_the_later_keeps_a_thread(
+    served: ServedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_come = threading.Event()
 
     class Meanwhile(threading.Event):
         """Has the second call come while the first one is under way."""
 
         def set(self) -> None:
-            of_the_first = made._is_asked_again
-            looking[1].start()
-            until(lambda: made._is_asked_again is not of_the_first, "the second call")
+            if threading.current_thread() is looking[0]:
+                looking[1].start()
+                comes(has_come, "the second call")
+            else:
+                has_come.set()
+            super().set()
 
-    made._is_asked_again = Meanwhile()
+    named = types.SimpleNamespace(Event=Meanwhile, Lock=threading.Lock, Thread=threading.Thread)
+    monkeypatch.setattr("provider.cluster.actor.threading", named)
+    made = ShardActor(assignment(served, folder))
+    looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
     looking[0].start()
     looking[0].join(WAIT_S)
     assert [each.is_alive() for each in looking] == [False, True]

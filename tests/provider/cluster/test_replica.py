@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from provider.cluster.replica import _MOST_DEATHS, ActorReplica
+from provider.cluster.replica import MOST_DEATHS, ActorReplica
 from provider.engine.replica import ReplicaLost
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows
@@ -139,7 +139,7 @@ def test_the_end_of_the_call_is_the_end_of_the_actor(info: GroupInfo) -> None:
 def test_one_that_ray_ended_for_good_is_given_up(info: GroupInfo) -> None:
     """Otherwise a provider waits a quarter of an hour at its start, and tenants are told for ever to try again."""
     replica, actor = running(info)
-    actor.refusal.answers += [ActorDiedError()] * _MOST_DEATHS
+    actor.refusal.answers += [ActorDiedError()] * MOST_DEATHS
     assert not replica.revive(threading.Event())
     assert not replica.can_return
 

@@ -110,6 +110,7 @@ def test_a_call_after_the_end_starts_no_other_cluster(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
+    from ray._private import auto_init_hook, worker
 
     started: list[dict[str, Any]] = []
 
@@ -118,8 +119,8 @@ def test_a_call_after_the_end_starts_no_other_cluster(
         raise ConnectionError
 
     for module, name in (
-        (ray._private.worker, "print_to_stdstream"),
-        (ray._private.auto_init_hook, "enable_auto_connect"),
+        (worker, "print_to_stdstream"),
+        (auto_init_hook, "enable_auto_connect"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))  # restores it in the end
     monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")

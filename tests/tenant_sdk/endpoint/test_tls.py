@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.connections import _MOST_ENDING, ListeningSocket
+from tenant_sdk.endpoint.connections import MOST_ENDING, ListeningSocket
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
 from tests.support.endpoints import KEY, WHO, chat
@@ -109,7 +109,7 @@ def test_clients_that_do_not_let_go_keep_few_descriptors(client: TenantClient, t
 
         for _ in range(2):
             assert ask(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n") == b"HTTP/1.1 401"
-        assert {ask() for _ in range(_MOST_ENDING)} == {b"HTTP/1.1 429"}
+        assert {ask() for _ in range(MOST_ENDING)} == {b"HTTP/1.1 429"}
         for _ in range(3):
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 assert ask() == b""
@@ -123,9 +123,9 @@ def test_no_more_is_accepted_before_what_was_shut_is_closed() -> None:
     ):
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
-        for _ in range(2 + _MOST_ENDING + 1):
+        for _ in range(2 + MOST_ENDING + 1):
             stack.enter_context(socket.create_connection(listening.getsockname(), WAIT_S))
-        taken = [stack.enter_context(listening.accept()[0]) for _ in range(2 + _MOST_ENDING)]
+        taken = [stack.enter_context(listening.accept()[0]) for _ in range(2 + MOST_ENDING)]
         with pytest.raises(BlockingIOError):
             listening.accept()
         taken[0].close()
