@@ -55,6 +55,7 @@ class ShardActor:
         """Loads the groups of the assignment. What is wrong with them is kept for `refusal`."""
         self._groups: dict[int, ServedGroup] = {}
         self._refusal = ""
+        self._lock = threading.Lock()  # for `_is_asked_again`
         self._is_asked_again = threading.Event()
         threading.Thread(target=_end_with_node, args=(os.getppid(),), name="veilbase-node", daemon=True).start()
         if assignment.threads is not None:
@@ -63,6 +64,11 @@ class ShardActor:
             self._groups = _load(assignment)
         except VeilbaseError as exc:
             self._refusal = str(exc)
+        except Exception as exc:
+            _LOGGER.exception("the model could not be loaded")
+            self._refusal = (
+                f"a host of the cluster could not load the model ({type(exc).__name__}): see Ray's logs there"
+            )
 
     def refusal(self) -> str:
         """Returns why this actor computes nothing, in one line; an empty text if it does compute."""
@@ -71,10 +77,15 @@ class ShardActor:
     def wait_for_ever(self) -> None:
         """Returns only when it is called again. The provider's process learns from this call's end that the actor has
         ended. It calls again when it has lost sight of the actor for a moment, and the earlier call must not keep one
-        of the actor's threads, of which there are few."""
-        before, self._is_asked_again = self._is_asked_again, threading.Event()
+        of the actor's threads, of which there are few. It also returns if this actor computes nothing: Ray may have
+        started it again since the call of `refusal`."""
+        if self._refusal:
+            return
+        asked_again = threading.Event()
+        with self._lock:  # Otherwise two calls at once could wait for the same event, and both threads would be kept.
+            before, self._is_asked_again = self._is_asked_again, asked_again
         before.set()
-        self._is_asked_again.wait()
+        asked_again.wait()
 
     def product(self, packed_header: bytes, payload: bytes) -> bytes | int:
         """Computes one product. Arguments and result are bytes, since Ray takes much longer for an array of one row.

@@ -74,6 +74,9 @@ def connect(address: str) -> None:
     # Ray would print the cluster's error messages, which may quote what a failed call was given, to standard output.
     # It has no setting for this thread's output (2.60); a test sees that nothing is printed.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    # A call of Ray's after the connection has ended would connect this process to a cluster that Ray looks up in a file
+    # or a variable, or would start one here, whatever its settings.
+    ray._private.auto_init_hook.enable_auto_connect = False
     with _own_signals():
         try:
             context: Any = ray.init(address=address, log_to_driver=False, configure_logging=False)

@@ -107,7 +107,7 @@ def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
 
 def _is_let_in(host: str, port: int, context: ssl.SSLContext | None) -> bool:
     """Returns whether a server answers this way of connecting with its first HTTP/2 frame."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as ending:
+    with contextlib.suppress(OSError, UnicodeError), contextlib.ExitStack() as ending:  # the latter: no such host name
         connection = ending.enter_context(socket.create_connection((host, port), _PROBE_S))
         if context is not None:
             connection = ending.enter_context(context.wrap_socket(connection, server_hostname=host))

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from provider.engine.products import check_cols, together
 from provider.engine.replica import ReplicaLost, product_limit_s
@@ -33,6 +33,9 @@ _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
 bytes at this rate in bytes per second. A slower host counts as lost, early enough for another replica to compute the
 product while the tenant still waits."""
 _LOOK_S, _PAUSE_S = 2.0, 0.5
+MOST_DEATHS = 3
+"""The answers in a row by which Ray says that it will not start an actor again, after which that is believed: a single
+one may be about a host that was drained."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -53,6 +56,7 @@ class ActorReplica:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # one product at a time
         self._is_closed = self._is_given_up = False
+        self._num_deaths = 0
         self._end: Future[None] | None = None
         """The future of a call that ends when the actor's process ends; None while no process is known."""
 
@@ -124,8 +128,14 @@ class ActorReplica:
         """
         try:
             refusal: str = ray.get(self._actor.refusal.remote(), timeout=seconds)
+            self._num_deaths = 0
             if not refusal:
                 self._end = self._actor.wait_for_ever.remote().future()
+        except ActorDiedError:  # Ray does not start an actor again whose first start failed.
+            self._num_deaths += 1
+            if self._num_deaths >= MOST_DEATHS:
+                return "Ray has ended it for good: see Ray's logs on the cluster's hosts"
+            raise ReplicaLost(began=False) from None
         except RayError:  # `from None`: the error's text has the remote process's environment.
             raise ReplicaLost(began=False) from None
         return refusal

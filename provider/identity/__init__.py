@@ -1,1 +1,1 @@
-"""This package holds the provider's certificate authority, and the registry of enrolled tenants and shards."""
+"""This package holds the provider's certificate authority, and the registry of enrolled tenants."""

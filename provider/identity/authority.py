@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -34,8 +33,7 @@ BACKDATE = timedelta(hours=1)  # A certificate must be valid for peers whose clo
 CA_LIFETIME = timedelta(days=3650)
 # Some TLS stacks refuse a longer lifetime: CA/Browser Forum baseline requirements, section 6.3.2.
 SERVER_LIFETIME = timedelta(days=397)
-Role = Literal["tenant", "shard"]
-_URIS: dict[Role, str] = {"tenant": "veilbase://tenant/", "shard": "veilbase://shard/"}
+_TENANT_URI = "veilbase://tenant/"
 _REPAIR = "restore it from a backup, or start with an empty directory and enrol every tenant again"
 
 TENANT_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -69,15 +67,15 @@ class IdentityNotWritten(AccessError):
 
 
 class AlreadyEnrolled(AccessError):
-    """Says that the tenant or shard to enroll already has a certificate that is neither revoked nor expired."""
+    """Says that the tenant to enroll already has a certificate that is neither revoked nor expired."""
 
 
 class UnknownTenant(AccessError):
-    """Says that no tenant or shard with the given name was ever enrolled."""
+    """Says that no tenant with the given name was ever enrolled."""
 
 
 class InvalidPeerCertificate(Unauthenticated):
-    """Says that a client certificate names no tenant or shard. As a subclass of `Unauthenticated`, this error has a
+    """Says that a client certificate names no tenant. As a subclass of `Unauthenticated`, this error has a
     code that can be sent to the peer."""
 
 
@@ -96,7 +94,7 @@ class CertificateAuthority:
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """Holds the name of the tenant or shard in a client certificate, and the certificate's serial number."""
+    """Holds the name of the tenant in a client certificate, and the certificate's serial number."""
 
     name: str
     serial: int
@@ -220,17 +218,16 @@ def issue_server_certificate(
 
 
 def issue_tenant_certificate(
-    ca: CertificateAuthority, name: str, days: int, now: datetime, role: Role = "tenant"
+    ca: CertificateAuthority, name: str, days: int, now: datetime
 ) -> tuple[bytes, x509.Certificate]:
-    """Issues a key and a certificate for a tenant or a shard, in memory; `provider.identity.registry.enroll` saves and
+    """Issues a key and a certificate for a tenant, in memory; `provider.identity.registry.enroll` saves and
     registers them.
 
     Args:
         ca: the CA that signs.
-        name: the name of the tenant or shard.
+        name: the name of the tenant.
         days: the lifetime in days.
         now: the time at which the lifetime begins.
-        role: whether the certificate is for a tenant or a shard.
 
     Returns:
         The private key in PEM, and the certificate.
@@ -244,31 +241,28 @@ def issue_tenant_certificate(
         raise InvalidLifetime(f"expected a lifetime of 1 to {most_days} days (the CA ends then), got {days}")
     # The name is put into a URI only. A client could mistake a DNS name, an IP address or a common name such as
     # `localhost` for the server's name.
-    names = [x509.UniformResourceIdentifier(_URIS[role] + name)]
+    names = [x509.UniformResourceIdentifier(_TENANT_URI + name)]
     end = now + timedelta(days=days)
-    key, certificate = _issue(ca, f"veilbase {role}", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
+    key, certificate = _issue(ca, "veilbase tenant", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
     return _private_pem(key), certificate
 
 
-def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
-    """Reads the name of the tenant or shard, and the serial number, from a client certificate.
+def peer_identity(cert_pem: bytes) -> PeerIdentity:
+    """Reads the name of the tenant, and the serial number, from a client certificate.
 
     Before this call, the TLS layer must have verified the certificate's chain and dates.
 
     Args:
         cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
-        role: the role that the peer claims; a certificate for the other role is refused.
 
     Returns:
         The name and the serial number.
 
     Raises:
         InvalidPeerCertificate: `cert_pem` is not exactly one certificate; or the certificate's extended key usage is
-            not client authentication alone; or its alternative names are not exactly one veilbase://ROLE/NAME.
+            not client authentication alone; or its alternative names are not exactly one veilbase://tenant/NAME.
     """
-    refusal = InvalidPeerCertificate(
-        f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
-    )
+    refusal = InvalidPeerCertificate("expected a tenant's certificate from `provider enroll`, got another: enrol again")
     try:
         (certificate,) = x509.load_pem_x509_certificates(cert_pem)
         usages = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
@@ -285,7 +279,7 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
         raise refusal from None  # the cause's text may hold bytes of the peer's certificate
     if usages != [ExtendedKeyUsageOID.CLIENT_AUTH] or not isinstance(name, x509.UniformResourceIdentifier):
         raise refusal
-    named = name.value.removeprefix(_URIS[role])
+    named = name.value.removeprefix(_TENANT_URI)
     if named == name.value or not re.fullmatch(TENANT_NAME_PATTERN, named):
         raise refusal
     return PeerIdentity(named, serial)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from cryptography.hazmat.primitives import serialization
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -28,7 +28,6 @@ from provider.identity.authority import (
     TENANT_NAME_PATTERN,
     AlreadyEnrolled,
     IdentityNotWritten,
-    Role,
     StateDir,
     UnknownTenant,
     check_endpoint,
@@ -75,7 +74,8 @@ class TenantRecord(BaseModel):
     not_after: AwareDatetime
     enrolled_at: AwareDatetime
     revoked_at: AwareDatetime | None
-    role: Role = "tenant"
+    role: Literal["tenant", "shard"] = "tenant"
+    """A shard is a host that an earlier release let join; its certificate is refused now."""
 
     def is_live(self, now: datetime) -> bool:
         """Returns whether the certificate is neither revoked nor expired."""
@@ -106,7 +106,6 @@ def enroll(
     endpoint: str,
     days: int = 365,
     *,
-    role: Role = "tenant",
     now: datetime | None = None,
 ) -> TenantRecord:
     """Enrolls a tenant: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and
@@ -119,7 +118,6 @@ def enroll(
             0700.
         endpoint: the grpcs:// URL that the tenant is to use.
         days: the lifetime of the certificate in days.
-        role: `tenant`; or `shard`, a role of earlier releases, whose certificates nobody admits.
         now: the present time, for tests; None reads the clock.
 
     Returns:
@@ -138,14 +136,13 @@ def enroll(
         records = tenants(state)
         if any(record.name == name and record.is_live(start) for record in records):
             raise AlreadyEnrolled(f"tenant {name!r} has a valid certificate: run `provider revoke {name}` first")
-        key_pem, certificate = issue_tenant_certificate(state.ca, name, days, start, role)
+        key_pem, certificate = issue_tenant_certificate(state.ca, name, days, start)
         record = TenantRecord(
             name=name,
             serial=f"{certificate.serial_number:x}",
             not_after=certificate.not_valid_after_utc,
             enrolled_at=start,
             revoked_at=None,
-            role=role,
         )
         files = {
             "key.pem": key_pem,
@@ -159,7 +156,7 @@ def enroll(
 
 
 def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
-    """Revokes every valid certificate of a tenant or shard; the revocation is on disk when this function returns.
+    """Revokes every valid certificate of a tenant; the revocation is on disk when this function returns.
 
     Returns:
         The number of certificates that were revoked; 0 if all had been revoked or had expired before.
@@ -186,7 +183,7 @@ def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
 
 
 def tenants(state: StateDir) -> list[TenantRecord]:
-    """Returns the records of all certificates that were ever issued to tenants and shards, in order of issue.
+    """Returns the records of all certificates that were ever issued to tenants, in order of issue.
 
     Raises:
         StateDamaged: the registry is missing, unreadable or malformed.

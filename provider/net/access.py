@@ -1,4 +1,4 @@
-"""Decides which callers are admitted: looks up each caller's certificate in the registry of tenants and shards.
+"""Decides which callers are admitted: looks up each caller's certificate in the registry.
 
 Callers of this module must pass only certificates that TLS has verified.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from provider.identity.authority import Role, peer_identity
+from provider.identity.authority import peer_identity
 from provider.identity.registry import RevocationList
 from provider.schedule.quota import LOCAL_TENANT
-from wire.errors import REVOKED, NotPermitted, Unauthenticated, Unavailable, WireCode
+from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,13 @@ class Access:
     """Holds an admitted caller's name, and a check, made for every request, that the caller is still admitted.
 
     Attributes:
-        tenant: the name of the tenant or shard.
+        tenant: the name of the tenant.
         refusal: returns None if the caller is still admitted, else the error code; raises `RegistryUnreadable` if the
             registry has been unreadable for too long.
     """
 
     tenant: str
     refusal: Callable[[], WireCode | None]
-
-    def may_stay(self) -> bool:
-        """Returns whether the caller is still admitted; false also if the registry cannot be read.
-
-        This is used for shards, which join again by themselves. A tenant's stream uses `refusal`, and stays open if the
-        registry cannot be read.
-        """
-        try:
-            return self.refusal() is None
-        except Unavailable:
-            return False
 
 
 class AccessCheck:
@@ -47,24 +36,23 @@ class AccessCheck:
         `local`."""
         self._revocations = revocations
 
-    def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:
+    def admit(self, cert_pem: bytes) -> Access:
         """Checks a caller's certificate and admits the caller.
 
         Args:
             cert_pem: the caller's certificate in PEM, which TLS has verified; empty without TLS.
-            role: the role that the caller claims.
 
         Returns:
             The caller's name, and the check for later requests.
 
         Raises:
-            Unauthenticated: the certificate is not for this role, or is not registered.
+            Unauthenticated: the certificate is not a tenant's, or is not registered.
             NotPermitted: the certificate was revoked.
             RegistryUnreadable: the registry cannot be read at present.
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)
-        peer = peer_identity(cert_pem, role)
+        peer = peer_identity(cert_pem)
         self._revocations.check_current()
         access = Access(peer.name, lambda: self._refusal(peer.serial))
         code = access.refusal()

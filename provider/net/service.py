@@ -268,7 +268,7 @@ class ProviderService:
             raise  # This is not reached: `abort` raises.
 
     def _look_up(self, cert_pem: bytes) -> Access:
-        access = self._access_check.admit(cert_pem, "tenant")
+        access = self._access_check.admit(cert_pem)
         if self._is_draining:
             raise Unavailable("shutting down")
         return access

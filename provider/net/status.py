@@ -49,8 +49,7 @@ class ServiceStatus:
         num_unanswered: number of streams with a request in flight.
         num_requests, held_bytes, num_waiting: sums over all streams; see `SessionStatus`.
         num_rows: rows in flight of all tenants with an open stream, including rows that the receiving thread computes.
-        calls: by caller's name, the number of open streams and downloads, or connections of a shard's host; only
-            callers with at least one.
+        calls: by caller's name, the number of open streams and downloads; only callers with at least one.
         is_draining: whether new streams and requests are refused.
     """
 

@@ -1,2 +1,2 @@
-"""This package computes the products of layer groups in other processes. Each process is on this machine and uses
-shared memory, or is on another host and connects to the provider's port."""
+"""This package computes the products of layer groups in other processes of this machine, which share memory with the
+provider's; and it sends each request to the shard that holds its layer group, wherever that is."""

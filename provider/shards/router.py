@@ -22,7 +22,7 @@ class Shard:
 
     Attributes:
         groups: the ids of the shard's groups.
-        replicas: the replicas, each with the weights of all these groups; empty if other hosts will join.
+        replicas: the replicas, each with the weights of all these groups.
         scheduler: a new scheduler, which only this shard uses.
     """
 

@@ -4,7 +4,8 @@ response unread.
 Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
 request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
 cancelled, so that others can run. With TLS, a handshake takes `handshake_s` seconds at most, and if there are as many
-unfinished handshakes as connections are allowed, the oldest one ends for the next.
+unfinished handshakes as connections are allowed, the oldest one ends for the next. A client cannot delay an end so that
+file descriptors pile up: of connections that are ending, only a few are waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from tenant_sdk.endpoint.errors import HttpError, to_bytes
 from tenant_sdk.endpoint.settings import EndpointLimits
 
 _FULL_RETRY_S = 1.0
+MOST_ENDING = 32
+"""The most connections beside the allowed ones that may be ending: those that get the response that there are too many,
+and over TLS wait for the client's end of it; and handshakes that were shut, which the event loop has not closed yet."""
 
 
 class ListeningSocket(socket.socket):
@@ -37,9 +41,18 @@ class ListeningSocket(socket.socket):
         self.limits = limits
         self._has_tls = has_tls
         self._handshakes: dict[int, socket.socket] = {}
+        self._shut: list[socket.socket] = []
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Returns the next connection and its client's address."""
+        """Returns the next connection and its client's address.
+
+        Raises:
+            BlockingIOError: there is none; or many have been shut, which the event loop first has to close. It asks
+                again then.
+        """
+        self._shut = [one for one in self._shut if one.fileno() >= 0]
+        if len(self._shut) >= MOST_ENDING:
+            raise BlockingIOError
         connection, address = super().accept()
         if self._has_tls:
             self._handshakes = {number: one for number, one in self._handshakes.items() if one.fileno() == number}
@@ -47,6 +60,7 @@ class ListeningSocket(socket.socket):
                 oldest = self._handshakes.pop(next(iter(self._handshakes)))
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its transport notices, and closes it
+                self._shut.append(oldest)
             self._handshakes[connection.fileno()] = connection
         return connection, address
 
@@ -81,7 +95,9 @@ def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             listening.complete(transport.get_extra_info("socket").fileno())
-            if len(self.connections) > limits.connections:
+            if len(self.connections) > limits.connections + MOST_ENDING:
+                transport.abort()
+            elif len(self.connections) > limits.connections:
                 transport.write(_FULL)
                 transport.close()
             else:

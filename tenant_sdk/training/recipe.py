@@ -196,7 +196,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []  # others are refused below
+        names = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
         for name in names:
             if names.count(name) > 1:
                 raise _Twice(ascii(name)[:60])

@@ -22,7 +22,7 @@ import torch
 
 import provider.net.service as service_module
 import provider.net.stream_port as port_module
-from provider.identity.registry import enroll, revoke
+from provider.identity.registry import revoke
 from provider.net.carrier import carry
 from provider.net.session import Session
 from tests.support.links import connect
@@ -150,17 +150,11 @@ def revoked_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
     return identity
 
 
-def shards_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    enroll(provider.state, "host", tmp_path / "host", provider.url, role="shard")
-    return TlsIdentity.read(tmp_path / "host")
-
-
 @pytest.mark.parametrize(
     ("make", "code"),
     [
         (revoked_identity, WireCode.NOT_PERMITTED),
         (unregistered_identity, WireCode.UNAUTHENTICATED),
-        (shards_identity, WireCode.UNAUTHENTICATED),
     ],
 )
 def test_who_is_no_tenant_is_told_and_gets_no_session(

@@ -16,7 +16,6 @@ import provider.identity.registry as registry
 import provider.net.service as service_module
 from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, revoke
 from provider.model.served_model import ServedModel
-from provider.net.access import Access
 from tests.support.links import GrpcLink, SocketLink
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
@@ -202,15 +201,3 @@ def test_a_time_that_a_provider_names_is_read_with_care(value: object, retry_s: 
     assert isinstance(exc, Unavailable)
     assert exc.retry_s == retry_s
     assert "in 0 s" not in str(exc)
-
-
-def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
-    """A shard may not stay if the registry cannot be read. This gives False and raises no error, since an error would
-    end the thread that checks all streams."""
-
-    def unreadable() -> None:
-        raise registry.RegistryUnreadable
-
-    assert not Access("host", unreadable).may_stay()
-    assert not Access("host", lambda: WireCode.NOT_PERMITTED).may_stay()
-    assert Access("host", lambda: None).may_stay()

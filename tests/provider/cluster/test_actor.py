@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from provider.model.served_model import ServedModel
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows
 from tests.support.serving import make_served_model
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
@@ -98,3 +99,47 @@ def test_a_second_look_frees_the_thread_of_the_first(served: ServedModel, folder
     for each in looking:
         each.start()
     until(lambda: sum(each.is_alive() for each in looking) == 1, "the end of the earlier call")
+
+
+def test_whatever_else_fails_is_one_line(served: ServedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would not start an actor again that raises at its start, and tell the provider's process nothing of use."""
+
+    def fail(_model: object) -> None:
+        raise MemoryError("two\nlines")
+
+    monkeypatch.setattr("provider.model.load.load", fail)
+    refusal = ShardActor(assignment(served, folder)).refusal()
+    assert refusal == "a host of the cluster could not load the model (MemoryError): see Ray's logs there"
+
+
+def test_of_two_looks_at_once_only_the_later_keeps_a_thread(
+    served: ServedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_come = threading.Event()
+
+    class Meanwhile(threading.Event):
+        """Has the second call come while the first one is under way."""
+
+        def set(self) -> None:
+            if threading.current_thread() is looking[0]:
+                looking[1].start()
+                comes(has_come, "the second call")
+            else:
+                has_come.set()
+            super().set()
+
+    named = types.SimpleNamespace(Event=Meanwhile, Lock=threading.Lock, Thread=threading.Thread)
+    monkeypatch.setattr("provider.cluster.actor.threading", named)
+    made = ShardActor(assignment(served, folder))
+    looking = [threading.Thread(target=made.wait_for_ever, daemon=True) for _ in range(2)]
+    looking[0].start()
+    looking[0].join(WAIT_S)
+    assert [each.is_alive() for each in looking] == [False, True]
+
+
+def test_an_actor_that_computes_nothing_lets_nobody_wait(served: ServedModel, folder: Path) -> None:
+    """Ray may start an actor again, with other weights, between the calls of `refusal` and of `wait_for_ever`."""
+    made = ShardActor(assignment(served, folder, weights="int8"))
+    looking = threading.Thread(target=made.wait_for_ever, daemon=True)
+    looking.start()
+    until(lambda: not looking.is_alive(), "the end of the call")

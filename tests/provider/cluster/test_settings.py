@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from provider.cluster import connection
 from provider.cluster.connection import cluster_identity, connect
 from provider.cluster.proof import prove_tls, prove_token
 from provider.config import load_settings
@@ -103,6 +104,41 @@ def test_a_token_that_is_not_one_line_of_text(environment: dict[str, str], token
 def test_a_port_that_cannot_be(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="got 99999"):
         connect("127.0.0.1:99999")
+
+
+def test_a_call_after_the_end_starts_no_other_cluster(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray._private import auto_init_hook, worker
+
+    started: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        started.append(options)
+        raise ConnectionError
+
+    for module, name in (
+        (worker, "print_to_stdstream"),
+        (auto_init_hook, "enable_auto_connect"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restores it in the end
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    for name in ("prove_tls", "prove_token"):
+        monkeypatch.setattr(connection, name, lambda *_: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigurationError, match="cannot join"):
+        connect("127.0.0.1:6379")
+    with contextlib.suppress(Exception):
+        ray.get([])
+    assert [one["address"] for one in started] == ["127.0.0.1:6379"]
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".x"])
+def test_a_host_name_that_cannot_be(environment: dict[str, str], host: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not speak TLS") as caught:
+        connect(f"{host}:6379")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, str]) -> None:

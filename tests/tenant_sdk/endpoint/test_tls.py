@@ -14,6 +14,7 @@ import pytest
 import trustme
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.connections import MOST_ENDING, ListeningSocket
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
 from tests.support.endpoints import KEY, WHO, chat
@@ -86,3 +87,46 @@ def test_a_handshake_that_takes_too_long_is_ended(client: TenantClient, tmp_path
         address = ("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
         with socket.create_connection(address, WAIT_S) as silent:
             assert silent.recv(1) == b""
+
+
+def test_clients_that_do_not_let_go_keep_few_descriptors(client: TenantClient, tmp_path: Path) -> None:
+    """A connection over the limit waits for its client's end of TLS. A client that never sends it must not pile up."""
+    authority = trustme.CA()
+    cert, key = issue(authority, tmp_path)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    settings = EndpointSettings(
+        "127.0.0.1", 0, KEY, True, cert, key, unverified=True, limits=EndpointLimits(connections=2)
+    )
+    with Endpoint(client, settings=settings) as endpoint, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+
+        def ask(said: bytes = b"") -> bytes:
+            plain = stack.enter_context(socket.create_connection(address, WAIT_S))
+            secure = stack.enter_context(trusting.wrap_socket(plain, server_hostname="localhost"))
+            secure.sendall(said)
+            return secure.recv(12)
+
+        for _ in range(2):
+            assert ask(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n") == b"HTTP/1.1 401"
+        assert {ask() for _ in range(MOST_ENDING)} == {b"HTTP/1.1 429"}
+        for _ in range(3):
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                assert ask() == b""
+
+
+def test_no_more_is_accepted_before_what_was_shut_is_closed() -> None:
+    limits = EndpointLimits(connections=2)
+    with (
+        ListeningSocket(socket.AF_INET, socket.SOCK_STREAM, 0, limits, has_tls=True) as listening,
+        contextlib.ExitStack() as stack,
+    ):
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        for _ in range(2 + MOST_ENDING + 1):
+            stack.enter_context(socket.create_connection(listening.getsockname(), WAIT_S))
+        taken = [stack.enter_context(listening.accept()[0]) for _ in range(2 + MOST_ENDING)]
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+        taken[0].close()
+        stack.enter_context(listening.accept()[0])

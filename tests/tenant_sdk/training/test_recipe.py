@@ -86,6 +86,7 @@ def test_how_checkpointing_is_named(tmp_path: Path) -> None:
         pytest.param("log_dir: " + "[" * 3000, "is no YAML file", id="deep"),
         ("max_steps: [1", "is no YAML file, see line "),
         (f"!!python/object/apply:os.system ['{SECRET}']", "is no YAML file"),
+        ("!!map [max_steps]", "is no YAML file, see line 1"),
         (f"- {SECRET}", "expected options with values"),
         ("max_steps: 7\nmax_steps: 8", ": 'max_steps' comes twice"),
         ("peft_config: {r: 4, r: 8}", ": 'r' comes twice"),
