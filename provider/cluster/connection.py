@@ -105,8 +105,8 @@ def connect(address: str) -> None:
 
 
 def watch_node(on_lost: Callable[[], None]) -> None:
-    """Starts a thread that calls `on_lost` once this host's Ray node has ended. Its object store, through which all
-    rows go, has ended with it, and Ray does not connect a process to another node."""
+    """Starts a thread that calls `on_lost` once this host's Ray node has ended. Ray does not connect a process to
+    another node."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()

@@ -39,7 +39,7 @@ class ListeningSocket(socket.socket):
         """
         super().__init__(family, kind, protocol)
         self.limits = limits
-        self._has_tls = has_tls
+        self.has_tls = has_tls
         self._handshakes: dict[int, socket.socket] = {}
         self._shut: list[socket.socket] = []
 
@@ -54,7 +54,7 @@ class ListeningSocket(socket.socket):
         if len(self._shut) >= MOST_ENDING:
             raise BlockingIOError
         connection, address = super().accept()
-        if self._has_tls:
+        if self.has_tls:
             self._handshakes = {number: one for number, one in self._handshakes.items() if one.fileno() == number}
             if len(self._handshakes) >= self.limits.connections:
                 oldest = self._handshakes.pop(next(iter(self._handshakes)))
@@ -95,7 +95,8 @@ def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             listening.complete(transport.get_extra_info("socket").fileno())
-            if len(self.connections) > limits.connections + MOST_ENDING:
+            # Without TLS a connection ends at once, whatever its client does, so each gets the response.
+            if listening.has_tls and len(self.connections) > limits.connections + MOST_ENDING:
                 transport.abort()
             elif len(self.connections) > limits.connections:
                 transport.write(_FULL)
