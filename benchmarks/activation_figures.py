@@ -18,7 +18,7 @@ from benchmarks.common import pyplot
 ROWS = {
     "local": "local transformers + PEFT", "remote": "remote, as transformers and PEFT have it",
     "chunked": "+ loss in chunks", "pruned": "+ pruned graph: `checkpointing=None`",
-    "replies": "`checkpointing=\"replies\"`, all on disk", "windows": "+ windows of 256 tokens",
+    "replies": "`checkpointing=\"replies\"`, all on disk", "windows": "`replies` with windows of 256 tokens",
 }  # fmt: skip
 """The variants of benchmarks/activations.py that are shown, each with its label."""
 TITLES = {"lora": "LoRA", "ia3": "IA3", "prefix": "prefix tuning"}

@@ -63,10 +63,14 @@ def enroll(
     """Issue a tenant's identity."""
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll as issue
+    from provider.serve import ENDPOINT_FILE
 
     if shard:
         raise ConfigurationError(NO_JOINING)
-    opened = StateDir(_state_path(state))
+    path = _state_path(state)
+    if (path / ENDPOINT_FILE).exists() and not (path / "ca_key.pem").exists():
+        raise ConfigurationError(f"the provider of {str(path)!r} holds no CA key: enrol where the key is (docs/ray.md)")
+    opened = StateDir(path)
     served = _last_endpoint(opened.path)
     url = endpoint or served or DEFAULT_ENDPOINT
     record = issue(opened, name, out, url, days)
@@ -109,7 +113,7 @@ def export_server(
     from provider.identity.authority import StateDir
     from provider.identity.front import export_server_identity
 
-    opened = StateDir(_state_path(state))
+    opened = StateDir(_state_path(state), create=False)
     export_server_identity(opened, out, host, [name for name in names.split(",") if name])
     typer.echo(f"wrote {out / 'server_cert.pem'} and {out / 'server_key.pem'}")
 

@@ -27,7 +27,7 @@ from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX = "VEILBASE_PROVIDER_"
-RAY_ADDRESS_PATTERN = r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}$"
+_RAY_ADDRESS = r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}"
 """A host and a port. Words that Ray takes for an address and looks up in a file, such as `auto`, do not match."""
 DEFAULT_STATE = Path("~/.veilbase/provider")
 STATE_HELP = "State directory: CA and registry."
@@ -139,9 +139,7 @@ class ProviderSettings(_Settings):
     engine: Literal["local", "ray"] = Field(
         default="local", description="ray: shards and replicas are actors in a Ray cluster."
     )
-    ray_address: str | None = Field(
-        default=None, pattern=RAY_ADDRESS_PATTERN, description="HOST:PORT of the cluster's head."
-    )
+    ray_address: str | None = Field(default=None, description="HOST:PORT of the cluster's head.")
     ray_gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs of each actor.")
     remote_shards: str | None = Field(default=None, description="No longer possible: see --engine ray.")
     batching: Literal["opportunistic", "none", "lockstep"] = Field(
@@ -244,6 +242,10 @@ class ProviderSettings(_Settings):
         if self.engine == "ray":
             if self.ray_address is None:
                 raise ConfigurationError("--engine ray needs --ray-address HOST:PORT, the cluster's head")
+            if re.fullmatch(_RAY_ADDRESS, self.ray_address) is None:
+                raise ConfigurationError(
+                    f"expected --ray-address HOST:PORT, the cluster's head, got {ascii(self.ray_address)[:80]}"
+                )
             if not self.tls or missing:
                 raise ConfigurationError(
                     f"--engine ray needs --tls, --server-cert, --server-key and --registry, got no "

@@ -180,6 +180,10 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
         from provider.device.choice import find
 
         find(settings.device)  # A device that is not there is refused before the model is loaded, which takes time.
+    if settings.engine == "ray" and settings.ray_address is not None:
+        from provider.cluster.connection import check_head
+
+        check_head(settings.ray_address)  # What is missing is said before the model is loaded.
     ranks = None
     if settings.parallel != "none":
         from provider.parallel.start import meet
@@ -261,6 +265,7 @@ def _start_replicas(
         from provider.cluster.actors import ClusterShards
 
         source = settings.model, settings.weights, settings.base_layers
+        _LOGGER.info("waiting for %d actors to load their weights", settings.shards * settings.replicas)
         actors = ClusterShards.start(
             model.served, settings.shards, settings.replicas, source, settings.threads, settings.ray_gpus
         )

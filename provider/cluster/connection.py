@@ -33,7 +33,10 @@ def cluster_identity() -> ClusterIdentity:
     for name, value in (("RAY_USE_TLS", "1"), ("RAY_AUTH_MODE", "token")):
         if os.environ.get(name) != value:
             raise ConfigurationError(f"--engine ray needs the environment variable {name}={value} (docs/ray.md)")
-    paths = [Path(os.environ.get(name, "")) for name in _FILES]
+    for name in _FILES:
+        if not os.environ.get(name):
+            raise ConfigurationError(f"--engine ray needs the environment variable {name}, a file's path (docs/ray.md)")
+    paths = [Path(os.environ[name]) for name in _FILES]
     for name, path in zip(_FILES, paths, strict=True):
         try:
             if not path.is_file():
@@ -48,6 +51,28 @@ def cluster_identity() -> ClusterIdentity:
     return ClusterIdentity(certificate, key, ca, token)
 
 
+def check_head(address: str) -> ClusterIdentity:
+    """Proves that a cluster's head is closed to strangers.
+
+    Args:
+        address: host and port of the head.
+
+    Returns:
+        The files with which this host takes part in the cluster.
+
+    Raises:
+        ConfigurationError: the head is open or cannot be reached, or the environment is not as docs/ray.md says.
+    """
+    identity = cluster_identity()
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not 0 < int(port) < 1 << 16:
+        raise ConfigurationError(f"expected the port of the cluster's head in --ray-address, got {port}")
+    prove_tls(host, int(port), identity)
+    prove_token(host, int(port), identity)
+    return identity
+
+
 def connect(address: str) -> None:
     """Proves that a cluster is closed to strangers, and makes this process a driver of it.
 
@@ -58,13 +83,7 @@ def connect(address: str) -> None:
         ConfigurationError: the cluster is open, cannot be reached, has its dashboard on or runs another release of Ray;
             or Ray is not installed.
     """
-    identity = cluster_identity()
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not 0 < int(port) < 1 << 16:
-        raise ConfigurationError(f"expected the port of the cluster's head in --ray-address, got {port}")
-    prove_tls(host, int(port), identity)
-    prove_token(host, int(port), identity)
+    identity = check_head(address)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's own lines name hosts and repeat every second.
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, os_cause
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
@@ -77,8 +77,8 @@ def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
     where = f"{host}:{port}"
     if not _is_let_in(host, port, identity.context(with_certificate=True)):
         raise ConfigurationError(
-            f"the cluster's server {where} does not speak TLS with the certificate of RAY_TLS_SERVER_CERT: start every "
-            "node with RAY_USE_TLS=1 and certificates of one CA (docs/ray.md)"
+            f"the cluster's server {where} does not speak TLS with the certificate of RAY_TLS_SERVER_CERT, or its own "
+            f"does not name {host}: start every node with RAY_USE_TLS=1 and certificates of one CA (docs/ray.md)"
         )
     if _is_let_in(host, port, None):
         raise ConfigurationError(f"the cluster's server {where} speaks without TLS too: start it with RAY_USE_TLS=1")
@@ -105,10 +105,24 @@ def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
         raise ConfigurationError(f"the cluster's head {host}:{port} refuses the token of RAY_AUTH_TOKEN_PATH")
 
 
+def _connected(host: str, port: int) -> socket.socket:
+    """Returns a connection to a server; raises ConfigurationError if there is none."""
+    try:
+        return socket.create_connection((host, port), _PROBE_S)
+    except (socket.gaierror, UnicodeError):  # the latter: a part of the name is empty or too long
+        raise ConfigurationError(f"there is no host {ascii(host)[:80]}: is its name right?") from None
+    except OSError as exc:
+        raise ConfigurationError(f"nothing answers at {host}:{port}: does a Ray node run there?") from os_cause(exc)
+
+
 def _is_let_in(host: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Returns whether a server answers this way of connecting with its first HTTP/2 frame."""
-    with contextlib.suppress(OSError, UnicodeError), contextlib.ExitStack() as ending:  # the latter: no such host name
-        connection = ending.enter_context(socket.create_connection((host, port), _PROBE_S))
+    """Returns whether a server answers this way of connecting with its first HTTP/2 frame.
+
+    Raises:
+        ConfigurationError: the server cannot be reached.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as ending:
+        connection = ending.enter_context(_connected(host, port))
         if context is not None:
             connection = ending.enter_context(context.wrap_socket(connection, server_hostname=host))
         connection.sendall(_PREFACE)

@@ -340,7 +340,7 @@ class RevocationList:
         if read.records is None:
             self._note("is missing or malformed", "nobody is admitted: restore it from a backup")
         elif self._is_too_old(read):
-            self._note("is too old", "nobody is admitted: copy it again")
+            self._note("is too old", "nobody is admitted until there is a new one of `provider export-registry`")
         elif self._trouble is not None:
             self._note(None, "")
         return read

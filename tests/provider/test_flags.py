@@ -89,6 +89,7 @@ def test_a_setting_is_a_flag_unless_it_holds_more_than_a_word_says() -> None:
     assert names - {"config"} == set(ProviderSettings.model_fields) - {"max_in_flight_bytes", "tenant_limits"}
 
 
+NO_PROVIDER = "provider state 'FOLDER/none': found no provider here: check --state, or run `provider serve --tls` or `enroll` first"  # noqa: E501
 BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
 
 
@@ -118,6 +119,12 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ("serve --shards 2 --remote-shards 1 --tls", NO_JOINING),
         ("shard --join grpcs://x:1 --identity x", NO_JOINING),
         ("enroll host --shard --out x", NO_JOINING),
+        ("export-server --host a --out x --state FOLDER/none", NO_PROVIDER),
+        ("export-registry --out x --state FOLDER/none", NO_PROVIDER),
+        (
+            "enroll acme --out x --state FOLDER/front",
+            "the provider of 'FOLDER/front' holds no CA key: enrol where the key is (docs/ray.md)",
+        ),
         (
             "serve --record-limit 1GiB",
             "--record-limit and --record-layers need --record, which names the folder",
@@ -135,6 +142,8 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
 def test_a_setting_that_cannot_be_is_one_line(
     words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "front").mkdir()  # as a provider that holds no CA key leaves it
+    (tmp_path / "front" / "endpoint").write_text("grpcs://127.0.0.1:8443\n")
     for name, content in (("bad", BAD), ("unknown", UNKNOWN), ("range", RANGE)):
         (tmp_path / f"{name}.yaml").write_text(content)
     assert end_of(words.replace("FOLDER", str(tmp_path)), monkeypatch) == 1

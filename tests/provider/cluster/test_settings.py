@@ -48,8 +48,9 @@ def test_settings_that_cannot_be(flags: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "local", "ray://head:10001", "head", ":6379", "head:6379/x", "a b:1", ""])
 def test_an_address_that_ray_would_look_up_or_that_is_none(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="ray_address"):
-        load_settings({**RAY, "ray_address": address})
+    settings = load_settings({**RAY, "ray_address": address})
+    with pytest.raises(ConfigurationError, match=r"expected --ray-address HOST:PORT, .*, got"):
+        settings.check_front()
 
 
 @pytest.fixture
@@ -136,9 +137,25 @@ def test_a_call_after_the_end_starts_no_other_cluster(
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".x"])
 def test_a_host_name_that_cannot_be(environment: dict[str, str], host: str) -> None:
-    with pytest.raises(ConfigurationError, match="does not speak TLS") as caught:
+    with pytest.raises(ConfigurationError, match="there is no host") as caught:
         connect(f"{host}:6379")
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_where_nothing_listens(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(ConfigurationError, match=f"nothing answers at 127.0.0.1:{port}"):
+        connect(f"127.0.0.1:{port}")
+
+
+def test_a_certificate_that_does_not_name_the_host(environment: dict[str, str]) -> None:
+    server, port = grpc_server("closed", environment, "127.0.0.2")
+    try:
+        with pytest.raises(ConfigurationError, match=r"or its own does not name 127\.0\.0\.2"):
+            connect(f"127.0.0.2:{port}")
+    finally:
+        server.stop(None).wait()
 
 
 def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, str]) -> None:
@@ -148,17 +165,17 @@ def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, s
         prove_token("127.0.0.1", port, cluster_identity())
 
 
-def grpc_server(kind: str, environment: dict[str, str]) -> tuple[grpc.Server, int]:
+def grpc_server(kind: str, environment: dict[str, str], host: str = "127.0.0.1") -> tuple[grpc.Server, int]:
     """Starts a gRPC server that asks for certificates, or takes everybody by TLS, or speaks without TLS."""
     server = grpc.server(ThreadPoolExecutor(1))
     if kind == "plain":
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"{host}:0")
     else:
         key, certificate, ca = (
             Path(environment[f"RAY_TLS_{name}"]).read_bytes() for name in ("SERVER_KEY", "SERVER_CERT", "CA_CERT")
         )
         credentials = grpc.ssl_server_credentials([(key, certificate)], ca, kind == "closed")
-        port = server.add_secure_port("127.0.0.1:0", credentials)
+        port = server.add_secure_port(f"{host}:0", credentials)
     server.start()
     return server, port
 
