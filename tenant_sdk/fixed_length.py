@@ -89,8 +89,9 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
 
 
 def bounded_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Bounds logits, of any shape, so that a token can be drawn from them at any temperature. Large magnitudes are
-    reduced to `_LARGEST_LOGIT`, and minus infinity, which excludes a token, is kept."""
+    """Reduces the magnitudes of logits, of any shape, to at most `_LARGEST_LOGIT`, so that dividing them by a usual
+    temperature does not make them infinite. Minus infinity, which excludes a token, is kept. NaN is kept too: callers
+    replace it before."""
     return torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
 
 

@@ -193,8 +193,9 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns one factor for each output of v. The factors are fitted at position 0, which attends only to itself.
-    Factors that are not positive are replaced by 1."""
+    """Returns, for each output of v, the factor by which `weight` has to be multiplied to give the values that were
+    seen. The factors are fitted at position 0, which attends only to itself; those that are not positive are replaced
+    by 1."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
     seen = seen.mean(dim=2).reshape(values.shape)  # heads of q that share a head of v see the same values

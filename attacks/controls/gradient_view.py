@@ -156,8 +156,8 @@ def share_right(traffic: Traffic, fact: str) -> float:
 
 
 def control() -> ControlResult:
-    """Computes which share of a batch's tokens, and which share of its labels, are recovered. Returns the smaller
-    share."""
+    """Runs the adversary on one training step without a mask. The result's value is the share of the batch's tokens, or
+    of its labels, that the adversary names rightly, whichever is smaller."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))

@@ -245,7 +245,8 @@ def _step(num_rows: int, widest: int) -> int:
 
 
 def multiply_of(moved: Moved, call: Call) -> Multiply:
-    """Returns the function that multiplies rows on the device as a call asks."""
+    """Returns the function that multiplies rows by a group's weight on the device, in the direction and the arithmetic
+    that the call names."""
     if call.arithmetic is Arithmetic.FLOAT:
         return lambda rows: products.float_product(moved.group, call, rows)
     weight = moved.weights[call.direction]

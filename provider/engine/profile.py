@@ -1,4 +1,5 @@
-"""Measures at the start how long products take on this machine, for the scheduler's first predictions."""
+"""Measures, when a provider starts, how long products of rows with its weights take on this machine. The scheduler
+predicts times from these measurements until it has seen real requests."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ tenant disconnects, all memory of the session is freed. This module does not kno
 `provider.net.request_table` keeps the requests in flight, and `provider.net.outbox` the frames to send.
 
 Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/grpc_stream.py` hands in
-one message at a time, and takes out one frame at a time. The thread that hands in a small request computes it at once.
-The executor's worker threads compute the other requests, and hand in the outcomes. A drain, the
-sweep of `provider/net/service.py` and the end of the provider use other threads. The table has the only lock.
+one message at a time, and takes out one frame at a time. The thread that hands in a small decode request
+computes it at once if a replica is free. The executor's worker threads compute the other requests, and hand in the
+outcomes. Further threads call `drain`, which refuses new requests before the provider ends; `sweep`, which looks for
+deadlines that have passed and tenants that were revoked; and `close`. The table has the only lock.
 """
 
 from __future__ import annotations

@@ -323,7 +323,11 @@ class Scheduler:
         return self._latency.predict_s(call, num_rows) - base_s
 
     def _room(self, head: Ticket, time_s: float) -> int:
-        """Returns the most rows of a product that begins with `head` and may take at most `time_s` seconds."""
+        """Returns the largest number of rows that a batch whose first request is `head` may have.
+
+        With opportunistic batching the batch should take at most `time_s` seconds, but `_LEAST_ROWS` rows are always
+        allowed, and a decode request, if classes are told apart, has all of its rows. Other policies ignore `time_s`.
+        """
         whole = head.rows_left
         if self._policy.name != "opportunistic":
             return max(whole, self._most_rows(head.call))

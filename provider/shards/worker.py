@@ -66,7 +66,8 @@ class Worker:
 
 
 def product_of(groups: dict[int, ServedGroup], device: torch.device | None) -> Product:
-    """Returns the function that computes products of some groups: on a device, or on the CPU if `device` is None."""
+    """Returns a function that multiplies rows by the weight of one of these layer groups. It computes on the
+    accelerator `device`, or on the CPU if `device` is None."""
     if device is not None:
         from provider.device.on_device import OnDevice
 

@@ -185,7 +185,8 @@ def _train(trainer: Trainer, start: Path | None) -> None:
     """Trains from the checkpoint `start`, or from the beginning.
 
     Raises:
-        NotFinite: a value of a verified run was not finite; the text says what may help.
+        NotFinite: a value was NaN or infinite in a run whose replies are checked (`verify`); the error's text says what
+            may help.
     """
     try:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
