@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +22,88 @@ STORE_BYTES = 200 << 20
 
 
 class RayCluster:
-    """Runs a head and further nodes. The environment of this process has Ray's settings until `close`."""
+    """Runs a head and further nodes. A node is named by the process id of its raylet, its main process.
+
+    A process of its own starts and ends them: Ray reads its settings once in a process, when it is first imported, and
+    the tests' process may have imported it without them. The environment of this process has the settings until
+    `close`, for providers that the tests start.
+    """
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         """Starts the nodes, and puts certificates and the token into a folder."""
         self._before = dict(os.environ)
         os.environ.update(make_settings(folder))
-        from ray.cluster_utils import Cluster
+        context = multiprocessing.get_context("spawn")
+        self._orders, orders = context.Pipe()
+        self._process = context.Process(target=run_nodes, args=(orders,))
+        self._process.start()
+        orders.close()
+        self.address: str = self._answer()
+        self.head: int = self._answer()
+        self.nodes: list[int] = []
+        for _ in range(num_nodes - 1):
+            self.add_node()
 
-        options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "memory": 1 << 30}
-        self._cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
-        self.address: str = self._cluster.address
-        self.head = self._cluster.head_node
-        self.nodes = [self._cluster.add_node(**options) for _ in range(num_nodes - 1)]
+    def add_node(self) -> None:
+        """Adds a node to `nodes`."""
+        self._orders.send(None)
+        self.nodes.append(self._answer())
 
-    def add_node(self) -> Any:
-        """Adds a node and returns it."""
-        self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, memory=1 << 30))
-        return self.nodes[-1]
-
-    def remove(self, node: Any) -> None:
-        """Ends a node's processes at once, as a lost host would end."""
-        self._cluster.remove_node(node, allow_graceful=False)
+    def remove(self, node: int) -> None:
+        """Ends a node's processes at once, as a lost host would end, and takes it out of `nodes`."""
+        self._orders.send(node)
+        self._answer()
+        self.nodes.remove(node)
 
     def close(self) -> None:
         """Ends all nodes and restores the environment."""
-        self._cluster.shutdown()
+        self._orders.close()
+        self._process.join(WAIT_S)
         os.environ.clear()
         os.environ.update(self._before)
+
+    def _answer(self) -> Any:
+        """Returns what `run_nodes` sends next.
+
+        Raises:
+            EOFError: It has ended.
+            TimeoutError: Nothing came in time.
+        """
+        if not self._orders.poll(WAIT_S):
+            raise TimeoutError("the process that starts Ray's nodes did not answer")
+        return self._orders.recv()
+
+
+def run_nodes(orders: Connection) -> None:
+    """Starts a head and sends its address and its raylet's process id; then obeys each order until the pipe is closed.
+
+    None is the order to start a node, answered by its raylet's process id; a process id is the order to end that node,
+    answered by None.
+    """
+    from ray.cluster_utils import Cluster
+
+    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "memory": 1 << 30}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    nodes: dict[int, Any] = {}
+    try:
+        orders.send(cluster.address)
+        orders.send(raylet_pid(cluster.head_node))
+        while True:
+            if (pid := orders.recv()) is None:
+                node = cluster.add_node(**options)
+                nodes[raylet_pid(node)] = node
+                orders.send(raylet_pid(node))
+            else:
+                orders.send(cluster.remove_node(nodes.pop(pid), allow_graceful=False))
+    except EOFError:
+        pass  # closed: there are no more orders
+    finally:
+        cluster.shutdown()
+
+
+def raylet_pid(node: Any) -> int:
+    """Returns the process id of a node's raylet."""
+    return int(node.all_processes["raylet"][0].process.pid)
 
 
 @contextlib.contextmanager
