@@ -141,7 +141,7 @@ def _watched(file: Path) -> Iterator[None]:
 def _batches() -> Iterator[list[dict[str, Any]]]:
     """Yields a list to which every batch that the SDK's trainer uses within the block is added, padded, in the order of
     the forward passes."""
-    from tenant_sdk.training.finetune import CompletionTrainer
+    from tenant_sdk.training.completion_trainer import CompletionTrainer
 
     kept: list[dict[str, Any]] = []
     compute_loss = CompletionTrainer.compute_loss
@@ -185,8 +185,8 @@ def _train_on(client: Any, job: Job, adapter: Path) -> None:
     nothing."""
     from peft import PeftModel
 
+    from tenant_sdk.training.completion_trainer import completion_loss
     from tenant_sdk.training.dataset import load_rows
-    from tenant_sdk.training.finetune import completion_loss
     from tenant_sdk.training.labelled_tokens import Collator, tokenize
 
     model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()

@@ -9,8 +9,6 @@ and loads in stock PEFT. The calls of a run do not depend on whether a value was
 from __future__ import annotations
 
 import copy
-import inspect
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +16,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
-from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -32,12 +28,13 @@ from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
-from tenant_sdk.training.checkpoints import Checkpoints, SavesAdapter, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.training.chunked_loss import chunk_loss, has_another_loss
+from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.chunked_loss import chunk_loss
+from tenant_sdk.training.completion_trainer import CompletionTrainer
 from tenant_sdk.training.dataset import are_preferences
-from tenant_sdk.training.evaluation import EvaluateAtTheEnd, EvaluatesInChunks, evaluations
+from tenant_sdk.training.evaluation import EvaluateAtTheEnd, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
-from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
+from tenant_sdk.training.labelled_tokens import Collator
 from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches
 from tenant_sdk.training.own_state import DrawnFrom, check_alone, own_accelerate_state
 from tenant_sdk.training.pruning import prune
@@ -52,7 +49,7 @@ from tenant_sdk.training.token_scores import score_tokens
 from tenant_sdk.training.truncation import REFUSE, check_truncation
 from tenant_sdk.training.unused_options import check_used
 from tenant_sdk.training.window_attention import check_window
-from tenant_sdk.training.windows import Windows, training_step
+from tenant_sdk.training.windows import Windows
 from wire.errors import ConfigurationError, NotFinite
 from wire.loading import loading, quiet_transformers
 
@@ -259,86 +256,6 @@ def prepare_windows(model: Any, window_tokens: int | None, kept: Checkpointing) 
     return windows
 
 
-def completion_loss(
-    model: Any, inputs: Any, count: Any = None, every_position: bool = False
-) -> tuple[torch.Tensor, Any]:
-    """Returns (mean cross-entropy over labelled tokens, the model's outputs).
-
-    By default logits are computed only at positions at which some row has a label.
-
-    Args:
-        model: a model whose forward takes `logits_to_keep`.
-        inputs: a batch of a `Collator`; `labels` are removed from the dict.
-        count: the number by which the sum of the losses is divided; None for the number of labels.
-        every_position: whether logits are computed at every position, so that a provider that serves the head does not
-            see the number of labels.
-    """
-    labels = inputs.pop("labels")
-    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
-    keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
-    if every_position:
-        keep = torch.arange(targets.shape[1], device=targets.device)
-    outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
-    logits = outputs.logits.float().flatten(0, 1)
-    total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
-    count = (targets != IGNORE_INDEX).sum() if count is None else count
-    return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
-
-
-class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: ignore[misc]
-    """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
-
-    num_tokens = 0
-    loss_in_chunks = False
-    """Whether `chunk_loss` has changed the model; if not, `completion_loss` computes logits at labelled positions."""
-    before_forward: Callable[[torch.Tensor], None] = staticmethod(lambda token_ids: None)
-    """A function that is called with a batch's token ids before its forward pass."""
-    same_rows_for_any_text = False
-    """Whether logits are computed at every position, so that the number of rows of a call to a remote head does not
-    depend on the number of labels."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Returns mean cross-entropy over labelled tokens, which equals the model's own loss.
-
-        Logits are computed at as few positions as possible, because the head is by far the widest layer.
-        """
-        self.num_tokens += int(inputs["attention_mask"].sum())
-        self.before_forward(inputs["input_ids"])
-        if self.loss_in_chunks:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self.without_cache(model))
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
-        if not self._keeps_logits(model):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
-        return (loss, outputs) if return_outputs else loss
-
-    @staticmethod
-    def without_cache(model: Any) -> dict[str, bool]:
-        """Returns the argument by which a model keeps no cache; prefix tuning gives its vectors as one."""
-        return {} if getattr(model.active_peft_config, "is_prompt_learning", False) else {"use_cache": False}
-
-    def _keeps_logits(self, model: Any) -> bool:
-        base = self.accelerator.unwrap_model(model)
-        base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        # a prompt-learning method adds tokens in front, which would shift the indices
-        return not (getattr(model.active_peft_config, "is_prompt_learning", False) or has_another_loss(base)) and (
-            "logits_to_keep" in inspect.signature(base.forward).parameters
-        )
-
-    windows: Windows | None = None
-    """The object that trains in windows of tokens; None if batches go through the model as a whole."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Computes the loss of a batch, adds its gradients to those of the parameters, and returns the loss."""
-        if self.windows is None:
-            return torch.as_tensor(super().training_step(model, inputs, num_items_in_batch))
-        self.num_tokens += int(inputs["attention_mask"].sum())
-        self.before_forward(inputs["input_ids"])
-        return training_step(self, self.windows, inputs, num_items_in_batch, self.same_rows_for_any_text)
-
-
 @quiet_transformers()  # Trainer reads the log level and sets it
 def _make_trainer(
     model: Any,
@@ -417,15 +334,3 @@ def _progress_bar(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         bar.stop()  # Trainer does not tell its callbacks that a run failed
-
-
-def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
-    """Returns a model's mean loss per labelled token over tokenised rows, for comparing models; nothing is trained."""
-    collate, total, count = Collator(pad_token_id), 0.0, 0
-    with torch.no_grad():
-        for start in range(0, len(rows), batch_size):
-            batch = {key: value.to(model.device) for key, value in collate(rows[start : start + batch_size]).items()}
-            labelled = int((batch["labels"][:, 1:] != -100).sum())
-            total += float(model(**batch).loss) * labelled
-            count += labelled
-    return total / count if count else math.nan

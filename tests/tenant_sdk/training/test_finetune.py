@@ -26,7 +26,7 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
+from tenant_sdk.training.completion_trainer import CompletionTrainer, mean_loss
 from tenant_sdk.training.labelled_tokens import Collator
 from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import before_requests
