@@ -138,6 +138,19 @@ class TenantClient(Trains):
         with session.executor.in_session():  # all methods except `explain` and `close` do this
             return session.manifest
 
+    def reconnect(self) -> None:
+        """Opens broken connections again, as the next request would do by itself; does nothing if all are open.
+
+        Raises:
+            TransportError: a provider cannot be reached.
+            ConfigurationError: the provider serves other weights than when the session began, or the client was closed.
+            AccessError: the provider refuses this tenant.
+        """
+        session = self._open()
+        with session.executor.in_session():
+            for connection in session.connections:
+                connection.reconnect()
+
     def _open(self) -> Session:
         with self._lock:
             if self._closed:

@@ -63,3 +63,6 @@ class TrainingSession(TextSession, Protocol):
 
     def connect(self) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest."""
+
+    def reconnect(self) -> None:
+        """Opens connections that are broken; raises TransportError if a provider cannot be reached."""

@@ -19,6 +19,7 @@ from tenant_sdk.model.planned_calls import AT_ONCE, planned_calls
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.waiting import WAIT_S
 from wire.errors import ConfigurationError
 
 SAVE_STEPS = 5
@@ -61,7 +62,8 @@ def train(
         data: the job's JSONL file.
         output: the adapter's folder; checkpoints are beside it.
         settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
-        check: called before every forward pass; raises `JobStopped` if the job should stop.
+        check: called before every forward pass, and several times a second during a wait for the provider; raises
+            `JobStopped` if the job should stop.
         on_step: called with the number and the loss of each optimizer step.
         pause: called before every call to the provider; it may wait.
 
@@ -78,7 +80,10 @@ def train(
         warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
     )  # fmt: skip
     stoppable: Any = StoppableSession(session, check, pause)
-    return finetune(stoppable, data, config, output, chosen, progress=False, on_step=on_step)
+    return finetune(
+        stoppable, data, config, output, chosen, provider_wait_s=WAIT_S, progress=False, on_step=on_step,
+        while_waiting=check,
+    )  # fmt: skip
 
 
 def publish(output: Path, adapter: Path) -> None:

@@ -4,7 +4,8 @@ Guarantees: a checkpoint is used only if its marker file exists, which is writte
 a full disk or a crash, is never resumed from. A checkpoint is used only for the run that wrote it. A fingerprint of
 data, adapter, settings and base weights identifies the run. A run that met a value that is not finite still writes
 checkpoints, so that saving takes the usual time, and marks them as spoilt. No checkpoint of such a run is resumed from,
-not even an earlier one, because the provider would see the step from which the run continues.
+not even an earlier one, because the provider would see the step from which the run continues. Only the same call of
+`finetune`, after a wait for the provider, goes on from a spoilt checkpoint, with zeros.
 
 New folders have mode 0700 and their files mode 0600, whatever the umask. A new adapter gets the mode of the adapter
 that it replaces. The files of a checkpoint get their mode when the checkpoint is complete; before that, only the mode
@@ -18,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ def _plain(value: Any) -> Any:
         items = [_plain(item) for item in value]
         return sorted(items, key=str) if isinstance(value, set | frozenset) else items
     return value
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Returns the number of optimizer steps before a checkpoint was written; 0 for None, the beginning of a run."""
+    return 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
 
 
 class Checkpoints:
@@ -103,6 +109,18 @@ class Checkpoints:
             raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from exc
         return latest
 
+    def newest(self) -> tuple[Path | None, bool]:
+        """Returns the newest checkpoint, which may be spoilt, and whether it is; (None, False) if there is none.
+
+        This is only for the call of `finetune` that wrote these checkpoints, which must go on from the same step
+        whatever its values were.
+        """
+        found = [(path.parent, mark == _SPOILT) for mark in (_MARKER, _SPOILT) for path in self._marked(mark)]
+        return max(found, key=lambda each: step_of(each[0]), default=(None, False))
+
+    def _marked(self, mark: str) -> Iterator[Path]:
+        return self.folder.glob(f"checkpoint-*/{mark}")
+
     def _owner(self) -> str | None:
         try:
             return str(json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["fingerprint"])
@@ -110,8 +128,7 @@ class Checkpoints:
             return None
 
     def _latest(self) -> Path | None:
-        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{_MARKER}")]
-        return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        return max((path.parent for path in self._marked(_MARKER)), key=step_of, default=None)
 
     def discard(self) -> None:
         """Removes the folder with all checkpoints."""

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, get_peft_model
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from tenant_sdk.adapters import copied_base_layer, no_compiler, virtual_tokens
@@ -28,7 +29,7 @@ from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
-from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter, step_of
 from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.completion_trainer import CompletionTrainer
 from tenant_sdk.training.dataset import are_preferences
@@ -48,6 +49,7 @@ from tenant_sdk.training.step_losses import StepLosses
 from tenant_sdk.training.token_scores import score_tokens
 from tenant_sdk.training.truncation import REFUSE, check_truncation
 from tenant_sdk.training.unused_options import check_used
+from tenant_sdk.training.waiting import check_wait, with_waits
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows
 from wire.errors import ConfigurationError, NotFinite
@@ -76,8 +78,10 @@ def finetune(
     resume: bool | None = None,
     report_to: str | None = None,
     log_dir: str | Path | None = None,
+    provider_wait_s: float = 0.0,
     progress: bool = True,
     on_step: Callable[[int, float], None] | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> FinetuneResult:
     """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
 
@@ -86,8 +90,11 @@ def finetune(
         data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
         settings: the settings that identify the run, together with its data and its adapter.
         eval_data, max_length, truncation, checkpointing, memory_budget_mb, gradient_checkpointing, resume, report_to,
-            log_dir, progress: the arguments of `TenantClient.finetune`.
-        on_step: called with the number and the loss of each optimizer step.
+            log_dir, provider_wait_s, progress: the arguments of `TenantClient.finetune`.
+        on_step: called with the number and the loss of each optimizer step; after a wait for the provider, also with
+            steps that are made again.
+        while_waiting: called several times a second during a wait for the provider; it may raise an error to end the
+            run.
 
     Returns:
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
@@ -97,6 +104,7 @@ def finetune(
     check_loss_branches(session, settings, has_evaluation=eval_data is not None)
     check_truncation(truncation, session.bucket)
     check_report_to(report_to)
+    check_wait(provider_wait_s)
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
     if settings.window_tokens is not None and mode == "auto":
         if memory_budget_mb is not None:
@@ -123,49 +131,107 @@ def finetune(
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
-    start = checkpoints.open(
-        fingerprint([*rows.rows, *rows.eval_rows], peft_config.to_dict(), settings, digests), resume
-    )
-
-    set_seed(settings.seed)
-    model = _adapted(session, peft_config, settings.seed)
-    batch = rows.longest_batch(settings.batch_size, num_virtual)
-    kept = choose(mode, model.get_base_model(), batch, has_dropout(model), memory_budget_mb, checkpoints.folder)
-    windows = prepare_windows(model, settings.window_tokens, kept)
-    if kept.mode is None and windows is None:  # with checkpointing or windows, one block's or window's graph is there
-        prune(model)
-    course = planned_calls(model).course
-    trainer = _make_trainer(model, rows, settings, checkpoints, session, course)
-    if on_step is not None:
-        trainer.add_callback(StepLosses(on_step))
-    if isinstance(trainer, CompletionTrainer):
-        trainer.windows = windows
-        _prepare_loss(trainer, session.bucket, num_virtual)
-    trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
-    session.fetch_hints(backward=True)
+    run_id = fingerprint([*rows.rows, *rows.eval_rows], peft_config.to_dict(), settings, digests)
+    start = checkpoints.open(run_id, resume)
+    run = _Run(
+        session, peft_config, settings, rows, checkpoints, output_dir, mode=mode, memory_budget_mb=memory_budget_mb,
+        report_to=report_to, log_dir=Path(log_dir or output_dir.with_name(output_dir.name + ".logs")),
+        progress=progress, on_step=on_step, start=start,
+    )  # fmt: skip
     before, began = session.traffic, time.monotonic()
-    with closing(kept), saving_errors(), reading_errors(start):
-        logs = Path(log_dir or output_dir.with_name(output_dir.name + ".logs"))
-        shown = _progress_bar(trainer) if progress else nullcontext()
-        with quiet_transformers(), reports(trainer, report_to, logs), shown:
-            if settings.dpo_precompute_reference and rows.are_preferences:
-                trainer.precompute_reference()
-            _train(trainer, start)
-        _check_finite(model, course, checkpoints)
-        save_adapter(model, output_dir)
+    state = with_waits(run.attempt, session, provider_wait_s, lambda: run.num_steps, while_waiting)
     seconds, after = time.monotonic() - began, session.traffic
     checkpoints.discard()
     return FinetuneResult(
         adapter_dir=output_dir,
-        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        tokens=trainer.num_tokens,
+        losses=[entry["loss"] for entry in state.log_history if "loss" in entry],
+        tokens=run.num_tokens,
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
         seconds=seconds,
-        resumed_from_step=int(start.name.rpartition("-")[2]) if start else 0,
-        evaluations=evaluations(trainer.state.log_history),
-        adapter_step=trainer.state.best_global_step if settings.keep_best else trainer.state.global_step,
+        resumed_from_step=step_of(start),
+        evaluations=evaluations(state.log_history),
+        adapter_step=state.best_global_step if settings.keep_best else state.global_step,
+        num_waits=run.num_attempts - 1,
     )
+
+
+@dataclass(eq=False)
+class _Run:
+    """Holds what all attempts of one call of `finetune` have in common: the first one, and one after each wait for the
+    provider."""
+
+    session: TrainingSession
+    peft_config: PeftConfig
+    settings: FinetuneSettings
+    rows: RunData
+    checkpoints: Checkpoints
+    output_dir: Path
+    _: KW_ONLY
+    mode: str | None
+    memory_budget_mb: float | None
+    report_to: str | None
+    log_dir: Path
+    progress: bool
+    on_step: Callable[[int, float], None] | None
+    start: Path | None
+    """The checkpoint that the first attempt begins with; None for the beginning of the run."""
+    num_attempts: int = 0
+    num_tokens: int = 0
+    """The tokens that ended attempts and a finished one have trained on."""
+    num_steps: int = 0
+    """The optimizer steps that the newest attempt has reached."""
+
+    def attempt(self) -> TrainerState:
+        """Trains from the last checkpoint to the end, writes the adapter, and returns Trainer's state.
+
+        An attempt after the first one goes on even from a spoilt checkpoint (of a run that sends zeros), with zeros: so
+        the provider, which may have cut the connection on purpose, sees the same calls as from any other run.
+        """
+        start, is_spoilt = (self.start, False) if self.num_attempts == 0 else self.checkpoints.newest()
+        self.num_attempts += 1
+        self.num_steps = step_of(start)
+        set_seed(self.settings.seed)
+        model = _adapted(self.session, self.peft_config, self.settings.seed)
+        course = planned_calls(model).course
+        course.sends_zeros = is_spoilt
+        num_virtual = virtual_tokens(self.peft_config)
+        kept, windows = self._save_memory(model, num_virtual)
+        trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, course)
+        if self.on_step is not None:
+            trainer.add_callback(StepLosses(self.on_step))
+        if isinstance(trainer, CompletionTrainer):
+            trainer.windows = windows
+            _prepare_loss(trainer, self.session.bucket, num_virtual)
+        trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
+        try:
+            with closing(kept), saving_errors(), reading_errors(start):
+                self.session.fetch_hints(backward=True)
+                self._train(trainer, start)
+                _check_finite(model, course, self.checkpoints)
+                save_adapter(model, self.output_dir)
+        finally:
+            self.num_tokens += trainer.num_tokens
+            self.num_steps = trainer.state.global_step
+        return trainer.state
+
+    def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:
+        """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""
+        kept = choose(
+            self.mode, model.get_base_model(), self.rows.longest_batch(self.settings.batch_size, num_virtual),
+            has_dropout(model), self.memory_budget_mb, self.checkpoints.folder,
+        )  # fmt: skip
+        windows = prepare_windows(model, self.settings.window_tokens, kept)
+        if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time
+            prune(model)
+        return kept, windows
+
+    def _train(self, trainer: Any, start: Path | None) -> None:
+        shown = _progress_bar(trainer) if self.progress else nullcontext()
+        with quiet_transformers(), reports(trainer, self.report_to, self.log_dir), shown:
+            if self.settings.dpo_precompute_reference and self.rows.are_preferences:
+                trainer.precompute_reference()
+            _train(trainer, start)
 
 
 def _prepare_loss(trainer: CompletionTrainer, bucket: int | None, num_virtual: int) -> None:

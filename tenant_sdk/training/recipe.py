@@ -123,6 +123,11 @@ class Recipe(BaseModel):
     log_dir: _UserPath | None = Field(
         default=None, description="Folder of these files.", json_schema_extra={_SHOWN: "OUTPUT.logs"}
     )
+    provider_wait_s: float = Field(
+        default=600.0,
+        description="Seconds for which a run waits for a provider that went away.",
+        json_schema_extra={_FLAG: "--provider-wait"},
+    )
     progress: bool = Field(default=True, description="Show a progress bar.")
 
     def options(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Trains:
         resume: bool | None = None,
         report_to: str | None = None,
         log_dir: str | Path | None = None,
+        provider_wait_s: float = 600.0,
         progress: bool = True,
     ) -> FinetuneResult:
         """Trains an adapter over the provider's base model (docs/finetune.md).
@@ -105,6 +106,9 @@ class Trains:
                 starts over.
             report_to: where losses and metrics are written besides: `tensorboard` for its files, None for nowhere.
             log_dir: the folder of these files; None for `OUTPUT_DIR.logs`.
+            provider_wait_s: the seconds for which a run that has begun waits for a provider that went away, before it
+                fails. When the provider is back, the run goes on from its last checkpoint, under new masks. 0 for a run
+                that fails at once.
             progress: whether a progress bar is shown on stderr.
 
         Returns:
@@ -116,7 +120,8 @@ class Trains:
                 checkpoint of another run.
             NotFinite: a value was NaN or infinite, and there is no adapter. With `verify` the error is raised at once,
                 without `verify` at the planned end of the run.
-            TransportError, ProtocolError, AccessError: a request failed; the same call again resumes the run.
+            TransportError, ProtocolError, AccessError: a request failed, and a provider that went away was not back in
+                time; the same call again resumes the run.
             StorageError: the disk has no room for replies, or returned other bytes than were written.
             VeilbaseError: the adapter or a checkpoint could not be written.
         """
@@ -137,5 +142,5 @@ class Trains:
             session, data, peft_config, output_dir, settings, eval_data=eval_data, max_length=max_length,
             truncation=truncation, checkpointing=checkpointing, memory_budget_mb=memory_budget_mb,
             gradient_checkpointing=gradient_checkpointing, resume=resume, report_to=report_to, log_dir=log_dir,
-            progress=progress,
+            provider_wait_s=provider_wait_s, progress=progress,
         )  # fmt: skip

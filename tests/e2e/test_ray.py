@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from provider.identity.front import export_registry, export_server_identity
 from provider.identity.registry import enroll
 from provider.operations.monitor import read_metrics
 from provider.serve import NODE_LOST_EXIT
-from tenant_sdk import TenantClient
+from tenant_sdk import ProviderAwayWarning, TenantClient
 from tenant_sdk.training import checkpoints
 from tests.support.chat_model import make_chat_model
 from tests.support.identities import ENDPOINT
@@ -28,7 +29,6 @@ from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.ray_cluster import RayCluster, actor_pids, lone_head, make_settings, node_of
 from tests.support.serving import make_served_model, serving
 from tests.support.waiting import WAIT_S, until
-from wire.errors import TransportError
 from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = [
@@ -94,11 +94,11 @@ def serve(cluster: RayCluster, front: Path, model: Path) -> Iterator[Callable[..
             one.process.communicate()
 
 
-def finetune(url: str, front: Path, model: Path, out: Path) -> list[float]:
+def finetune(url: str, front: Path, model: Path, out: Path, **changes: Any) -> list[float]:
     """Trains with lattice masks and verification, and returns the losses."""
     identity = None if url.startswith("grpc:") else front / "acme"
     with TenantClient(url, identity=identity, mask="lattice", verify=str(model)) as client:
-        return list(client.finetune(ROWS, lora(), str(out), seed=3, **{**QUICK, "max_steps": STEPS}).losses)
+        return list(client.finetune(ROWS, lora(), str(out), seed=3, **{**QUICK, "max_steps": STEPS, **changes}).losses)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_lost_stopped_and_removed_actors_change_nothing(
     until(lambda: not actor_pids(), "the end of all actors")
 
 
-def test_without_its_nodes_store_the_provider_ends_and_runs_go_on_with_the_next(
+def test_without_its_nodes_store_the_provider_ends_and_a_run_waits_for_the_next(
     serve: Callable[..., Serving],
     cluster: RayCluster,
     front: Path,
@@ -194,23 +194,34 @@ def test_without_its_nodes_store_the_provider_ends_and_runs_go_on_with_the_next(
     provider = serve("--shards", 1, "--replicas", 2)
     port = provider.url.rpartition(":")[2]
 
+    def start_again() -> None:
+        for _ in range(2):
+            cluster.add_node()
+        serve("--shards", 1, "--replicas", 2, "--port", port)
+
+    starter = threading.Thread(target=start_again)
+
     def end_the_stores() -> None:
         for node in list(cluster.nodes):
             cluster.remove(node)
         os.kill(cluster.head, signal.SIGKILL)
         provider.process.wait(WAIT_S)
+        starter.start()
 
     after_checkpoints(monkeypatch, {6: end_the_stores})
-    with pytest.raises(TransportError):
-        finetune(provider.url, front, model, tmp_path / "run")
+    submit, sent = GrpcConnection.submit, SentRows()
+    try:
+        with pytest.warns(ProviderAwayWarning):
+            losses = finetune(provider.url, front, model, tmp_path / "run", provider_wait_s=3 * WAIT_S)
+    finally:
+        GrpcConnection.submit = submit  # type: ignore[method-assign]
+    starter.join(WAIT_S)
+    assert losses == close_to(expected)
+    assert sent.counts()[1] == 0
     assert provider.process.returncode == NODE_LOST_EXIT
     _, _, err = provider.stop()
     assert "this host's Ray node has ended" in err
-    for _ in range(2):
-        cluster.add_node()
-    serve("--shards", 1, "--replicas", 2, "--port", port)
     until(lambda: len(actor_pids()) == 2, "the end of the lost node's actors")
-    assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)  # from the checkpoint
 
 
 def test_actors_that_no_host_can_take(cluster: RayCluster, front: Path, model: Path) -> None:

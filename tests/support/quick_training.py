@@ -16,8 +16,9 @@ ROWS = [
 """Eight conversations, each with one question."""
 QUICK: dict[str, Any] = {
     "max_steps": 6, "batch_size": 4, "learning_rate": 2e-2, "warmup_steps": 0, "save_steps": 2, "progress": False,
+    "provider_wait_s": 0,
 }  # fmt: skip
-"""The settings of a run of six steps that saves two checkpoints on the way."""
+"""The settings of a run of six steps that saves two checkpoints on the way, and does not wait for a lost provider."""
 
 
 def lora(**changes: Any) -> LoraConfig:

@@ -45,7 +45,7 @@ def training_arguments(scratch: Path, **changes: Any) -> dict[str, Any]:
     """
     settings = {**QUICK, **changes}
     batch_size = settings.pop("batch_size")
-    del settings["progress"]
+    del settings["progress"], settings["provider_wait_s"]
     return {
         "output_dir": str(scratch), "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size,
         "seed": 0, "data_seed": 0, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": [],

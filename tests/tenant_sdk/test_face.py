@@ -39,7 +39,7 @@ NAMES = {
     *("DatasetError", "StorageError"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
-    *("UnusableRowWarning", "NotFiniteWarning"),
+    *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning"),
 }
 """If an exported name is removed or changes its meaning, users' programs break, so it must be in the change log."""
 

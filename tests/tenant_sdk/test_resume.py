@@ -24,6 +24,8 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
+from tenant_sdk.training import waiting
+from tenant_sdk.training.waiting import ProviderAwayWarning
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
@@ -213,6 +215,45 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedMode
     assert_same_adapter(out, whole.adapter_dir)
 
 
+def test_a_run_waits_for_a_provider_that_is_started_again(
+    chat_served_model: ServedModel, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, leaving = StateDir(tmp_path / "state"), GoesAway(chat_served_model)
+    waits, is_over = threading.Event(), threading.Event()
+
+    def note_warning(text: str, kind: type[Warning]) -> None:
+        assert kind is ProviderAwayWarning
+        assert "goes on from its last checkpoint" in text
+        leaving.client_knows.set()
+        waits.set()
+
+    def serve_again(port: int) -> None:
+        assert waits.wait(WAIT_S)
+        assert leaving.stopper is not None
+        leaving.stopper.join(WAIT_S)
+        with serving(chat_served_model, port, state):
+            is_over.wait(WAIT_S)
+
+    monkeypatch.setattr(waiting, "warn_and_go_on", note_warning)
+    with serving(leaving, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        enroll(state, "acme", tmp_path / "acme", url)
+        leaving.stop, leaving.at = server.stop, 3 * CALLS_A_STEP
+        second = threading.Thread(target=serve_again, args=(server.port,))
+        second.start()
+        try:
+            with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:
+                result = run(client, tmp_path / "out", provider_wait_s=WAIT_S)
+        finally:
+            waits.set()
+            is_over.set()
+            second.join(WAIT_S)
+    assert (result.num_waits, result.resumed_from_step) == (1, 0)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert result.tokens > whole.tokens  # the third step was made again
+    assert_same_adapter(tmp_path / "out", whole.adapter_dir)
+
+
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
 
 
@@ -335,6 +376,8 @@ LIMITED = """
 import json, resource, signal, sys
 from pathlib import Path
 from tenant_sdk import TenantClient
+from tenant_sdk.training import waiting
+from tenant_sdk.training.waiting import ProviderAwayWarning
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import VeilbaseError
 import torch

@@ -87,6 +87,15 @@ class Connection(Protocol):
         """
         ...
 
+    def reconnect(self) -> None:
+        """Connects again if the connection is broken, and sends no request; `submit` does the same by itself.
+
+        Raises:
+            TransportError: the provider cannot be reached.
+            ConfigurationError: the provider serves other weights than those of the first manifest.
+        """
+        ...
+
     def close(self) -> None:
         """Ends the connection; pending requests fail with `Unavailable`."""
         ...

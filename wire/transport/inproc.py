@@ -69,5 +69,8 @@ class InprocConnection:
         self.traffic.add(payload.num_bytes, reply.numel() * ITEM_BYTES, 1)
         return _Done(reply)
 
+    def reconnect(self) -> None:
+        """Does nothing, since there is no connection that could break."""
+
     def close(self) -> None:
         """Does nothing, since there is no connection to end."""

@@ -104,10 +104,16 @@ class StreamConnection(ABC):
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
         payload.check(call)
+        return RetriedRequest(self._usable_stream(), call, payload, reply_cols)
+
+    def reconnect(self) -> None:
+        """Opens a stream if there is none or it is broken; see `Connection.reconnect`."""
+        self._check_usable()
+        self._usable_stream()
+
+    def _usable_stream(self) -> Multiplexer:
         stream = self._compared
-        if stream is None or not stream.is_usable():
-            stream = self._open_stream()
-        return RetriedRequest(stream, call, payload, reply_cols)
+        return self._open_stream() if stream is None or not stream.is_usable() else stream
 
     def _open_stream(self) -> Multiplexer:
         begun_with = self.manifest()

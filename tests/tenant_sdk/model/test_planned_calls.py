@@ -268,6 +268,43 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
         train(client, tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore::tenant_sdk.ProviderAwayWarning")
+@pytest.mark.parametrize("cut_after", [1.5, 2.5], ids=["before a spoilt save", "after it"])
+def test_a_run_that_waits_makes_the_same_calls_after_a_nan(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: float
+) -> None:
+    """A provider may send a NaN, cut the run off and come back: the step from which the run goes on, and all its calls,
+    must not show whether the NaN made a difference."""
+    a_step = len(honest_calls(opened, tmp_path / "honest")) // 3
+
+    def calls_with(fault: Fault, out: Path) -> tuple[list[Seen], str]:
+        client, provider = opened(fault)
+        counted, end = [0], ""
+
+        def cut_once(*_: Any) -> None:
+            counted[0] += 1
+            if counted[0] == int(cut_after * a_step):
+                provider.fault = HONEST
+                raise Unavailable("the provider is gone")
+
+        with monkeypatch.context() as patch:
+            before_requests(patch, cut_once)
+            try:
+                assert train(client, out, provider_wait_s=60).num_waits == 1
+            except NotFinite:
+                end = "not finite"
+        return provider.seen, end
+
+    expected, honest_end = calls_with(HONEST, tmp_path / "sound")
+    num_forward = sum(call[2] == "FORWARD" for call in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotFiniteWarning)
+        seen, end = calls_with(Fault(FORWARD, math.nan, num_forward * 3 // 8), tmp_path / "out")
+    assert seen == expected
+    assert honest_end == ""
+    assert end == ("not finite" if cut_after > 2 else ""), "a sound checkpoint makes the run sound again"
+
+
 def test_a_value_after_the_last_save_spoils_the_whole_folder(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
