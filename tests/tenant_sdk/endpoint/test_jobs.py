@@ -4,6 +4,7 @@ and resumed, and its adapter is served when it is done."""
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from peft import LoraConfig
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
+from tests.support.client_seams import before_requests
 from tests.support.endpoints import WHO, endpoint_of, official, raw
 from tests.support.file_modes import mode
 from tests.support.saved_adapters import save_adapter
 from tests.support.waiting import until
+from wire.errors import Unavailable
 
 ROWS = [{"messages": [*WHO, {"role": "assistant", "content": f"me {number}"}]} for number in range(8)]
 DATA = "\n".join(map(json.dumps, ROWS)).encode()
@@ -110,6 +113,38 @@ def test_a_job_goes_on_after_the_end_of_its_process(client: TenantClient, root: 
         assert "The job goes on after the end of the process that ran it." in [each.message for each in events]
         assert len([each for each in events if each.type == "metrics"]) == 40
         assert answer(ai, "mine")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::tenant_sdk.ProviderAwayWarning")
+def test_a_job_waits_for_a_provider_that_went_away(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_gone, num_refused = threading.Event(), [0]
+
+    def act(*_: object) -> None:
+        if is_gone.is_set():
+            num_refused[0] += 1
+            raise Unavailable("the provider is gone")
+
+    before_requests(monkeypatch, act)
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        job = begun(ai, "mine", max_steps=40)
+        until(lambda: ai.fine_tuning.jobs.checkpoints.list(job.id).data, "a checkpoint")
+        is_gone.set()
+        until(lambda: num_refused[0] >= 2, "another try")
+        assert state(ai, job) == "running"
+        is_gone.clear()
+        until(lambda: state(ai, job) == "succeeded", "the end of the job")
+        assert answer(ai, "mine")
+        is_gone.set()
+        job = begun(ai, "other")
+        until(lambda: num_refused[0] >= 4, "a try of the other job")
+        assert ai.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+        is_gone.clear()
+        job = begun(ai, "third")  # the thread of jobs waits no longer for the cancelled one
+        until(lambda: state(ai, job) == "succeeded", "the end of the third job")
 
 
 def test_files(endpoint: Endpoint) -> None:
