@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +47,8 @@ def serve_command(
     echo: Callable[[str], None],
     **options: Any,
 ) -> None:
-    """Serves until Ctrl-C. Prints the privacy in force, the URL, and the key if a new one was made.
+    """Serves until SIGTERM or SIGINT (Ctrl-C), and closes the endpoint before it returns. Prints the privacy in force,
+    the URL, and the key if a new one was made.
 
     Raises:
         SystemExit: a reply failed its check; the code is `FORGED_EXIT`.
@@ -64,6 +66,10 @@ def serve_command(
 
     endpoint = Endpoint(client, adapters, settings, on_ready=ready, **options)
     endpoint.explain()
+    # uvicorn ends the server at a signal and then sends itself the same signal again, which by default would end the
+    # process before the endpoint is closed
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     try:
         endpoint.run()
     except VerificationFailed as exc:

@@ -30,6 +30,15 @@ def steps_of(ai: openai.OpenAI, job_id: str) -> dict[int, float]:
     return {each["step"]: each["train_loss"] for each in told}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_with_exit_code_0(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with ServeCommand(folder, tmp_path, {"VEILBASE_CACHE": str(tmp_path / "cache")}) as serving:
+        assert client_of(serving).models.list().data
+        log = serving.end(number)
+        assert serving.process.returncode == 0
+        assert "Traceback" not in log
+
+
 def test_a_killed_server_goes_on_with_its_job(folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     root.mkdir()
