@@ -88,7 +88,7 @@ class Verifier:
     benefit. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Makes a verifier that has not drawn any secrets yet.
+        """Makes a verifier that knows no group yet. It draws the secret matrix S, with which rows are folded.
 
         Args:
             kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
@@ -220,7 +220,8 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns S·rows mod 2^32 for the secret matrix S, computed by `torch._int_mm`, which must be exact.
+    """Returns S·rows mod 2^32 for the secret matrix S, by `torch._int_mm`. Callers must know that `torch._int_mm` is
+    exact on this machine (`int_mm_is_fast`).
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -252,8 +253,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
     """Splits int32 numbers below 2^30 in size into signed bytes (limbs). Returns int8, shape (rows, limbs · columns):
     all columns of the lowest limb first.
 
-    There are as many limbs as the largest number needs. Two draws of R would give different counts only by a rare
-    chance, and the count shows in nothing but this side's own computing time.
+    There are as many limbs as the largest number needs. This count seldom depends on the secret R, and shows in nothing
+    but the tenant's own computing time.
     """
     limbs: list[torch.Tensor] = []
     while not limbs or bool(values.any()):

@@ -54,7 +54,8 @@ class PartFile:
                 have not passed a check count as missing; if not, the whole hint counts as unchecked.
 
         Raises:
-            ConfigurationError: the disk is full or cannot be written.
+            ConfigurationError: the disk is full or cannot be written. If the file could not be allocated or the journal
+                not be read, both are removed, with the rows that an earlier attempt stored.
         """
         self._path, self._layout, self._verified = path, layout, verified
         self._part = path.with_suffix(".part")

@@ -163,15 +163,16 @@ class HintStore:
         """Opens a store; nothing is read or written yet.
 
         Args:
-            folder: where hints are stored, made with mode 0700. None stores no hints, so that they are fetched anew,
-                unrounded (`hints="stream"`).
+            folder: where hints are stored, made with mode 0700. None keeps hints in memory only, unrounded, within the
+                RAM budget; other hints are fetched again for each use (`hints="stream"`).
             dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
             range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
             in_flight: the most ranges that are requested at a time.
 
         Raises:
-            ConfigurationError: a number makes no sense.
+            ConfigurationError: `dropped_bits` is another number, `ram_budget_bytes` is negative, or `range_bytes` or
+                `in_flight` is below 1.
         """
         Layout(1, 1, dropped_bits)  # This call refuses other roundings.
         if min(ram_budget_bytes, range_bytes - 1, in_flight - 1) < 0:
@@ -212,9 +213,11 @@ class HintStore:
 
         Raises:
             MaskError: the file is damaged or belongs to another model, seed or setting; nothing was sent.
-            VerificationFailed: `verify` raised it; all fetched rows of this hint were deleted.
+            VerificationFailed: `verify`, or a reply that `fetch` returned, raised it; all fetched rows of this hint
+                were deleted.
             ConfigurationError: the folder cannot be written, or its disk is full.
-            VeilbaseError: `fetch` raised it; the next `get` continues from the rows that were stored.
+            InvalidTensor: a reply has another shape or dtype.
+            VeilbaseError: `fetch` or its reply raised it; the next `get` continues from the rows that were stored.
         """
         layout = Layout(*shape, self.dropped_bits)
         most_rows = max(1, self._range_bytes // (layout.features * ITEM_BYTES))
@@ -293,7 +296,8 @@ class HintStore:
         return sum(layout.file_bytes for layout in layouts)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches."""
+        """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches; 0
+        without a folder."""
         if self.folder is None:
             return 0
         total = 0

@@ -89,7 +89,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """Returns the transforms of secrets. Each secret is later multiplied with every feature.
+    """Returns the transforms of the secrets of B blocks, in the layout that `Combiner` takes.
 
     Args:
         secrets: int8, shape (B, k, N), CPU.
@@ -145,7 +145,10 @@ class Combiner:
             start, stop: the range of features; `start` is a multiple of `LANES`.
 
         Returns:
-            The largest distance of a coefficient to the nearest integer; infinity if one was no number.
+            The largest distance of a coefficient to the nearest integer; infinity if a coefficient was NaN.
+
+        Raises:
+            ConfigurationError: the transforms or the range do not fit.
         """
         _, rank, degree = self._shape
         groups = matrix_hat[start // LANES : -(-stop // LANES)]
