@@ -32,7 +32,7 @@ class RemoteHira(HiraLinear):  # type: ignore[misc]
 
 
 class RemoteHiraModel(HiraModel):  # type: ignore[misc]
-    """Makes HiRA's layers, those over remote layers by `RemoteHira`."""
+    """Creates HiRA's layers: `RemoteHira` over a remote layer, PEFT's own class over other layers."""
 
     @staticmethod
     def _create_new_module(hira_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,8 @@ class ColumnNorms:
         return read
 
     def _largest(self, info: LayerInfo) -> torch.Tensor:
-        """Returns the largest norms that a layer's columns can have; the int8 weight is known to the manifest."""
+        """Returns the largest norms that a layer's columns can have. For an int8 weight the manifest's bound and the
+        scales give them; for a native weight any float32 is allowed."""
         if self._prefix:
             return torch.tensor(torch.finfo(torch.float32).max)
         return self._alphas[info.name] * (info.max_column_norm * (1 + _ROUNDING))
