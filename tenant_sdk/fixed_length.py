@@ -112,6 +112,9 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         """Returns logits, shape (num_sequences, vocab_size). Minus infinity, which excludes a token, is kept.
 
         In an answer of fixed length all logits are zero after a value was NaN or infinite.
+
+        Raises:
+            NotFinite: a logit is NaN or infinite, and the answer may stop at once.
         """
         self._course.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
         if not self._bounds:

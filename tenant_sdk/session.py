@@ -1,8 +1,9 @@
 """This module opens a session. It connects to the providers, and sets up the trusted checkpoint, the ledger (record of
 used masks), the mask and the executor, which sends calls.
 
-Guarantees: settings that can be refused without a network are refused before the network is used. With `verify`, no
-masked row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
+Guarantees: an impossible arithmetic, a tokenizer that cannot be found, and one provider in place of two are refused
+before a provider is contacted. Mask options are checked before the trusted checkpoint is read. With `verify`, no masked
+row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
 fails, everything that was opened is closed.
 """
 
@@ -144,6 +145,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         ProviderChanged: an unverified provider changed what the tenant has used before.
         MalformedFrame: a file does not have the announced digest, or the manifest's copy of the config differs from the
             bundle's.
+        ConfigurationError: the bundle or the pins cannot be stored, or padding cannot hide this model's row counts.
     """
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
@@ -254,7 +256,8 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
 
 
 def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """Returns the first manifest with limits and arithmetics that all providers support.
+    """Returns the first manifest, changed so that limits and arithmetics are those that all providers support, and that
+    a recording is announced if any provider announces one.
 
     Raises:
         ConfigurationError: the providers do not serve the same weights.

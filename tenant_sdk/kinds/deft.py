@@ -49,7 +49,7 @@ class RemoteDeft(DeftLinear):  # type: ignore[misc]
 
 
 class RemoteDeftModel(DeftModel):  # type: ignore[misc]
-    """Creates DEFT's layers: `RemoteDeft` over a remote layer, PEFT's own class over other layers."""
+    """Creates DEFT's layers: `RemoteDeft` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(deft_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

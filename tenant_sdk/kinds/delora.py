@@ -52,7 +52,7 @@ class RemoteDelora(DeloraLinear):  # type: ignore[misc]
 
 
 class RemoteDeloraModel(DeloraModel):  # type: ignore[misc]
-    """Creates DeLoRA's layers: `RemoteDelora` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates DeLoRA's layers: `RemoteDelora` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(delora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

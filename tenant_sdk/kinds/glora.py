@@ -61,7 +61,7 @@ class RemoteGlora(GloraLinear):  # type: ignore[misc]
 
 
 class RemoteGloraModel(GloraModel):  # type: ignore[misc]
-    """Creates GLoRA's layers: `RemoteGlora` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates GLoRA's layers: `RemoteGlora` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(peft_config: Any, adapter_name: str, target: Any, **optional_kwargs: Any) -> Any:

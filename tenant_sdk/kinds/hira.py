@@ -32,7 +32,7 @@ class RemoteHira(HiraLinear):  # type: ignore[misc]
 
 
 class RemoteHiraModel(HiraModel):  # type: ignore[misc]
-    """Creates HiRA's layers: `RemoteHira` over a remote layer, PEFT's own class over other layers."""
+    """Creates HiRA's layers: `RemoteHira` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(hira_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ class RemoteHra(HRALinear):  # type: ignore[misc]
 
 
 class RemoteHraModel(HRAModel):  # type: ignore[misc]
-    """Creates HRA's layers: `RemoteHra` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates HRA's layers: `RemoteHra` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(hra_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

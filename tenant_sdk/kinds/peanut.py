@@ -52,7 +52,7 @@ class RemotePeanut(PeanutLinear):  # type: ignore[misc]
 
 
 class RemotePeanutModel(PeanutModel):  # type: ignore[misc]
-    """Creates PEANuT's layers: `RemotePeanut` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates PEANuT's layers: `RemotePeanut` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(peanut_config: Any, adapter_name: str, target: Any) -> Any:

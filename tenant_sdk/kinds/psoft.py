@@ -63,11 +63,11 @@ class PsoftSavedAsLora(SavedSettings, PsoftConfig):  # type: ignore[misc]
 
 
 class RemotePsoftModel(PsoftModel):  # type: ignore[misc]
-    """Creates PSOFT's layers: `RemotePsoft` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates PSOFT's layers: `RemotePsoft` over a remote linear layer; PEFT's own method handles other layers."""
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Puts an adapter on the model, as PEFT does. If it has remote layers, its saved settings will be those of
-        plain LoRA."""
+        """Puts an adapter on the model, as PEFT does. If the model has remote layers with PSOFT, the saved settings are
+        those of plain LoRA."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if _layers(self.model):
             self.peft_config[adapter_name] = PsoftSavedAsLora.of(self.peft_config[adapter_name])

@@ -18,8 +18,8 @@ KINDS: Mapping[str, str] = {
     "OSF": f"OSF holds all singular vectors of the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
     "SUPERTUNING": f"Super-Tuning trains the largest elements of the base weight, {_WHOLE}: use SHiRA",
 }
-"""The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`. Only SUPERTUNING is not
-refused for an adapter that was trained elsewhere."""
+"""The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`. An adapter of
+kind SUPERTUNING that was trained elsewhere can be loaded all the same."""
 TASKS: Mapping[str, str] = {
     "MULTITASK_PROMPT_TUNING": "multitask prompt tuning needs a task id for each row, which a text has not: use prompt "
     "tuning, or stock PEFT over load_model()",

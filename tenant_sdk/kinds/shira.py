@@ -38,7 +38,7 @@ class RemoteShira(ShiraLinear):  # type: ignore[misc]
 
 
 class RemoteShiraModel(ShiraModel):  # type: ignore[misc]
-    """Creates SHiRA's layers: `RemoteShira` over a remote linear layer, PEFT's own class over other layers."""
+    """Creates SHiRA's layers: `RemoteShira` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(shira_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
     class in all other cases."""
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Puts an adapter on the model, as PEFT does. The saved settings of a started adapter will be those of plain
+        """Puts an adapter on the model, as PEFT does. The saved settings of a started adapter are those of plain
         LoRA."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if any(adapter_name in module.lora_start_A for module in _started(self.model)):

@@ -67,8 +67,8 @@ class RemoteSupertuning(SupertuningLinear):  # type: ignore[misc]
 
 
 class RemoteSupertuningModel(SupertuningModel):  # type: ignore[misc]
-    """Creates Super-Tuning's layers: `RemoteSupertuning` over a remote linear layer, PEFT's own class over
-    other layers."""
+    """Creates Super-Tuning's layers: `RemoteSupertuning` over a remote linear layer; PEFT's own method handles other
+    layers."""
 
     @staticmethod
     def _create_new_module(supertuning_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ class RemoteTinyLora(TinyLoraLinear):  # type: ignore[misc]
 
 
 class RemoteTinyLoraModel(TinyLoraModel):  # type: ignore[misc]
-    """Creates TinyLoRA's layers: `RemoteTinyLora` over a remote layer, PEFT's own class over other layers."""
+    """Creates TinyLoRA's layers: `RemoteTinyLora` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(
