@@ -4,8 +4,8 @@ private.
 
 The scheme is from Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy. The tenant adds noise n to a
 layer's input, the provider returns (x + n)W + b, and the tenant subtracts n_effect = nW. The provider has computed
-n_effect once for each vector, without the bias. Each call uses another vector than the call before, and the pool of
-vectors is drawn afresh from time to time.
+n_effect once for each vector, without the bias. If K is above 1, each call uses another vector than the call before.
+The pool of vectors is drawn afresh from time to time.
 
 The scheme is implemented in full for comparison. It hides nothing from a provider that keeps a log, since the provider
 saw every n. This module differs from the paper in one point: it scales the noise of a call by the root mean square of

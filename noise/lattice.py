@@ -5,9 +5,9 @@ of the size of an activation's rounding.
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32, for the encoded row x̃. Secret and error are drawn for this
 group, direction and block alone, from a CSPRNG that the operating system keys (noise/sampling.py). Every mask row is
-used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result
-overflows. The rows are confidential under decision Module-LWE with the stated parameters. This module does not
-guarantee that replies are right (verification does), and it does not hide row counts and timing.
+used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result overflows.
+The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
+replies are right (verification does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
@@ -343,7 +343,7 @@ class Lattice:
         self._hint(self._current(), group, direction)
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes mask rows before they are needed, as far as the pool's budget allows."""
+        """Makes mask rows before they are needed, or none if they do not fit into the pool; see `MaskPool.prepare`."""
         self.pool.prepare(group, direction, num_rows)
 
     # ---- description ------------------------------------------------------------------------------------------------

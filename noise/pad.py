@@ -92,7 +92,7 @@ class Pad:
         return blocks
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows before they are needed, as far as the pool's budget allows."""
+        """Makes rows before they are needed, or none if they do not fit into the pool; see `MaskPool.prepare`."""
         self.pool.prepare(group, direction, num_rows)
 
     def describe(self) -> Mapping[str, str]:

@@ -20,9 +20,9 @@ SECURITY_TARGET_BITS = 128
 """Bits of security that must remain although many secrets share one seed; see `LatticeParameters.max_secrets`."""
 
 NOMINAL_SIGMA = 3.2
-"""The smallest allowed standard deviation of the error. HomomorphicEncryption.org Security Standard (2018), table 1 and
-section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise"
-(ICALP 2011)."""
+"""The smallest allowed standard deviation of the error, except in toy sets. HomomorphicEncryption.org Security Standard
+(2018), table 1 and section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in
+presence of noise" (ICALP 2011)."""
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6

@@ -4,9 +4,8 @@ predicted or replayed.
 `gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes, so `Csprng` expands a key from
 os.urandom by AES-256-CTR. The samplers that use it draw ternary secrets and errors. None branches on a drawn value,
 with two exceptions: `ternary` rejects whole bytes, and `discrete_gaussian` draws more bits where the first 16 do not
-decide a sample. Only `discrete_gaussian` uses a secret number as an index into a table.
-The tenant's own machine is trusted, so shared caches are not defended against (docs/threat-model.md, "What is not
-protected against").
+decide a sample. Only `discrete_gaussian` uses a secret number as an index into a table. The tenant's own machine is
+trusted, so shared caches are not defended against (docs/threat-model.md, "What is not protected against").
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ Guarantees: a reply with at least one wrong number, in any number of rows, passe
 the first failure nothing passes and the secrets are dropped. The weights themselves are not kept. This module does not
 guarantee which weights are trusted; tenant_sdk/trust/checkpoint.py decides that.
 
-Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R, for the int8 weight W̃. A reply r to the
-rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all
-differences in a wrong row. The product of these differences and a binary column of R is 0 mod 2^32 at most half the
-time, even for v = 31. A column that is uniform mod 2^32 would be no better there, since it would also miss the error
-half the time.
+Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R, for the int8 weight W̃ (its transpose in
+the backward direction). A reply r to the rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be
+the largest power of two that divides all differences in a wrong row. The product of these differences and a binary
+column of R is 0 mod 2^32 with probability at most a half, even for v = 31. A column that is uniform mod 2^32 would be
+no better there, since it would also miss the error half the time.
 
 If there are many rows and the machine multiplies bytes fast, the rows are first folded with a second secret binary
 matrix S, of shape (κ+1 × rows). Folding misses an error with probability at most 2^-(κ+1) by the same argument, so an

@@ -1,7 +1,7 @@
 """This module decides whether an adapter names another base model than the one that it is to be used on.
 
-Guarantees: `generate` and the engine refuse the same adapters. Not guaranteed: an adapter that names a local path, or
-no base model at all, is not refused here, since a path says nothing about the model; then only shapes decide.
+Guarantees: `generate` and the engine refuse the same adapters. An adapter that names a local path, or no base model at
+all, is not refused here, since a path says nothing about the model. Then only the shapes of its tensors decide.
 """
 
 from __future__ import annotations

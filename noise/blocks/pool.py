@@ -1,7 +1,7 @@
 """This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
 memory only.
 
-Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
+Guarantees: no row is handed out twice (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
 into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy.
 During a long run callers may still have to wait, unless a core has time to refill the pool. If the budget does not hold
 two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes the lattice mask more
@@ -110,7 +110,7 @@ class MaskPool:
             block_rows: how many rows a whole block has.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
-            background: whether a worker thread makes blocks; if not, each is made when it is used.
+            background: whether a worker thread makes blocks; if not, they are made by `take` and `prepare` alone.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
             features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown.
                 Then the first groups get too much of the budget until every group has been used.
@@ -337,7 +337,8 @@ class MaskPool:
         return True
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full.
+        """Makes rows now, in the calling thread, so that `num_rows` are ready. If the missing rows do not all fit into
+        the budget, none are made.
 
         Raises:
             VeilbaseError: see `take`.

@@ -1,5 +1,6 @@
 """This module implements the hint store. A hint is H = A·W̃, the product of the public matrix A and the int8 weight W̃.
-The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk.
+The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk. Without a
+folder it keeps hints in memory, and fetches them again if they do not fit.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
@@ -104,7 +105,7 @@ unless these are A·W̃ of the trusted checkpoint."""
 
 @dataclass(frozen=True)
 class _Source:
-    """Fetches the rows of one hint and checks them."""
+    """Fetches the rows of one hint, and checks them if `verify` is given."""
 
     fetch: Fetch
     verify: Verify | None
@@ -112,7 +113,8 @@ class _Source:
     in_flight: int
 
     def into(self, write: Callable[[int, torch.Tensor], None], layout: Layout, missing: Iterable[range]) -> None:
-        """Fetches the missing rows, checks them and passes them to `write` in order."""
+        """Fetches the missing rows, checks them if `verify` is given, and passes them to `write` in order. Raises
+        InvalidTensor if a reply has another shape or dtype."""
         ranges = [part for rows in missing for part in _split(rows, self.rows_per_fetch)]
         for part, reply in self._replies(ranges):
             if reply.dtype != torch.int32 or reply.shape != (len(part), layout.features):

@@ -1,9 +1,10 @@
-"""This module implements DeLoRA over remote layers. DeLoRA scales each input feature by a norm: that of the weights by
-which the base layer multiplies the feature.
+"""This module implements DeLoRA over remote layers. A DeLoRA adapter scales each input feature by a norm: that of the
+weights by which the base layer multiplies the feature.
 
 The norms are stored in an adapter's file. When an adapter is made, they are computed once, from unit rows: the product
-of a unit row and the base weight has the weights of one input feature, of which only the norm is kept. Unit rows are
-public (tenant_sdk/kinds/public_products.py). The layers themselves use the output of the call that they make anyway.
+of a unit row and the base weight consists of the weights of one input feature, of which only the norm is kept. Unit
+rows are public (tenant_sdk/kinds/public_products.py). The layers themselves use the output of the call that they make
+anyway.
 """
 
 from __future__ import annotations

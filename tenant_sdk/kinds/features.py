@@ -1,5 +1,5 @@
-"""This module counts the values that HiRA and GLoRA add to a training step, compared with LoRA. They decide how much
-memory a step takes."""
+"""This module counts the values that HiRA and GLoRA add to a training step, compared with LoRA, for an estimate of the
+step's memory (tenant_sdk/training/checkpointing.py)."""
 
 from __future__ import annotations
 

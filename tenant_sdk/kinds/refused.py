@@ -41,7 +41,7 @@ STARTS: Mapping[str, str] = {
     "lora_ga": f"LoRA-GA takes gradients of the base weight, {_WHOLE}: use 'pissa_niter_8'",
     "mica": f"MiCA takes the smallest singular vectors of the base weight, {_WHOLE}: use 'olora'",
 }
-"""The sentences for values of LoRA's `init_lora_weights`."""
+"""The sentences for values of LoRA's `init_lora_weights` that are refused."""
 _B_IS_ZERO = (True, "gaussian", "eva")
 """The values of LoRA's `init_lora_weights` with which DoRA can be trained. With others B is not zero at first, so that
 A·W, which comes through the mask, would be in the first magnitudes. The mask's noise would be in the adapter's file."""

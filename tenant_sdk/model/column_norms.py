@@ -1,6 +1,6 @@
 """This module reads the norms of base weights' columns from a provider's bundle, for adapters that need them (DoRA).
 
-Guarantees: norms are read and checked when the first adapter asks for one, and are then finite, not negative, and for
+Guarantees: nothing is read before an adapter needs norms. Norms that are returned are finite, not negative, and for
 int8 weights no larger than the manifest allows. With `verify` they were compared with the trusted checkpoint before
 (tenant_sdk/trust/compare.py). Not guaranteed: without `verify`, that they are the norms of the weights.
 """

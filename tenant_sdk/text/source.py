@@ -3,7 +3,7 @@
 Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
 the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer
 is used within bounds: it consists of known components only (`components.py`), its chat template never sees text
-(`template.py`), and its class is transformers' plain fast tokenizer, whatever the bundle says.
+(`template.py`), and its class derives from transformers' plain fast tokenizer, whatever class the bundle names.
 """
 
 from __future__ import annotations
