@@ -27,7 +27,8 @@ _OF_GUESSING = (
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight",
 )  # fmt: skip
-"""Settings that belong to the options in `_GUESSING`; every GenerationConfig has default values for these settings."""
+"""Settings that belong to the options in `_GUESSING`. They are refused only if the user passes them, since every
+GenerationConfig has default values for them."""
 _ENDS_EARLY: dict[str, Any] = dict.fromkeys(
     (
         "max_time", "stop_strings", "stopping_criteria", "early_stopping", "min_length", "min_new_tokens",

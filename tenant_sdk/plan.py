@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a client's settings, checked as far as is possible without a network.
+    """Holds a client's settings, as `make_plan` has checked them.
 
     Attributes:
         urls, identities: one URL and one identity folder for every provider; an identity is None for inproc: and for

@@ -3,8 +3,8 @@ used masks), the mask and the executor, which sends calls.
 
 Guarantees: an impossible arithmetic, a tokenizer that cannot be found, and one provider in place of two are refused
 before a provider is contacted. Mask options are checked before the trusted checkpoint is read. With `verify`, no masked
-row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
-fails, everything that was opened is closed.
+row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step fails,
+everything that was opened is closed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _find_tokenizer(name: str) -> LocalSource:
 
 
 def open_bundle(plan: Plan, session: Session) -> Path:
-    """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded at most once.
+    """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded unless it is
+    cached.
 
     The bundle of an unverified provider over the network is also compared with the digests that were pinned at first
     use.
@@ -207,8 +208,8 @@ def unverified(plan: Plan) -> str:
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError if both URLs lead to one provider, since that provider would receive both shares of
-    every row."""
+    """Raises ConfigurationError if two URLs or their certificate authorities are the same, since one provider would
+    then receive both shares of every row."""
     networked = [_spelled(each) for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
