@@ -120,7 +120,7 @@ class GaussianPool:
         }
 
     def close(self) -> None:
-        """Drops all noise vectors that are kept in memory."""
+        """Drops all noise vectors and effects that are kept in memory."""
         with self._lock:
             self._pools.clear()
 

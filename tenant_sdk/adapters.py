@@ -1,7 +1,7 @@
 """This module loads PEFT adapters onto a model whose base layers are at the provider.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
-with a one-line error. No adapter is applied only in part. Loading one runs no compiler.
+with a one-line error. No adapter is applied only in part. Loading an adapter runs no compiler.
 """
 
 from __future__ import annotations

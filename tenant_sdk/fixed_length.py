@@ -70,8 +70,8 @@ def refuse_early_ends(options: Mapping[str, Any]) -> None:
 
 
 def no_guessing() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` that turn off the options in `_GUESSING`, which the provider's
-    generation config may set."""
+    """Returns arguments of transformers' `generate` that turn off the options in `_GUESSING`, which the model's
+    generation settings may turn on."""
     return dict.fromkeys(_GUESSING)
 
 

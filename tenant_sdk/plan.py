@@ -126,8 +126,8 @@ def make_plan(
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """Returns the device that the tenant names. Raises ConfigurationError if it is none, or if this machine has no such
-    CUDA device."""
+    """Returns the device that the tenant names. Raises ConfigurationError if the name is not a device's, or if this
+    machine lacks the CUDA device."""
     try:
         chosen = torch.device(device)
     except RuntimeError as exc:

@@ -193,7 +193,7 @@ def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
     provider's.
 
     Raises:
-        ConfigurationError: the tokenizer cannot be used, or does not fit the model.
+        ConfigurationError: the tokenizer cannot be used, or the tenant's own has another vocabulary than the bundle's.
     """
     if session.tokenizer_source is not None:
         return named_text(session.tokenizer_source, folder)

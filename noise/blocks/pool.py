@@ -391,8 +391,8 @@ def _forget_in_child() -> None:
 
 
 def _end_workers() -> None:
-    """Ends the worker threads before the interpreter ends. If a thread returned from torch's C++ code later, the
-    process would abort."""
+    """Closes all pools before the interpreter ends, and waits for their worker threads, at most `_LEAVE_S` for each. If
+    a thread returned from torch's C++ code later, the process would abort."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()

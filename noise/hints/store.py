@@ -207,7 +207,7 @@ class HintStore:
         Args:
             key: which hint.
             shape: (rank·N, reply features).
-            fetch: asks the provider for rows; not called if the hint is kept or stored.
+            fetch: asks the provider for rows; not called if a hint that may be used is kept or stored.
             verify: called on every fetched range. If it is given, a hint that was stored without a check is fetched
                 again.
             rows_per_fetch: the most rows that the provider accepts in a request; None if only `range_bytes` limits

@@ -195,7 +195,7 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
     """Returns the complex roots of the imaginary unit i in the order in which kernels.c reads them, with real and
-    imaginary parts alternating.
+    imaginary parts alternating; two zeros, which are not read, if `half` is 1.
 
     The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}). Its four children stand for C[X]/(X^(size/4) −
     r), one for each fourth root r of e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in

@@ -1,7 +1,8 @@
-"""This module implements GLoRA over remote layers. GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C.
+"""This module implements GLoRA over remote layers. GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C,
+where ∘ multiplies element by element.
 
-If A has low rank (`config_A_B="lora"`, the default), the product with W ∘ A takes r rows for each row of the input, in
-a call of its own. If A is a vector or a number, the layer computes this product from the output of the call that it
+If A has a low rank r (`config_A_B="lora"`, the default), the product with W ∘ A takes r rows for each row of the input,
+in a call of its own. If A is a vector or a number, the layer computes this product from the output of the call that it
 makes anyway. W·C takes one row in a call of its own. A layer without a bias b uses neither C nor D nor E.
 """
 

@@ -1,4 +1,5 @@
-"""This module implements HiRA over remote layers. HiRA adds W ∘ (B·A) to the base weight W, element by element.
+"""This module implements HiRA over remote layers. HiRA adds W ∘ (B·A) to the base weight W, where ∘ multiplies element
+by element and B·A has rank r.
 
 The product with W ∘ (B·A) takes r rows for each row of the input, in a call of its own (tenant_sdk/kinds/products.py).
 """

@@ -1,4 +1,4 @@
-"""This module is for adapters that are saved as another kind than they were trained as, such as plain LoRA."""
+"""This module is for adapters that are trained as one kind and saved as another, as PSOFT is saved as plain LoRA."""
 
 from __future__ import annotations
 

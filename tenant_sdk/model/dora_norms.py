@@ -153,8 +153,8 @@ def watch(layer: Any) -> None:
 
 
 def _product_of(layer: Any, adapter: str) -> _Product:
-    """Returns A·W of a layer. If it must be requested, the outdated ones of the model's other layers are requested with
-    it."""
+    """Returns A·W of a layer. If A·W must be requested, the missing and outdated products of the model's other layers
+    are requested with it."""
     planned = group_of(layer.get_base_layer()).planned_calls
     readers, course = _readers(planned), planned.course
     with readers.lock:

@@ -116,8 +116,8 @@ class RemoteExecutor:
     def run_together(
         self, calls: Sequence[tuple[GroupSpec, torch.Tensor]], planned: PlannedCalls = AT_ONCE
     ) -> list[torch.Tensor]:
-        """Returns forward products of several groups. All calls are sent before the first reply is waited for, so that
-        a provider far away delays them only once.
+        """Returns the forward products of several groups, each as `run` returns it. All calls are sent before the first
+        reply is waited for, so that a provider far away delays them only once.
 
         Args:
             calls: the groups, each with its rows, as for `run`.

@@ -300,8 +300,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _stream(folder: Path) -> _Weights | None:
-    """Returns weights that are read from safetensors one by one, or None if only transformers' loader can map names to
-    tensors."""
+    """Returns weights that are read from safetensors one by one, or None if only transformers' own loader can find the
+    tensors or their dtypes."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     dtype = config.dtype
     if not isinstance(dtype, torch.dtype) or getattr(config, "quantization_config", None) is not None:

@@ -143,8 +143,8 @@ def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) ->
 
 
 def _canonical(content: dict[str, Any]) -> dict[str, str]:
-    """Returns the JSON text of each value, without keys that could make transformers load code. A comparison of these
-    texts, unlike ==, tells 1 from 1.0 and True, and finds NaN equal to NaN."""
+    """Returns the JSON text of each value, by key, without keys that could make transformers load code. A comparison of
+    these texts, unlike ==, tells 1 from 1.0 and True, and finds NaN equal to NaN."""
     return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
 
 
