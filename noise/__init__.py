@@ -1,2 +1,2 @@
-"""This package holds the masks. Each mask decides what is sent instead of an activation and how the reply is unmasked.
-The package imports only wire."""
+"""This package holds the masks. Each mask decides what is sent in place of activations and gradients, and how the
+replies are unmasked. Of this project's packages it imports only wire."""

@@ -1,10 +1,11 @@
-"""This module implements a published scheme, which masks rows with one of K Gaussian vectors per layer. The provider
-itself computes each vector's effect (the product of vector and weight), so the scheme is NOT private.
+"""This module implements a published scheme, which masks rows with one of K Gaussian vectors for each layer group and
+direction. The provider itself computes each vector's effect (the product of vector and weight), so the scheme is NOT
+private.
 
 The scheme is from Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy. The tenant adds noise n to a
 layer's input, the provider returns (x + n)W + b, and the tenant subtracts n_effect = nW. The provider has computed
-n_effect once for each vector, without the bias. Each iteration uses another vector, and the pool of vectors is drawn
-afresh from time to time.
+n_effect once for each vector, without the bias. If K is above 1, each call uses another vector than the call before.
+The pool of vectors is drawn afresh from time to time.
 
 The scheme is implemented in full for comparison. It hides nothing from a provider that keeps a log, since the provider
 saw every n. This module differs from the paper in one point: it scales the noise of a call by the root mean square of
@@ -58,7 +59,7 @@ class GaussianPool:
             renew_every: the number of calls of one group and direction after which their pool is drawn afresh.
 
         Raises:
-            ConfigurationError: a number makes no sense.
+            ConfigurationError: `pool_size` or `renew_every` is below 1, or `sigma` is not above 0.
         """
         if pool_size < 1 or renew_every < 1 or not sigma > 0:
             raise ConfigurationError("gaussian-pool needs pool_size >= 1, renew_every >= 1 and sigma > 0")
@@ -78,7 +79,7 @@ class GaussianPool:
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
-        """Adds one pooled vector to every row of the call; see `MaskScheme.mask`."""
+        """Adds one pooled vector, scaled to the size of the rows, to every row of the call; see `MaskScheme.mask`."""
         check_finite(rows)
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
@@ -119,13 +120,13 @@ class GaussianPool:
         }
 
     def close(self) -> None:
-        """Drops all noise vectors that are kept in memory."""
+        """Drops all noise vectors and effects that are kept in memory."""
         with self._lock:
             self._pools.clear()
 
 
 def root_mean_square(rows: torch.Tensor) -> float:
-    """Returns √(mean of squares), without overflow or underflow; 1.0 for rows that are all zero."""
+    """Returns √(mean of squares), without overflow or underflow; 1.0 if all rows are zero or there are none."""
     if rows.numel() == 0:
         return 1.0
     norm = float(torch.linalg.vector_norm(rows, dtype=torch.float64))

@@ -1,12 +1,13 @@
-"""This module implements the default mask. The mask adds a fresh Module-LWE sample to every row. From the reply it
-subtracts the sample's effect (the product of sample and weight). The tenant computes this effect from a hint, the
-product of the public matrix and the weight, which the provider computed once.
+"""This module implements the default mask. The mask adds a fresh Module-LWE sample A·s + e to every row, with a public
+matrix A, a secret s and a small error e. From the reply it subtracts the effect H·s. The hint H = A·W̃ is the product
+of the public matrix and the int8 weight, which the provider computes once. The product e·W̃ stays in the result, and is
+of the size of an activation's rounding.
 
-Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32. The matrix A is public, and x̃ is the encoded row. The
-secret s and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every
-mask row is used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result
-overflows. The rows are confidential under decision Module-LWE with the stated parameters. This module does not
-guarantee that replies are right (verification does), and it does not hide row counts and timing.
+Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32, for the encoded row x̃. Secret and error are drawn for this
+group, direction and block alone, from a CSPRNG that the operating system keys (noise/sampling.py). Every mask row is
+used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result overflows.
+The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
+replies are right (verification does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
@@ -111,7 +112,8 @@ class Lattice:
             background: whether a worker thread makes them.
             limits: the provider's limits; None for the defaults of wire/limits.py.
             features: see `MaskPool`.
-            device: where masks and effects are computed; None for the CPU's own way. They are kept on the CPU.
+            device: where masks and effects are computed, by `DeviceProducts`; None for the CPU, by
+                noise/polynomial/negacyclic.py. They are kept on the CPU in either case.
         """
         self.parameters = parameters
         self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
@@ -242,7 +244,8 @@ class Lattice:
         return cut
 
     def _forget(self, secrets_hat: torch.Tensor) -> None:
-        """Overwrites what a device's products needed of a block's secrets, once all rows of the block are made."""
+        """Overwrites a block's secrets if a device makes the products. Callers must have made all rows of the block.
+        Without a device this does nothing, and the secrets' transforms are only released."""
         if isinstance(self.polynomials, DeviceProducts):
             secrets_hat.zero_()
 
@@ -340,7 +343,7 @@ class Lattice:
         self._hint(self._current(), group, direction)
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes mask rows before they are needed, as far as the pool's budget allows."""
+        """Makes mask rows before they are needed, or none if they do not fit into the pool; see `MaskPool.prepare`."""
         self.pool.prepare(group, direction, num_rows)
 
     # ---- description ------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_parameters(value: Any) -> bool:
-    """Tells whether a value is a text or a parameter set whose fields are numbers. Later `noise.params.choose` looks up
-    the text as a set's name, or compares the set with the table of accepted sets."""
+    """Tells whether a value is a text, or a parameter set with numbers where numbers belong. Later
+    `noise.params.choose` looks up the text as a set's name, or compares the set with the table of accepted sets."""
     if not isinstance(value, LatticeParameters):
         return isinstance(value, str)
     counts = (value.ring_degree, value.rank, value.bits)

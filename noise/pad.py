@@ -24,10 +24,10 @@ from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
 
 BLOCK_ROWS = 256
-"""The rows under one key: enough for an efficient product, and few enough for a short generated answer."""
+"""The rows under one key: enough for an efficient product, and not many more than a short answer needs."""
 LEAST_ROWS = 16
-"""The fewest rows that are made at a time, if the model is so wide that the pool does not hold two blocks for every
-layer."""
+"""The fewest rows that are worth making at a time. Fewer than BLOCK_ROWS are made if the model is so wide that the pool
+does not hold two blocks for every layer."""
 WeightOf = Callable[[int], torch.Tensor]
 """Maps a group number to its W̃, int8, shape (in_features, out_features)."""
 
@@ -92,7 +92,7 @@ class Pad:
         return blocks
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows before they are needed, as far as the pool's budget allows."""
+        """Makes rows before they are needed, or none if they do not fit into the pool; see `MaskPool.prepare`."""
         self.pool.prepare(group, direction, num_rows)
 
     def describe(self) -> Mapping[str, str]:

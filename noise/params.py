@@ -20,9 +20,9 @@ SECURITY_TARGET_BITS = 128
 """Bits of security that must remain although many secrets share one seed; see `LatticeParameters.max_secrets`."""
 
 NOMINAL_SIGMA = 3.2
-"""The smallest allowed standard deviation of the error. HomomorphicEncryption.org Security Standard (2018), table 1 and
-section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise"
-(ICALP 2011)."""
+"""The smallest allowed standard deviation of the error, except in toy sets. HomomorphicEncryption.org Security Standard
+(2018), table 1 and section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in
+presence of noise" (ICALP 2011)."""
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6
@@ -70,7 +70,8 @@ class LatticeParameters:
         and direction.
 
         If T secrets share one A, an attacker who is content with any one of them saves at most a factor T, by a hybrid
-        argument. With 2^(bits − 128) secrets, 128 bits remain. A toy set has no such limit.
+        argument. With 2^(bits − 128) secrets, 128 bits remain. A set that claims 128 bits or fewer gets one secret for
+        each seed, and a toy set has no such limit.
         """
         return _UNLIMITED if self.toy else 1 << max(self.bits - SECURITY_TARGET_BITS, 0)
 
@@ -104,7 +105,8 @@ def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False)
     Raises:
         ConfigurationError: the name is unknown, or a number of the set is outside the range that the arithmetic
             supports.
-        WeakParameters: the set is weaker than every row of the table, or it is a toy and toys are not allowed.
+        WeakParameters: the set is weaker than every row of the table, or claims more bits than the rows that it
+            reaches, or is a toy and toys are not allowed.
     """
     if isinstance(name_or_parameters, str):
         if name_or_parameters not in PARAMETERS:

@@ -66,7 +66,8 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
     exist.
 
     Raises:
-        ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.
+        ConfigurationError: a name is unknown, the pair does not exist, the provider does not offer the arithmetic, or
+            the number of providers is wrong.
     """
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
@@ -98,9 +99,9 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         setting: what the scheme may need of the session.
 
     Raises:
-        ConfigurationError: the mask or an option is unknown, an option's value is not allowed, or the pair of mask and
-            arithmetic does not exist.
-        WeakParameters: the lattice parameters are weaker than every set of the table.
+        ConfigurationError: `choose_arithmetic` raised it, an option is unknown or its value not allowed, mask='pad' has
+            no weights, or the ledger cannot be opened.
+        WeakParameters: the lattice parameters are refused; see `noise.params.choose`.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {

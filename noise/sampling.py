@@ -2,10 +2,10 @@
 predicted or replayed.
 
 `gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes, so `Csprng` expands a key from
-os.urandom by AES-256-CTR. The samplers that use it draw ternary secrets and errors. None branches on a drawn value
-except to reject whole bytes (`ternary`), and only `discrete_gaussian` uses a secret number as an index into a table.
-The tenant's own machine is trusted, so shared caches are not defended against (docs/threat-model.md, "What is not
-protected against").
+os.urandom by AES-256-CTR. The samplers that use it draw ternary secrets and errors. None branches on a drawn value,
+with two exceptions: `ternary` rejects whole bytes, and `discrete_gaussian` draws more bits where the first 16 do not
+decide a sample. Only `discrete_gaussian` uses a secret number as an index into a table. The tenant's own machine is
+trusted, so shared caches are not defended against (docs/threat-model.md, "What is not protected against").
 """
 
 from __future__ import annotations
@@ -182,6 +182,9 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
     Returns:
         int8, of the given shape, CPU.
 
+    Raises:
+        ConfigurationError: `eta` is any other number.
+
     Source: see `_ETA`.
     """
     if not 1 <= eta <= 63:
@@ -217,7 +220,7 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
     """Draws integers x with probability proportional to exp(−x²/2σ²), by inverting their distribution function.
 
     The function is stored as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86). The statistical distance of
-    the result from the true distribution is at most (22σ + 1)·2^-81 + 2^-86, which is 2^-71 at σ = 32. The first 16
+    the result from the true distribution is at most (22σ + 1)·2^-81 + 2^-86, below 2^-71 at σ = 32. The first 16
     bits of a draw choose a cell, and usually the sample with it. Only if a boundary of the function lies in that cell
     are 64 more bits drawn.
 
@@ -228,6 +231,9 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
 
     Returns:
         int16, of the given shape, CPU.
+
+    Raises:
+        ConfigurationError: `sigma` is any other number.
 
     Source: inversion as in Peikert, "An efficient and parallel Gaussian sampler for lattices", CRYPTO 2010, sec. 4.1.
     """
@@ -289,7 +295,8 @@ def _tail(sigma: float) -> int:
 
 
 def _boundaries(sigma: float, tail: int) -> list[int]:
-    """Returns round(2^80·P(X ≤ x)) for x = −tail … tail − 1, computed from 50-digit exponentials."""
+    """Returns round(2^80·P(X ≤ x)), but at most 2^80 − 1, for x = −tail … tail − 1, computed from 50-digit
+    exponentials."""
     with decimal.localcontext(prec=50):
         width = 2 * decimal.Decimal(sigma) ** 2
         weights = [(-(decimal.Decimal(x) ** 2) / width).exp() for x in range(-tail, tail + 1)]

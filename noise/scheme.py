@@ -1,10 +1,10 @@
 """This module defines the only interface between a remote layer and the mask that hides the layer's rows.
 
 A caller gives a scheme (a mask's implementation) the rows of one call, sends the messages that the scheme returns,
-passes in the replies and gets the product. The caller never learns which arithmetic, how many providers or how much
-noise is used. A scheme decides scaling, rounding and noise, and subtracts the noise's effect from replies. Every scheme
-must guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and
-that nothing in a `Masked` is printed.
+passes in the replies and gets the product. The scheme decides arithmetic, scaling, rounding and noise, names the
+provider of each message, and subtracts the noise's effect from replies. Every scheme must guarantee that `mask` checks
+its input before it uses up mask rows or seeds, and that printing a `Masked` shows no rows. Callers must unmask a
+`Masked` at most once.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class Reply(Protocol):
 
 
 EffectPath = Callable[[Call, Payload, int], Reply]
-"""A function that asks a provider for a product without the bias. It takes (call with purpose EFFECT or HINT, noise
-rows or their seed, reply columns) and returns the pending effect: the product of the noise and the weight."""
+"""A function that asks a provider for a product without the bias. It takes (a call, the payload, the number of reply
+columns) and returns the pending product of the payload's rows and the weight. The payload of a call with purpose EFFECT
+holds noise rows; with purpose HINT it holds the seed of rows of the public matrix."""
 
 
 class MaskScheme(Protocol):
@@ -124,8 +125,8 @@ class MaskScheme(Protocol):
         ...
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Tells the mask which function computes a product with the provider's weight without the bias. Callers must
-        call this once, before the first call of `mask`."""
+        """Gives the mask the function that asks the provider for products without the bias. Callers must call this
+        once, before the first call of `mask`."""
         ...
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -137,8 +138,9 @@ class MaskScheme(Protocol):
             rows: float32, shape (num_rows, request columns), on the tenant's device.
 
         Raises:
-            NotFinite: a value is NaN or infinite; nothing was spent.
-            MaskError: no mask can be had.
+            NotFinite: a value is NaN or infinite; no mask row or seed was used up.
+            VeilbaseError: there is no mask for the rows, for example because the ledger cannot be written, the pool is
+                closed, or the provider did not give a hint or an effect.
         """
         ...
 
@@ -181,14 +183,15 @@ class RowEncoder:
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
-        """Encodes a single row that is contiguous, on the CPU and fits in a frame. Returns None for any other rows, or
-        if there are no compiled kernels; callers must then use `encode_rows`.
+        """Encodes a single row that is contiguous, on the CPU and fits in a frame. Returns None for any other rows, if
+        there are no compiled kernels, or if the group has no inputs or no outputs; callers must then use `encode_rows`.
 
         Args:
             rows: float32, shape (num_rows, request columns), on any device.
 
         Raises:
             NotFinite: a value is NaN or infinite.
+            MaskOverflow: the layer is too wide for any scale.
         """
         if rows.shape[0] != 1 or not rows.is_cpu or not rows.is_contiguous() or not MessagePayload.fits(rows.shape[1]):
             return None
@@ -215,10 +218,18 @@ def encode_rows(
     group: GroupSpec, direction: Direction, rows: torch.Tensor, error_norm: float = 0.0, slack: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales real rows into ring rows for one direction: x̃ = round(x/β), or for gradients g̃ = round((g ⊙ α)/β′). The
-    numbers β and β′ are the rows' scales (wire/SPEC.md, section 5).
+    numbers β and β′ are the rows' scales (wire/SPEC.md, section 5), and α are the scales of the weight's columns.
+
+    Args:
+        group, direction, rows: as for `MaskScheme.mask`.
+        error_norm, slack: see `wire.ring.coding.encode`.
 
     Returns:
         int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.
+
+    Raises:
+        NotFinite: a value is NaN or infinite.
+        MaskOverflow: the layer is too wide for any scale.
     """
     if direction is Direction.FORWARD:
         return coding.encode(rows, group.column_norm, error_norm, slack)

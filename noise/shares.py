@@ -1,7 +1,7 @@
 """This module splits rows over two providers that do not collude. One provider gets the rows minus a pseudorandom
 share, the other gets the share's seed.
 
-The result is exact, and the mask needs no error, no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32,
+The mask adds no noise to the result, and needs no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32,
 which looks uniform to a party that does not know the seed p. The second provider sees p, 32 fresh bytes that are
 independent of x̃, the encoded rows. Assumption: the two do not collude, and AES-256-CTR is a pseudorandom generator.
 This is additive secret sharing (docs/masks.md, "shares").
@@ -71,6 +71,6 @@ class Shares:
         }
 
     def close(self) -> None:
-        """Makes `mask` refuse from now on, and closes the ledger."""
+        """Makes `mask` raise MaskError from now on, and closes the ledger."""
         self._closed = True
         self._on_close()

@@ -1,8 +1,9 @@
-"""This module moves rows between a device and the CPU through pinned memory, and overwrites what lay there.
+"""This module moves private rows between a device and the CPU through pinned memory, and overwrites the copies
+afterwards.
 
-A pinned buffer is copied to and from without the driver's own buffer in between. torch keeps pinned buffers for later
-use, so whatever is private is overwritten before a buffer is given back. On the CPU nothing is copied. This was run on
-no GPU.
+The driver copies to and from a pinned buffer directly, without a buffer of its own. torch keeps pinned buffers for
+later use, so the rows in a buffer are overwritten before the buffer is released. Rows that are on the CPU and stay
+there pass through no buffer. This code has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def is_here(tensor: torch.Tensor) -> bool:
 
 
 def staging_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Returns memory of the CPU with any content, of a tensor's shape and dtype, which a GPU copies to and from
-    directly."""
+    """Returns an uninitialised tensor on the CPU, of the shape and dtype of `like`. It is in pinned memory if CUDA is
+    available."""
     is_pinned = torch.cuda.is_available()
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_pinned)
 

@@ -5,11 +5,11 @@ Guarantees: a reply with at least one wrong number, in any number of rows, passe
 the first failure nothing passes and the secrets are dropped. The weights themselves are not kept. This module does not
 guarantee which weights are trusted; tenant_sdk/trust/checkpoint.py decides that.
 
-Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R, for the int8 weight W̃. A reply r to the
-rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all
-differences in a wrong row. The product of these differences and a binary column of R is 0 mod 2^32 at most half the
-time, even for v = 31. A column that is uniform mod 2^32 would be no better there, since it would also miss the error
-half the time.
+Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R, for the int8 weight W̃ (its transpose in
+the backward direction). A reply r to the rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be
+the largest power of two that divides all differences in a wrong row. The product of these differences and a binary
+column of R is 0 mod 2^32 with probability at most a half, even for v = 31. A column that is uniform mod 2^32 would be
+no better there, since it would also miss the error half the time.
 
 If there are many rows and the machine multiplies bytes fast, the rows are first folded with a second secret binary
 matrix S, of shape (κ+1 × rows). Folding misses an error with probability at most 2^-(κ+1) by the same argument, so an
@@ -88,7 +88,7 @@ class Verifier:
     benefit. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Makes a verifier that has not drawn any secrets yet.
+        """Makes a verifier that knows no group yet. It draws the secret matrix S, with which rows are folded.
 
         Args:
             kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
@@ -220,7 +220,8 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns S·rows mod 2^32 for the secret matrix S, computed by `torch._int_mm`, which must be exact.
+    """Returns S·rows mod 2^32 for the secret matrix S, by `torch._int_mm`. Callers must know that `torch._int_mm` is
+    exact on this machine (`int_mm_is_fast`).
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -252,8 +253,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
     """Splits int32 numbers below 2^30 in size into signed bytes (limbs). Returns int8, shape (rows, limbs · columns):
     all columns of the lowest limb first.
 
-    There are as many limbs as the largest number needs. Two draws of R would give different counts only by a rare
-    chance, and the count shows in nothing but this side's own computing time.
+    There are as many limbs as the largest number needs. This count seldom depends on the secret R, and shows in nothing
+    but the tenant's own computing time.
     """
     limbs: list[torch.Tensor] = []
     while not limbs or bool(values.any()):

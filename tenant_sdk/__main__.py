@@ -1,4 +1,4 @@
-"""Lets `python -m tenant_sdk` run the command `tenant`."""
+"""This module lets `python -m tenant_sdk` run the command `tenant`."""
 
 from tenant_sdk.cli import main
 

@@ -1,7 +1,7 @@
 """This module loads PEFT adapters onto a model whose base layers are at the provider.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
-with a one-line error. No adapter is applied only in part. Loading one runs no compiler.
+with a one-line error. No adapter is applied only in part. Loading an adapter runs no compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from wire.loading import loading
 
 
 def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
-    """Returns the session's model with an adapter on it, and keeps this model in `session.loaded` for the next call."""
+    """Returns the session's model, with an adapter on it if one is named, and keeps this model in `session.loaded` for
+    the next call.
+
+    Raises:
+        ConfigurationError: the adapter does not exist, cannot be used over a provider's layers, or does not fit.
+    """
     key = _adapter_key(adapter)
     if session.loaded is None or session.loaded[0] != key:
         session.loaded = None
@@ -54,7 +59,8 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
 
 
 def _check_settings(model: Any, adapter: str, config: PeftConfig) -> None:
-    """Refuses an adapter that was trained on another model, or whose kind needs more of base weights than products."""
+    """Raises ConfigurationError for an adapter that was trained on another model, or whose kind needs more of base
+    weights than products. Changes the config of a MiCA adapter, so that loading it does not read the base weight."""
     remedy = "change base_model_name_or_path in its adapter_config.json"
     check_base_name(adapter, config.base_model_name_or_path, (str(model.name_or_path or ""),), remedy)
     check_loadable(adapter, config)

@@ -1,7 +1,7 @@
 """This module decides whether an adapter names another base model than the one that it is to be used on.
 
-Guarantees: `generate` and the engine refuse the same adapters. Not guaranteed: an adapter that names a local path, or
-no base model at all, is not refused here, since a path says nothing about the model; then only shapes decide.
+Guarantees: `generate` and the engine refuse the same adapters. An adapter that names a local path, or no base model at
+all, is not refused here, since a path says nothing about the model. Then only the shapes of its tensors decide.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_base_name(name: str, trained_on: Any, served: Sequence[str], remedy: s
 
 
 def _same(one: str, other: str) -> bool:
-    """Returns whether two names may mean the same weights. One of them may lack the owner, or an ending such as
-    -Instruct."""
+    """Returns whether two names may mean the same weights. Case and owners (all before the last slash) are ignored, and
+    one name may lack an ending of the other, such as -Instruct. If `other` is empty or a path, it fits any name."""
     if not other or _PATH.match(other):
         return True
     a, b = (name.rstrip("/").rpartition("/")[2].casefold() for name in (one, other))

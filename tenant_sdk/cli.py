@@ -278,7 +278,7 @@ def explain(
 def main() -> None:
     """Runs the command line. An error of this project is printed as one line on stderr, with exit code 1.
 
-    For errors in the command line itself, typer prints its usage, with exit code 2.
+    For errors in the command line itself, typer prints its usage, with exit code 2. Ctrl-C gives exit code 130.
     """
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:

@@ -153,7 +153,8 @@ def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None
 
 
 def _loss_branches(plan: Plan) -> str:
-    """Returns the text that says what becomes of options of `finetune` that let losses decide."""
+    """Returns the text about `early_stopping_steps` and `keep_best` of `finetune`, with which losses decide when a run
+    ends and which adapter is kept: whether they are refused, or what they show."""
     if plan.can_be_steered:
         return "early_stopping_steps and keep_best are refused, since a provider that lies could steer them"
     return "early_stopping_steps by when the evaluation's loss stopped falling"

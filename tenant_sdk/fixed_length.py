@@ -27,7 +27,8 @@ _OF_GUESSING = (
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight",
 )  # fmt: skip
-"""Settings that belong to the options in `_GUESSING`; every GenerationConfig has default values for these settings."""
+"""Settings that belong to the options in `_GUESSING`. They are refused only if the user passes them, since every
+GenerationConfig has default values for them."""
 _ENDS_EARLY: dict[str, Any] = dict.fromkeys(
     (
         "max_time", "stop_strings", "stopping_criteria", "early_stopping", "min_length", "min_new_tokens",
@@ -69,8 +70,8 @@ def refuse_early_ends(options: Mapping[str, Any]) -> None:
 
 
 def no_guessing() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` that turn off the options in `_GUESSING`, which the provider's
-    generation config may set."""
+    """Returns arguments of transformers' `generate` that turn off the options in `_GUESSING`, which the model's
+    generation settings may turn on."""
     return dict.fromkeys(_GUESSING)
 
 
@@ -112,6 +113,9 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         """Returns logits, shape (num_sequences, vocab_size). Minus infinity, which excludes a token, is kept.
 
         In an answer of fixed length all logits are zero after a value was NaN or infinite.
+
+        Raises:
+            NotFinite: a logit is NaN or infinite, and the answer may stop at once.
         """
         self._course.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
         if not self._bounds:

@@ -135,7 +135,8 @@ def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def stop_ids_given(given: Any) -> tuple[int, ...]:
-    """Returns the stop token ids of `eos_token_id`, which transformers takes as None, one number or several."""
+    """Returns the stop token ids of `eos_token_id`, which transformers takes as None, one number or several. Raises
+    ConfigurationError for anything else."""
     if given is None:
         return ()
     try:
@@ -239,7 +240,8 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
 
 @contextmanager
 def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turns transformers' refusals, whose text may quote token ids, into a one-line error that names the option."""
+    """Turns transformers' refusals, whose text may quote token ids, into a one-line ConfigurationError that names the
+    option, or the checkpoint's generation settings if the user passed no options."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, ArithmeticError) as exc:

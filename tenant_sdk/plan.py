@@ -1,6 +1,8 @@
 """This module checks a client's settings, and keeps them in a `Plan`, which does not change afterwards.
 
-Guarantees: every impossible setting that can be recognised without the network is refused before the network is used.
+Guarantees: an identity that does not suit its URL, an unknown mask or mask option, and an impossible padding, device,
+user id or accepted change are refused here, without the network. The addresses in URLs, `arithmetic`, `kappa`, `verify`
+and `tokenizer` are only kept here; they are checked when a session is opened (tenant_sdk/session.py).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a client's settings, checked as far as is possible without a network.
+    """Holds a client's settings, as `make_plan` has checked them.
 
     Attributes:
         urls, identities: one URL and one identity folder for every provider; an identity is None for inproc: and for
             loopback without TLS.
         mask, arithmetic, mask_options: see `TenantClient`.
         verify: the trusted checkpoint, or None.
-        kappa: a forged reply passes with probability at most 2^-kappa.
+        kappa: with `verify`, a forged reply passes with probability at most 2^-kappa.
         weights: for an inproc: provider, `int8` or `native`, the form of its weights; None otherwise.
         cache: folder of bundles and hints, and of the ledger if the client has no identity.
         tokenizer: the tokenizer that the tenant names, or None.
@@ -92,7 +94,8 @@ def make_plan(
     device: str | torch.device = "cpu",
     trust_same_gpu: bool = False,
 ) -> Plan:
-    """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan.
+    """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan. The module's docstring
+    says which are not checked yet.
 
     Raises:
         ConfigurationError: a URL, an identity or an option is impossible.
@@ -123,8 +126,8 @@ def make_plan(
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """Returns the device that the tenant names. Raises ConfigurationError if it is none, or if this machine has no such
-    CUDA device."""
+    """Returns the device that the tenant names. Raises ConfigurationError if the name is not a device's, or if this
+    machine lacks the CUDA device."""
     try:
         chosen = torch.device(device)
     except RuntimeError as exc:

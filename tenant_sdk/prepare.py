@@ -43,7 +43,8 @@ def prefetch_hints(
 def prepare_masks(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
 ) -> None:
-    """Makes masks for `num_rows` tokens in every layer, or for fewer tokens if the pool of masks is too small."""
+    """Makes masks for `num_rows` tokens in every layer, or for fewer tokens if the pool of masks is too small. Does
+    nothing for a mask other than `Lattice` and `Pad`."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
         features = sum(group.in_features + group.out_features for group, _ in wanted)

@@ -1,9 +1,10 @@
 """This module opens a session. It connects to the providers, and sets up the trusted checkpoint, the ledger (record of
 used masks), the mask and the executor, which sends calls.
 
-Guarantees: settings that can be refused without a network are refused before the network is used. With `verify`, no
-masked row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step
-fails, everything that was opened is closed.
+Guarantees: an impossible arithmetic, a tokenizer that cannot be found, and one provider in place of two are refused
+before a provider is contacted. Mask options are checked before the trusted checkpoint is read. With `verify`, no masked
+row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint. If a step fails,
+everything that was opened is closed.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _find_tokenizer(name: str) -> LocalSource:
 
 
 def open_bundle(plan: Plan, session: Session) -> Path:
-    """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded at most once.
+    """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded unless it is
+    cached.
 
     The bundle of an unverified provider over the network is also compared with the digests that were pinned at first
     use.
@@ -144,6 +146,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         ProviderChanged: an unverified provider changed what the tenant has used before.
         MalformedFrame: a file does not have the announced digest, or the manifest's copy of the config differs from the
             bundle's.
+        ConfigurationError: the bundle or the pins cannot be stored, or padding cannot hide this model's row counts.
     """
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
@@ -190,7 +193,7 @@ def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
     provider's.
 
     Raises:
-        ConfigurationError: the tokenizer cannot be used, or does not fit the model.
+        ConfigurationError: the tokenizer cannot be used, or the tenant's own has another vocabulary than the bundle's.
     """
     if session.tokenizer_source is not None:
         return named_text(session.tokenizer_source, folder)
@@ -205,8 +208,8 @@ def unverified(plan: Plan) -> str:
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError if both URLs lead to one provider, since that provider would receive both shares of
-    every row."""
+    """Raises ConfigurationError if two URLs or their certificate authorities are the same, since one provider would
+    then receive both shares of every row."""
     networked = [_spelled(each) for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
@@ -254,7 +257,8 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
 
 
 def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """Returns the first manifest with limits and arithmetics that all providers support.
+    """Returns the first manifest, changed so that limits and arithmetics are those that all providers support, and that
+    a recording is announced if any provider announces one.
 
     Raises:
         ConfigurationError: the providers do not serve the same weights.

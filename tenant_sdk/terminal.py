@@ -1,6 +1,6 @@
 """This module implements `tenant chat`, a conversation in a terminal with the base model or an adapter.
 
-Guarantees: the conversation stays in this process; nothing of it is written to a file or a log.
+Guarantees: the text of the conversation stays in this process; nothing of it is written to a file or a log.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from wire.transport.event_engine import prefer_waiting_in_place
 SPIN_COUNT = "GOMP_SPINCOUNT"
 """The variable of libgomp, torch's OpenMP, for the number of turns that an idle thread spins before it sleeps."""
 SHORT_SPINNING = "10000"
-"""The value that `tune` sets. By default OpenMP's threads spin for milliseconds after each operation, on cores that TLS
-and a provider on the same machine need. A fine-tuning step took 2.0 to 2.2 times as long as a local one by default, and
-1.5 times as long with this value."""
+"""The number of turns that `tune` sets. By default OpenMP's threads spin for milliseconds after each operation, on
+cores that TLS and a provider on the same machine need. A fine-tuning step took 2.0 to 2.2 times as long as a local one
+by default, and 1.5 times as long with this value."""
 
 _has_said = False
 

@@ -1,10 +1,11 @@
 """This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
 memory only.
 
-Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
+Guarantees: no row is handed out twice (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
 into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy.
 During a long run callers may still have to wait, unless a core has time to refill the pool. If the budget does not hold
-two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
+two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes the lattice mask more
+arithmetic.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class _Shelf:
 
 
 class MaskPool:
-    """Hands out mask rows. A worker thread makes new rows in place of used ones, for the layer first that was used
-    first."""
+    """Hands out mask rows. With `background`, a worker thread makes new rows in place of used ones, for the layers in
+    the order in which they were used."""
 
     def __init__(
         self,
@@ -106,14 +107,13 @@ class MaskPool:
         Args:
             make: makes blocks. It is called from any thread, but for one layer group and direction only by one thread
                 at a time.
-            block_rows: how many rows a block has. A shelf (the ready rows of one layer group and direction) with fewer
-                than half of them is refilled.
+            block_rows: how many rows a whole block has.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
-            background: whether a worker thread makes blocks; if not, each is made when it is used.
+            background: whether a worker thread makes blocks; if not, they are made by `take` and `prepare` alone.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
-            features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown. If
-                it is unknown, the first groups get too much of the budget until the last group is used.
+            features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown.
+                Then the first groups get too much of the budget until every group has been used.
             on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
@@ -161,7 +161,8 @@ class MaskPool:
             mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
 
         Raises:
-            MaskError: no rows can be had, or this is a forked child (`MaskReused`); nothing may be sent.
+            MaskError: the pool is closed, or this is a forked child (`MaskReused`); nothing may be sent.
+            VeilbaseError: the maker raised it, for example because a hint could not be fetched; nothing may be sent.
         """
         self._origin.check()
         key = (group.id, direction)
@@ -276,8 +277,8 @@ class MaskPool:
         return whole * self._block_rows + min(pieces, self._block_rows)
 
     def fitting_rows(self, features: int) -> int:
-        """Returns how many rows of `features` numbers the budget holds, in whole blocks or pieces: at least one block
-        or piece."""
+        """Returns how many rows of `features` numbers the budget holds, rounded down to a multiple of `piece_rows`, but
+        at least `piece_rows`."""
         return self._fitting(features, self._piece_rows)
 
     def _fitting(self, features: int, unit: int) -> int:
@@ -336,10 +337,11 @@ class MaskPool:
         return True
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full.
+        """Makes rows now, in the calling thread, so that `num_rows` are ready. If the missing rows do not all fit into
+        the budget, none are made.
 
         Raises:
-            MaskError: see `take`.
+            VeilbaseError: see `take`.
         """
         self._origin.check()
         key = (group.id, direction)
@@ -389,8 +391,8 @@ def _forget_in_child() -> None:
 
 
 def _end_workers() -> None:
-    """Ends the worker threads before the interpreter ends. If a thread returned from torch's C++ code later, the
-    process would abort."""
+    """Closes all pools before the interpreter ends, and waits for their worker threads, at most `_LEAVE_S` for each. If
+    a thread returned from torch's C++ code later, the process would abort."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()

@@ -26,11 +26,12 @@ Result = TypeVar("Result")
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
     """Runs `work` in several threads at once, all with one iterator, so that each item goes to one thread.
 
-    The number of threads is the number that torch uses in the calling thread (`torch.set_num_threads`). If it is one,
-    or there is one item, the calling thread itself runs `work`. Gradients are off in `work`.
+    The number of threads is the number that torch uses in the calling thread (`torch.set_num_threads`), but at most one
+    for each item. If this is one, or no thread can be started, the calling thread itself runs `work`. Gradients are off
+    in `work`.
 
     Raises:
-        Whatever `work` raised first, after all threads have ended.
+        The error of one of the threads in which `work` failed, after all threads have ended.
     """
     num_workers = min(torch.get_num_threads(), len(items))
     queue = iter(items)  # This is the iterator of a sequence, whose next() is atomic.
@@ -57,8 +58,8 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
 
 
 def alone(work: Callable[[], Result]) -> Result:
-    """Runs `work` in one of the threads and returns its result. This is for an operation that torch, or MKL's FFT,
-    would spread over several threads if the calling thread ran it.
+    """Runs `work` in one of this module's threads and returns its result, or raises its error. This is for an operation
+    that torch, or MKL's FFT, would spread over several threads if the calling thread ran it.
 
     Threads that torch or MKL start for an operation spin afterwards, on the cores that the pieces of the next step
     need, which costs these pieces a third of their time.

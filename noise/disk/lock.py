@@ -25,7 +25,7 @@ def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
         wait: whether to wait for the lock. If this is False and another thread or process holds the lock, the block
             runs without it.
 
-    Returns:
+    Yields:
         Whether the block holds the lock.
     """
     while True:

@@ -1,8 +1,8 @@
 """This module makes folders and files that only their owner can read, whatever the umask.
 
-Guarantees: a folder is made with mode 0700, so no other user can enter it at any moment. Folders that existed before
-keep their mode. The umask is not changed, since it belongs to the whole process, in which other threads make files
-meanwhile. Root can still enter, and so can users who may rename an existing parent folder.
+Guarantees: a folder is made with mode 0700, so no other user can enter it at any moment. `make_private_folder`
+changes no folder that existed before. The umask is not changed, since it belongs to the whole process, in which other
+threads make files meanwhile. Root can still enter, and so can users who may rename an existing parent folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_private(folder: Path) -> None:
     they are.
 
     Raises:
-        OSError: a file or folder belongs to another user.
+        OSError: a mode cannot be set, for example because a file or folder belongs to another user.
     """
     folder.chmod(FOLDER_MODE)
     for path in folder.rglob("*"):

@@ -1,9 +1,9 @@
-"""This module reads and packs one hint file: a safetensors file of rounded numbers in column tiles, mapped into memory
-and decoded chunk by chunk.
+"""This module defines the format of a hint file, and reads such files. A hint file is a safetensors file of rounded
+numbers in column tiles. It is mapped into memory and decoded chunk by chunk.
 
 Layout: 4096 bytes of header, then `crc32` (U32, one for each tile), then `tiles` (U8). Tile i holds columns 64·i to
-64·i + 63, row after row. Each number has 32 - t bits, little-endian; t is the number of low bits that were
-rounded away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups
+64·i + 63, row after row. Each number has 32 - t bits, little-endian; t is the number of low bits that were rounded
+away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups
 within one row, and the last tile is padded to whole groups. noise/hints/store.py states guarantees and limits.
 """
 

@@ -54,7 +54,8 @@ class PartFile:
                 have not passed a check count as missing; if not, the whole hint counts as unchecked.
 
         Raises:
-            ConfigurationError: the disk is full or cannot be written.
+            ConfigurationError: the disk is full or cannot be written. If the file could not be allocated or the journal
+                not be read, both are removed, with the rows that an earlier attempt stored.
         """
         self._path, self._layout, self._verified = path, layout, verified
         self._part = path.with_suffix(".part")
@@ -102,7 +103,8 @@ class PartFile:
         return [range(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
-        """Rounds rows (int32, shape (num_rows, features)), stores them from `first_row` on and records them as done."""
+        """Rounds rows (int32, shape (num_rows, features)), stores them from `first_row` on and records them as done. A
+        range that is the whole hint is not recorded in the journal, since no later attempt could use it."""
         layout, span = self._layout, range(first_row, first_row + rows.shape[0])
         crc = 0
         with disk_errors(self._path, layout.file_bytes):

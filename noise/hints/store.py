@@ -1,5 +1,6 @@
 """This module implements the hint store. A hint is H = A·W̃, the product of the public matrix A and the int8 weight W̃.
-The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk.
+The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk. Without a
+folder it keeps hints in memory, and fetches them again if they do not fit.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
@@ -104,7 +105,7 @@ unless these are A·W̃ of the trusted checkpoint."""
 
 @dataclass(frozen=True)
 class _Source:
-    """Fetches the rows of one hint and checks them."""
+    """Fetches the rows of one hint, and checks them if `verify` is given."""
 
     fetch: Fetch
     verify: Verify | None
@@ -112,7 +113,8 @@ class _Source:
     in_flight: int
 
     def into(self, write: Callable[[int, torch.Tensor], None], layout: Layout, missing: Iterable[range]) -> None:
-        """Fetches the missing rows, checks them and passes them to `write` in order."""
+        """Fetches the missing rows, checks them if `verify` is given, and passes them to `write` in order. Raises
+        InvalidTensor if a reply has another shape or dtype."""
         ranges = [part for rows in missing for part in _split(rows, self.rows_per_fetch)]
         for part, reply in self._replies(ranges):
             if reply.dtype != torch.int32 or reply.shape != (len(part), layout.features):
@@ -163,15 +165,16 @@ class HintStore:
         """Opens a store; nothing is read or written yet.
 
         Args:
-            folder: where hints are stored, made with mode 0700. None stores no hints, so that they are fetched anew,
-                unrounded (`hints="stream"`).
+            folder: where hints are stored, made with mode 0700. None keeps hints in memory only, unrounded, within the
+                RAM budget; other hints are fetched again for each use (`hints="stream"`).
             dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
             range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
             in_flight: the most ranges that are requested at a time.
 
         Raises:
-            ConfigurationError: a number makes no sense.
+            ConfigurationError: `dropped_bits` is another number, `ram_budget_bytes` is negative, or `range_bytes` or
+                `in_flight` is below 1.
         """
         Layout(1, 1, dropped_bits)  # This call refuses other roundings.
         if min(ram_budget_bytes, range_bytes - 1, in_flight - 1) < 0:
@@ -204,7 +207,7 @@ class HintStore:
         Args:
             key: which hint.
             shape: (rank·N, reply features).
-            fetch: asks the provider for rows; not called if the hint is kept or stored.
+            fetch: asks the provider for rows; not called if a hint that may be used is kept or stored.
             verify: called on every fetched range. If it is given, a hint that was stored without a check is fetched
                 again.
             rows_per_fetch: the most rows that the provider accepts in a request; None if only `range_bytes` limits
@@ -212,9 +215,11 @@ class HintStore:
 
         Raises:
             MaskError: the file is damaged or belongs to another model, seed or setting; nothing was sent.
-            VerificationFailed: `verify` raised it; all fetched rows of this hint were deleted.
+            VerificationFailed: `verify`, or a reply that `fetch` returned, raised it; all fetched rows of this hint
+                were deleted.
             ConfigurationError: the folder cannot be written, or its disk is full.
-            VeilbaseError: `fetch` raised it; the next `get` continues from the rows that were stored.
+            InvalidTensor: a reply has another shape or dtype.
+            VeilbaseError: `fetch` or its reply raised it; the next `get` continues from the rows that were stored.
         """
         layout = Layout(*shape, self.dropped_bits)
         most_rows = max(1, self._range_bytes // (layout.features * ITEM_BYTES))
@@ -293,7 +298,8 @@ class HintStore:
         return sum(layout.file_bytes for layout in layouts)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches."""
+        """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches; 0
+        without a folder."""
         if self.folder is None:
             return 0
         total = 0

@@ -72,7 +72,11 @@ class Book:
 
     def read(self, data: bytes) -> None:
         """Adds the records of the complete lines in `data`, which follows the lines read so far; ignores a torn last
-        line."""
+        line.
+
+        Raises:
+            ConfigurationError: a record is damaged, or the file is of another version or identity.
+        """
         *lines, _torn = data.split(b"\n")
         for line in lines:
             offset, chain, num_records = self.mark
@@ -119,8 +123,8 @@ class Book:
             raise ConfigurationError(f"the ledger {self._name} belongs to another identity: give each its own")
 
     def current(self, parameters: str, budget: int | None) -> Seed | None:
-        """Returns the last seed drawn for a parameter set and budget. If the budget differs, the seed is from another
-        release's table, and is not returned."""
+        """Returns the last seed drawn for a parameter set and budget, or None if there is none. A seed of the set with
+        another budget is from another release's table, and is not returned."""
         fitting = [seed for seed in self.seeds.values() if (seed.parameters, seed.budget) == (parameters, budget)]
         return fitting[-1] if fitting else None
 

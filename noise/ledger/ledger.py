@@ -110,7 +110,7 @@ class Ledger:
         return ledger
 
     def close(self) -> None:
-        """Closes the file; later calls are refused."""
+        """Closes the file; later calls raise MaskError. In a forked child this does nothing."""
         # A forked child leaves the file alone: its copy of the lock may never be released.
         with contextlib.suppress(MaskReused):
             self._origin.check()
@@ -151,8 +151,9 @@ class Ledger:
             what: a note for the audit trail, such as "forward, 210 groups"; never anything secret.
 
         Raises:
-            SeedExhausted: the reservation would exceed the budget; nothing was reserved.
-            MaskError, ConfigurationError: the record cannot be made durable; nothing was reserved.
+            SeedExhausted: the reservation would exceed what is left of the budget; nothing was reserved.
+            MaskError: `num_blocks` is below 1 or above the whole budget, or the seed is unknown; nothing was reserved.
+            MaskError, ConfigurationError: the record cannot be made durable; no block may be used.
         """
         if num_blocks < 1:  # A negative count would increase the budget.
             raise MaskError(f"a reservation is of at least 1 block, got {num_blocks}")

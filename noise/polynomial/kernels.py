@@ -89,7 +89,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """Returns the transforms of secrets. Each secret is later multiplied with every feature.
+    """Returns the transforms of the secrets of B blocks, in the layout that `Combiner` takes.
 
     Args:
         secrets: int8, shape (B, k, N), CPU.
@@ -145,7 +145,10 @@ class Combiner:
             start, stop: the range of features; `start` is a multiple of `LANES`.
 
         Returns:
-            The largest distance of a coefficient to the nearest integer; infinity if one was no number.
+            The largest distance of a coefficient to the nearest integer; infinity if a coefficient was NaN.
+
+        Raises:
+            ConfigurationError: the transforms or the range do not fit.
         """
         _, rank, degree = self._shape
         groups = matrix_hat[start // LANES : -(-stop // LANES)]
@@ -192,7 +195,7 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
     """Returns the complex roots of the imaginary unit i in the order in which kernels.c reads them, with real and
-    imaginary parts alternating.
+    imaginary parts alternating; two zeros, which are not read, if `half` is 1.
 
     The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}). Its four children stand for C[X]/(X^(size/4) −
     r), one for each fourth root r of e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in

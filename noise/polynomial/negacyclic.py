@@ -24,8 +24,8 @@ and torch's form. The two keep transforms in different orders. They give the sam
 compiled form has its own FFT, whose factors are exact to a unit in the last place.
 
 Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so several threads call `Columns.load`.
-Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything but
-the secrets' transforms.
+Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything,
+except for the secrets' transforms of torch's form.
 
 Integer arithmetic would be slower: one int8 matrix product of the four bytes of H with a ternary Toeplitz matrix takes
 8·k·N operations for each token and feature, 12,288 at 3×512. That is 14 ns at the 850 GOP/s measured for `_int_mm` on a
@@ -136,7 +136,7 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
         parameters: gives k and N.
 
     Returns:
-        The transforms, of 4·k·N·2 bytes for each feature, which is twice the size of the matrix.
+        The transforms, of 8·k·N bytes for each feature, which is twice the size of the matrix.
 
     Raises:
         ConfigurationError: the matrix has another shape or type.
@@ -350,7 +350,7 @@ def _fft(folded: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _twist(half: int) -> torch.Tensor:
-    """Returns exp(iπj/N) for j < N/2, each correctly rounded up to about a unit in the last place."""
+    """Returns exp(iπj/N) for j < N/2, each part within about a unit in the last place."""
     angle = torch.arange(half, dtype=torch.float64, device="cpu") * (math.pi / (2 * half))
     return torch.complex(torch.cos(angle), torch.sin(angle))
 

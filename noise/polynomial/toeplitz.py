@@ -6,8 +6,8 @@ functions of noise/polynomial/negacyclic.py, and gives the same numbers to the l
 
 Guarantees: secrets are drawn on the CPU and come to the device for one product. Memory of the device that held a
 secret, its matrix or a product is overwritten before it is released. From every chunk some columns, drawn at random,
-are compared with the CPU's product, so that a device that computes nothing does not send rows without a mask. It runs
-on torch's `cpu` device as well, where it is tested; it was run on no GPU.
+are compared with the CPU's product, so that no row is sent without a mask if the device computes nothing. The module
+runs on torch's `cpu` device as well, where it is tested; it has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -112,6 +112,9 @@ class DeviceProducts:
     @contextlib.contextmanager
     def matrix_of(self, secrets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Gives the Toeplitz matrix of the secrets on the device and on the CPU, and overwrites both afterwards.
+
+        Yields:
+            (the matrix on the device, the matrix on the CPU), int8, shape (k·N, B·N), not contiguous.
 
         Raises:
             MaskError: the device has no memory left, or failed.

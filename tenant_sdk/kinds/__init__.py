@@ -1,4 +1,5 @@
 """This package implements the kinds of PEFT adapters that need products with base weights, one kind per file.
 
 PEFT's own layers of these kinds read the base weight, which stays with the provider. The layers here compute the same
-from products, which the provider makes from masked rows (docs/peft.md)."""
+outputs from products, which the provider makes from masked rows. Some kinds start from a part of the base weight; this
+part is found by rows that are public and go without a mask (docs/peft.md)."""

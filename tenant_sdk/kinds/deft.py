@@ -1,7 +1,8 @@
-"""This module implements DEFT over remote layers. DEFT's weight is (I - P·Qᵀ)·W + P·R.
+"""This module implements DEFT over remote layers. DEFT's weight is (I - P·Qᵀ)·W + P·R, for a base weight W of shape
+(out_features, in_features). PEFT computes P and Q from one trained matrix of r columns; R is trained, too.
 
-Its layers use the output of the call that they make anyway. Only R's first numbers, Qᵀ·W, need products: r rows in the
-backward direction, once when an adapter is made. R is published with the file, so these rows are public
+The layers use the output of the call that they make anyway. Only R's initial value, Qᵀ·W, needs a product: r rows in
+the backward direction, once when an adapter is made. R is published with the file, so these rows are public
 (tenant_sdk/kinds/public_products.py): P and Q start from numbers that anyone can make again, not from the run's seed.
 An adapter that is loaded has R in its file.
 """
@@ -24,12 +25,13 @@ class RemoteDeft(DeftLinear):  # type: ignore[misc]
     """Implements DEFT's layer without reading the base weight."""
 
     def update_layer(self, adapter_name: str, r: int, config: Any, **kwargs: Any) -> None:
-        """Makes the adapter's numbers, as PEFT's layer does."""
+        """Creates the adapter's parameters, as PEFT's layer does."""
         self._is_loaded = config.inference_mode
         super().update_layer(adapter_name, r, config, **kwargs)
 
     def reset_deft_parameters(self, adapter_name: str, init_weights: bool = True) -> None:
-        """Gives the adapter its first numbers, as PEFT's layer does. An adapter that is being loaded gets NaN in R."""
+        """Sets the adapter's initial values, as PEFT's layer does. An adapter that is being loaded gets NaN in R, which
+        its file replaces."""
         if not init_weights or self.deft_para[adapter_name]:
             return super().reset_deft_parameters(adapter_name, init_weights)  # type: ignore[no-any-return]
         projection, injection = self.deft_P[adapter_name], self.deft_R[adapter_name]
@@ -47,7 +49,7 @@ class RemoteDeft(DeftLinear):  # type: ignore[misc]
 
 
 class RemoteDeftModel(DeftModel):  # type: ignore[misc]
-    """Makes DEFT's layers, those over remote layers by `RemoteDeft`."""
+    """Creates DEFT's layers: `RemoteDeft` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(deft_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,10 @@
-"""This module implements DeLoRA over remote layers. DeLoRA scales its input by the norms of the base weight's rows.
+"""This module implements DeLoRA over remote layers. A DeLoRA adapter scales each input feature by a norm: that of the
+weights by which the base layer multiplies the feature.
 
-The norms are stored in an adapter's file. When an adapter is made they are computed from unit rows, once: a call for
-each chunk of a group's inputs returns these rows of the weight, of which only the norms are kept. Unit rows are public
-(tenant_sdk/kinds/public_products.py). The layers themselves use the output of the call that they make anyway.
+The norms are stored in an adapter's file. When an adapter is made, they are computed once, from unit rows: the product
+of a unit row and the base weight consists of the weights of one input feature, of which only the norm is kept. Unit
+rows are public (tenant_sdk/kinds/public_products.py). The layers themselves use the output of the call that they make
+anyway.
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ from tenant_sdk.model.base_products import group_of
 from tenant_sdk.model.remote_group import RemoteGroup
 
 _ROWS = 256
-"""The most unit rows of a call. It bounds the memory that replies take on wide layers."""
+"""The most unit rows of a call, which bounds the memory that replies take on wide layers."""
 _KNOWN: weakref.WeakKeyDictionary[RemoteGroup, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""The norms of each layer of a group, so that layers that share calls are asked for together."""
+"""The norms of all layers of each group, so that one set of calls serves all layers of a group."""
 
 
 class RemoteDelora(DeloraLinear):  # type: ignore[misc]
     """Implements DeLoRA's layer without reading the base weight."""
 
     def update_layer(self, adapter_name: str, r: int, delora_lambda: float, config: Any, **kwargs: Any) -> None:
-        """Makes the adapter's numbers, as PEFT's layer does."""
+        """Creates the adapter's parameters, as PEFT's layer does."""
         self._is_loaded = config.inference_mode
         super().update_layer(adapter_name, r, delora_lambda, config, **kwargs)
 
     def reset_delora_parameters(
         self, adapter_name: str, init_weights: bool = True, delora_lambda: float = 15.0
     ) -> None:  # fmt: skip
-        """Gives the adapter its first numbers, as PEFT's layer does. One that is being loaded gets NaN as norms."""
+        """Sets the adapter's initial values, as PEFT's layer does. An adapter that is being loaded gets NaN as norms,
+        which its file replaces."""
         nn.init.kaiming_uniform_(self.delora_A[adapter_name], a=math.sqrt(5))
         if init_weights is True:
             nn.init.zeros_(self.delora_B[adapter_name])
@@ -50,7 +53,7 @@ class RemoteDelora(DeloraLinear):  # type: ignore[misc]
 
 
 class RemoteDeloraModel(DeloraModel):  # type: ignore[misc]
-    """Makes DeLoRA's layers, those over remote layers by `RemoteDelora`."""
+    """Creates DeLoRA's layers: `RemoteDelora` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(delora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
@@ -60,7 +63,8 @@ class RemoteDeloraModel(DeloraModel):  # type: ignore[misc]
 
 
 def row_norms(layer: Any) -> torch.Tensor:
-    """Returns the norm of what each input of a layer is multiplied by: float32, shape (in_features,).
+    """Returns the Euclidean norm of the weights by which a layer multiplies each input feature: float32, shape
+    (in_features,).
 
     Args:
         layer: a remote layer.

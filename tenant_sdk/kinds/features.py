@@ -1,4 +1,5 @@
-"""This module counts what the kinds of this package add to the memory of a training step, over LoRA."""
+"""This module counts the values that HiRA and GLoRA add to a training step, compared with LoRA, for an estimate of the
+step's memory (tenant_sdk/training/checkpointing.py)."""
 
 from __future__ import annotations
 

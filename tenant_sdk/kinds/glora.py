@@ -1,8 +1,9 @@
-"""This module implements GLoRA over remote layers. GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C.
+"""This module implements GLoRA over remote layers. GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C,
+where ∘ multiplies element by element.
 
-If A has low rank (`config_A_B="lora"`, the default), W ∘ A takes r rows for each row of the input, in a call of its
-own. If A is a vector or a number, it takes the output of the call that the layer makes anyway. W·C takes one row in a
-call of its own.
+If A has a low rank r (`config_A_B="lora"`, the default), the product with W ∘ A takes r rows for each row of the input,
+in a call of its own. If A is a vector or a number, the layer computes this product from the output of the call that it
+makes anyway. W·C takes one row in a call of its own. A layer without a bias b uses neither C nor D nor E.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RemoteGlora(GloraLinear):  # type: ignore[misc]
         return result.to(dtype)
 
     def has_low_rank(self, name: str) -> bool:
-        """Returns whether an adapter's A has low rank, so that it needs rows of its own."""
+        """Returns whether an adapter's A has low rank, so that its product needs a call of its own."""
         return isinstance(self.glora_A[name], GloraLoraPath)
 
     def _with_weight(self, result: torch.Tensor, base: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -61,7 +62,7 @@ class RemoteGlora(GloraLinear):  # type: ignore[misc]
 
 
 class RemoteGloraModel(GloraModel):  # type: ignore[misc]
-    """Makes GLoRA's layers, those over remote layers by `RemoteGlora`."""
+    """Creates GLoRA's layers: `RemoteGlora` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(peft_config: Any, adapter_name: str, target: Any, **optional_kwargs: Any) -> Any:

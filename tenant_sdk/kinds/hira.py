@@ -1,4 +1,5 @@
-"""This module implements HiRA over remote layers. HiRA adds W ∘ (B·A) to the base weight W, element by element.
+"""This module implements HiRA over remote layers. HiRA adds W ∘ (B·A) to the base weight W, where ∘ multiplies element
+by element and B·A has rank r.
 
 The product with W ∘ (B·A) takes r rows for each row of the input, in a call of its own (tenant_sdk/kinds/products.py).
 """
@@ -32,7 +33,7 @@ class RemoteHira(HiraLinear):  # type: ignore[misc]
 
 
 class RemoteHiraModel(HiraModel):  # type: ignore[misc]
-    """Makes HiRA's layers, those over remote layers by `RemoteHira`."""
+    """Creates HiRA's layers: `RemoteHira` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(hira_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""This module implements HRA over remote layers. HRA multiplies the base weight by reflections H: W' = W·H.
+"""This module implements HRA over remote layers. HRA multiplies the base weight, of shape (out_features, in_features),
+by a product H of reflections: W' = W·H.
 
-A layer turns its input, x·Hᵀ, and sends it in the call that it makes anyway. A changed input is sent on its own, so the
-layers of a group no longer share a call (docs/peft.md).
+A layer multiplies its input x by Hᵀ, and sends the result in place of x in the call that it makes anyway. The layers of
+a group then have different inputs, so they no longer share a call (docs/peft.md).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RemoteHra(HRALinear):  # type: ignore[misc]
 
 
 class RemoteHraModel(HRAModel):  # type: ignore[misc]
-    """Makes HRA's layers, those over remote layers by `RemoteHra`."""
+    """Creates HRA's layers: `RemoteHra` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(hra_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""This module implements PEANuT over remote layers. PEANuT adds to the base weight W what small networks make of A·W.
+"""This module implements PEANuT over remote layers. PEANuT adds a matrix to the base weight W, of shape (out_features,
+in_features): the output of small networks whose input is A·W, with a trained matrix A of r rows.
 
 A·W takes r rows in the backward direction in each forward pass of training, and once for an answer. Its gradient takes
 r rows in the forward direction in each backward pass.
@@ -20,7 +21,7 @@ class RemotePeanut(PeanutLinear):  # type: ignore[misc]
     """Implements PEANuT's layer without reading the base weight."""
 
     def update_layer(self, adapter_name: str, r: int, config: Any) -> None:
-        """Makes the adapter's numbers, as PEFT's layer does."""
+        """Creates the adapter's parameters, as PEFT's layer does."""
         self._products: dict[str, KnownProduct] = {**getattr(self, "_products", {}), adapter_name: KnownProduct()}
         super().update_layer(adapter_name, r, config)
 
@@ -37,7 +38,7 @@ class RemotePeanut(PeanutLinear):  # type: ignore[misc]
         return result
 
     def _features(self, name: str) -> torch.Tensor:
-        """Returns what the networks make of (A·W)ᵀ, shape (in_features, r)."""
+        """Returns the output of the networks for (A·W)ᵀ, shape (in_features, r)."""
         act = ACT2FN[self.act_fn[name]]
         product = self._products[name].of(self.get_base_layer(), self.peanut_A[name].weight)
         features = act(product.T)
@@ -51,7 +52,7 @@ class RemotePeanut(PeanutLinear):  # type: ignore[misc]
 
 
 class RemotePeanutModel(PeanutModel):  # type: ignore[misc]
-    """Makes PEANuT's layers, those over remote layers by `RemotePeanut`."""
+    """Creates PEANuT's layers: `RemotePeanut` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(peanut_config: Any, adapter_name: str, target: Any) -> Any:

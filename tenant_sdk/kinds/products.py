@@ -1,7 +1,7 @@
 """This module computes what adapters need of a base weight W, from products that a provider makes from masked rows.
 
-Guarantees: gradients are recorded. Every call masks its rows with fresh slots (unused rows of the mask). The number of
-rows depends on shapes only. A call neither uses nor replaces the outputs that the layers of a group share.
+Guarantees: gradients are recorded. Every call masks its rows as the model's own calls do. The number of rows depends on
+shapes only. A call neither uses nor replaces the outputs that the layers of a group share.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def hadamard_product(layer: Any, x: torch.Tensor, down: torch.Tensor, up: torch.
 
 
 class KnownProduct:
-    """Computes rows·Wᵀ for rows that an adapter holds, and records their gradient.
+    """Computes rows·Wᵀ for rows that an adapter holds, and records the gradient of rows that are trained.
 
-    Rows that are trained are sent in each forward pass, since they may have changed. Rows that are not are sent once
-    for each course (the state of a run, or of an answer of `generate`): a course that continues with zeros gets zeros
-    here, too, which are no other course's product, and calls must not show whether a course did so.
+    Rows that are trained are sent in each forward pass, since they may have changed. Other rows are sent once for each
+    course (the state of a run, or of an answer of `generate`). A product is never kept for the next course: a course
+    that continues with zeros has zeros as its product, and sending the rows again only after such a course would show
+    the provider that a value was not finite.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,8 @@ class KnownProduct:
 
 
 def _asked(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows·Wᵀ from where this thread's products come from, such as a store of replies."""
+    """Returns rows·Wᵀ from this thread's source of products (tenant_sdk/model/product_source.py), which is usually the
+    provider."""
     shape = (rows.shape[0], layer_shape(layer)[0])
     return product_source.product(lambda: base_products.transposed_product(layer, rows), shape).to(rows.dtype)
 

@@ -1,8 +1,10 @@
-"""This module implements PSOFT over remote layers. PSOFT turns the leading singular vectors of the base weight by R.
+"""This module implements PSOFT over remote layers. PSOFT turns the leading singular vectors of the base weight by a
+trained matrix R: it replaces their part B·A of the weight by B·R·A.
 
 The singular vectors are found by products once, when an adapter is made. PEFT does not store them: it takes them from
 the weight again when it loads a file, and would not find the same ones. So an adapter is saved as plain LoRA of the
-same rank, A and B·(R - I), which loads on the plain base model. That file does not tell R, so a run cannot be resumed.
+same rank, A and B·(R - I), which loads on the plain base model. R cannot be read from that file, so a run cannot be
+resumed.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ class RemotePsoft(PsoftLinear):  # type: ignore[misc]
     """Implements PSOFT's layer without reading the base weight."""
 
     def _build_psoft_ab_cache_buffers(self, adapter_name: str, init_type: str) -> None:
-        """Finds the factors A and B.
+        """Finds the factors A and B of the leading part of the base weight.
 
         Raises:
-            ConfigurationError: the exact singular vectors are asked for, or more than the weight has.
+            ConfigurationError: the rank is larger than the number of the weight's singular values.
         """
         layer, rank = self.get_base_layer(), self.r[adapter_name]
         check_rank(layer, rank)
@@ -47,7 +49,7 @@ class RemotePsoft(PsoftLinear):  # type: ignore[misc]
 
 
 class PsoftSavedAsLora(SavedSettings, PsoftConfig):  # type: ignore[misc]
-    """Holds PSOFT's settings, and writes those of the plain LoRA adapter as which it is saved."""
+    """Holds PSOFT's settings, and gives PEFT those of plain LoRA to save, since the adapter is saved as plain LoRA."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of plain LoRA with the same rank and scaling."""
@@ -61,10 +63,11 @@ class PsoftSavedAsLora(SavedSettings, PsoftConfig):  # type: ignore[misc]
 
 
 class RemotePsoftModel(PsoftModel):  # type: ignore[misc]
-    """Makes PSOFT's layers, those over remote layers by `RemotePsoft`."""
+    """Creates PSOFT's layers: `RemotePsoft` over a remote linear layer; PEFT's own method handles other layers."""
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Puts an adapter on the model, as PEFT does, and sees to it that its settings fit its file."""
+        """Puts an adapter on the model, as PEFT does. If the model has remote layers with PSOFT, the saved settings are
+        those of plain LoRA."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if _layers(self.model):
             self.peft_config[adapter_name] = PsoftSavedAsLora.of(self.peft_config[adapter_name])
@@ -103,7 +106,7 @@ class RemotePsoftModel(PsoftModel):  # type: ignore[misc]
         """Returns a file's tensors by the model's own names.
 
         Raises:
-            ConfigurationError: the layers are remote, so that the file tells too little.
+            ConfigurationError: the layers are remote, so that the file lacks R.
         """
         if _layers(model):
             raise ConfigurationError("a PSOFT run cannot be resumed: pass resume=False (--no-resume) to start over")

@@ -18,20 +18,22 @@ KINDS: Mapping[str, str] = {
     "OSF": f"OSF holds all singular vectors of the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
     "SUPERTUNING": f"Super-Tuning trains the largest elements of the base weight, {_WHOLE}: use SHiRA",
 }
-"""The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`."""
+"""The sentences for kinds of PEFT that are refused whatever their settings, by `peft_type`. An adapter of
+kind SUPERTUNING that was trained elsewhere can be loaded all the same."""
 TASKS: Mapping[str, str] = {
     "MULTITASK_PROMPT_TUNING": "multitask prompt tuning needs a task id for each row, which a text has not: use prompt "
     "tuning, or stock PEFT over load_model()",
     "POLY": "Poly needs a task id for each row, which a text has not: use LoRA, or stock PEFT over load_model()",
     "XLORA": "X-LoRA routes among LoRA adapters that are trained already, and runs the model twice: use one of them",
 }
-"""The sentences for kinds that need more than rows of text. They are refused by `finetune` and `generate` alone."""
+"""The sentences for kinds that need more than rows of text. `finetune` and `generate` refuse them; stock PEFT over
+`load_model` does not."""
 LOSSES: Mapping[str, str] = {
     "CPT": "CPT has a loss of its own, which finetune does not compute: use stock PEFT and Trainer over load_model()",
     "SHADOW": "Shadow adds a loss of its own, which finetune does not compute: use stock PEFT and Trainer over "
     "load_model()",
 }
-"""The sentences for kinds with a loss of their own. They are refused by `finetune` alone."""
+"""The sentences for kinds with a loss of their own. Only `finetune` refuses them."""
 STARTS: Mapping[str, str] = {
     "pissa": f"'pissa' takes the exact singular vectors of the base weight, {_WHOLE}: use 'pissa_niter_8'",
     "loftq": f"LoftQ quantises the base weight, {_WHOLE} as int8: use init_lora_weights=True",
@@ -39,7 +41,7 @@ STARTS: Mapping[str, str] = {
     "lora_ga": f"LoRA-GA takes gradients of the base weight, {_WHOLE}: use 'pissa_niter_8'",
     "mica": f"MiCA takes the smallest singular vectors of the base weight, {_WHOLE}: use 'olora'",
 }
-"""The sentences for values of LoRA's `init_lora_weights`."""
+"""The sentences for values of LoRA's `init_lora_weights` that are refused."""
 _B_IS_ZERO = (True, "gaussian", "eva")
 """The values of LoRA's `init_lora_weights` with which DoRA can be trained. With others B is not zero at first, so that
 A·W, which comes through the mask, would be in the first magnitudes. The mask's noise would be in the adapter's file."""
@@ -65,7 +67,7 @@ def check_trainable(config: Any) -> None:
         config: a PeftConfig.
 
     Raises:
-        ConfigurationError: the settings need base weights in more than products, or are no PeftConfig.
+        ConfigurationError: the kind, its settings or its `task_type` are refused, or `config` is no PeftConfig.
     """
     if not hasattr(config, "peft_type"):
         raise ConfigurationError(
@@ -91,7 +93,8 @@ def check_loadable(name: str, config: Any) -> None:
         config: the PeftConfig that was read from the adapter's folder.
 
     Raises:
-        ConfigurationError: the adapter needs base weights, or the base model that it needs has other weights.
+        ConfigurationError: the adapter needs base weights in more than products, or base weights other than the
+            provider's, or more than rows of text.
     """
     kind, how = kind_of(config), getattr(config, "init_lora_weights", None)
     needs = TASKS.get(kind) if kind == "SUPERTUNING" else KINDS.get(kind) or TASKS.get(kind)

@@ -1,7 +1,8 @@
 """This module enters the kinds of this package into PEFT's table of kinds.
 
 PEFT takes the class of a kind from this table (`PEFT_TYPE_TO_TUNER_MAPPING`). Each class entered here is a subclass of
-PEFT's own, and differs over layers of a provider only, so that stock PEFT works over `TenantClient.load_model`.
+PEFT's own, and differs from that class only over layers at a provider, so that stock PEFT works on a model of
+`TenantClient.load_model`.
 """
 
 from __future__ import annotations

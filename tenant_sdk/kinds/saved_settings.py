@@ -1,4 +1,4 @@
-"""This module is for adapters whose file is of another kind than the adapter that was trained."""
+"""This module is for adapters that are trained as one kind and saved as another, as PSOFT is saved as plain LoRA."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any, Self
 
 
 class SavedSettings:
-    """Makes a class of PEFT's settings whose `to_dict`, from which PEFT writes a file, may tell other settings."""
+    """Serves as a mixin for PEFT's classes of settings. A subclass overrides `to_dict`, from which PEFT writes an
+    adapter's settings file, so that the file has the settings of the kind as which the adapter is saved."""
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Returns the same settings in this class."""
+        """Returns an object of this class that holds the settings of `config`."""
         made = cls.__new__(cls)
         made.__dict__.update(config.__dict__)
         return made

@@ -1,7 +1,7 @@
 """This module implements SHiRA over remote layers. SHiRA adds a sparse matrix to the base weight.
 
-PEFT adds the matrix to a copy of the weight. Here a layer adds the matrix's product to the output of the call that it
-makes anyway.
+PEFT adds the matrix to a copy of the weight. Here a layer adds the product of the input and the matrix to the output of
+the call that it makes anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RemoteShira(ShiraLinear):  # type: ignore[misc]
 
 
 class RemoteShiraModel(ShiraModel):  # type: ignore[misc]
-    """Makes SHiRA's layers, those over remote layers by `RemoteShira`."""
+    """Creates SHiRA's layers: `RemoteShira` over a remote linear layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(shira_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """This module implements LoRA that starts from a low-rank part of the base weight: PiSSA by iterations, and OLoRA.
 
-PEFT takes the part B₀·A₀ out of the weight and starts the adapter from it. Here the weight stays as it is, and a layer
-subtracts the product with B₀·A₀ itself. The part is found by products, once when an adapter is made.
+PEFT takes the part B₀·A₀ out of the weight and starts the adapter from this part. Here the weight stays as it is, and a
+layer subtracts the product with B₀·A₀ itself. The part is found by products, once when an adapter is made. An adapter
+of this module is called started.
 
 Guarantees: such an adapter is saved as plain LoRA of twice the rank, [A; A₀] and [B, -B₀], as PEFT's own conversion
 does, so that it loads on the plain base model. A file that is loaded into the adapter again, as when a run is resumed,
@@ -39,11 +40,11 @@ class StartedLora(LoraLinear):  # type: ignore[misc]
     """Implements LoRA's layer without changing the base weight.
 
     Attributes:
-        lora_start_A, lora_start_B: the factors of the first product, by the adapter's name.
+        lora_start_A, lora_start_B: the factors A₀ and B₀ from which an adapter started, by the adapter's name.
     """
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        """Makes the adapter's numbers, as PEFT's layer does."""
+        """Creates the adapter's parameters, as PEFT's layer does."""
         if not hasattr(self, "lora_start_A"):
             self.lora_start_A, self.lora_start_B = BufferDict(persistent=True), BufferDict(persistent=True)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -92,7 +93,8 @@ class StartedLora(LoraLinear):  # type: ignore[misc]
 
 
 class SavedAsLora(SavedSettings, LoraConfig):  # type: ignore[misc]
-    """Holds the settings of a started adapter, and writes those of the plain LoRA adapter as which it is saved."""
+    """Holds the settings of a started adapter, and gives PEFT those of plain LoRA to save, since the adapter is saved
+    as plain LoRA."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings of plain LoRA with twice the rank and the same scaling."""
@@ -109,10 +111,12 @@ class SavedAsLora(SavedSettings, LoraConfig):  # type: ignore[misc]
 
 
 class StartedLoraModel(LoraModel):  # type: ignore[misc]
-    """Makes LoRA's layers, those that start from the weight of a remote layer by `StartedLora`."""
+    """Creates LoRA's layers: `StartedLora` over a remote layer from whose weight the adapter starts, and PEFT's own
+    class in all other cases."""
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Puts an adapter on the model, as PEFT does, and sees to it that its settings fit its file."""
+        """Puts an adapter on the model, as PEFT does. The saved settings of a started adapter are those of plain
+        LoRA."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if any(adapter_name in module.lora_start_A for module in _started(self.model)):
             self.peft_config[adapter_name] = SavedAsLora.of(self.peft_config[adapter_name])
@@ -147,7 +151,8 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns a file's tensors by the model's own names, those of a started layer split into its numbers."""
+        """Returns a file's tensors by the model's own names. Those of a started layer are split into A, A₀, B and
+        B₀."""
         split = dict(state_dict)
         for key, saved in state_dict.items():
             module, _, last = key.removesuffix(".weight").rpartition(".")
@@ -163,7 +168,7 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
 
     @classmethod
     def _convert_state_dict_for_initial_model(cls, *_: Any, **__: Any) -> NoReturn:
-        """Refuses PEFT's conversion, which the file does not need."""
+        """Raises ConfigurationError: PEFT's conversion to plain LoRA is not needed, since the file is plain LoRA."""
         raise ConfigurationError(
             "save without path_initial_model_for_weight_conversion: the file is plain LoRA already"
         )

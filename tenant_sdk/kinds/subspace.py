@@ -33,7 +33,7 @@ def leading_factors(layer: Any, rank: int, iterations: int) -> tuple[torch.Tenso
     Args:
         layer: the remote layer whose weight is W, seen as a matrix of shape (out_features, in_features).
         rank: the number of singular values.
-        iterations: the number of iterations; each makes one call in each direction.
+        iterations: the number of iterations; each makes one call in each direction. One more forward call follows.
 
     Returns:
         (left, values, right) of float32, with W ≈ left · diag(values) · right: shapes (out_features, rank), (rank,) and

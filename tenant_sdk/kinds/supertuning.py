@@ -1,8 +1,8 @@
 """This module implements Super-Tuning over remote layers, for adapters that are loaded from a file.
 
-Super-Tuning trains the largest elements of the base weight. Only the weight itself tells which those are, so an adapter
-cannot be made here. The file of a trained adapter lists them (`save_precomputed_indices`, PEFT's default); a layer adds
-the sparse matrix's product to the output of the call that it makes anyway.
+Super-Tuning trains the largest elements of the base weight. Only the weight itself shows which elements these are, so
+an adapter cannot be trained here. The file of a trained adapter lists them (`save_precomputed_indices`, which is PEFT's
+default). A layer adds the product of the input and the trained changes to the output of the call that it makes anyway.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RemoteSupertuning(SupertuningLinear):  # type: ignore[misc]
     """Implements Super-Tuning's layer without reading the base weight."""
 
     def update_layer(self, adapter_name: str, config: Any, **kwargs: Any) -> None:
-        """Makes room for the numbers of a file.
+        """Allocates the parameters that an adapter's file fills.
 
         Raises:
-            ConfigurationError: an adapter is to be trained, or its file does not list the elements.
+            ConfigurationError: the adapter is to be trained, or its file does not list the elements.
         """
         if not config.inference_mode:
             raise ConfigurationError(refusal("SUPERTUNING"))
@@ -59,7 +59,7 @@ class RemoteSupertuning(SupertuningLinear):  # type: ignore[misc]
         return result
 
     def _delta(self, name: str) -> torch.Tensor:
-        """Returns what the adapter adds to the weight, shape (out_features, in_features)."""
+        """Returns the matrix that the adapter adds to the weight, shape (out_features, in_features)."""
         values, indices = self.supertuning_values[name], self.supertuning_indices[name].to(torch.int64)
         sparse = values.new_zeros(self.out_features * self.in_features).scatter_add(0, indices, values)
         delta: torch.Tensor = sparse.view(self.out_features, self.in_features)
@@ -67,7 +67,8 @@ class RemoteSupertuning(SupertuningLinear):  # type: ignore[misc]
 
 
 class RemoteSupertuningModel(SupertuningModel):  # type: ignore[misc]
-    """Makes Super-Tuning's layers, those over remote layers by `RemoteSupertuning`."""
+    """Creates Super-Tuning's layers: `RemoteSupertuning` over a remote linear layer; PEFT's own method handles other
+    layers."""
 
     @staticmethod
     def _create_new_module(supertuning_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:

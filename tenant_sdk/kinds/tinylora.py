@@ -22,12 +22,13 @@ class RemoteTinyLora(TinyLoraLinear):  # type: ignore[misc]
     """Implements TinyLoRA's layer without reading the base weight."""
 
     def update_layer(self, adapter_name: str, tinylora_v: Any, v_key: str, r: int, config: Any, **kwargs: Any) -> None:
-        """Makes the adapter's numbers, as PEFT's layer does."""
+        """Creates the adapter's parameters, as PEFT's layer does."""
         self._is_loaded = config.inference_mode
         super().update_layer(adapter_name, tinylora_v, v_key, r, config, **kwargs)
 
     def _init_svd(self, adapter_name: str, r: int, fan_in_fan_out: bool) -> None:
-        """Finds the factors, or gives NaN to an adapter that is being loaded."""
+        """Finds the two factors of the base weight. An adapter that is being loaded gets NaN, which its file
+        replaces."""
         layer = self.get_base_layer()
         in_features, out_features = layer_shape(layer)
         rank = min(r, in_features, out_features)
@@ -42,7 +43,7 @@ class RemoteTinyLora(TinyLoraLinear):  # type: ignore[misc]
 
 
 class RemoteTinyLoraModel(TinyLoraModel):  # type: ignore[misc]
-    """Makes TinyLoRA's layers, those over remote layers by `RemoteTinyLora`."""
+    """Creates TinyLoRA's layers: `RemoteTinyLora` over a remote layer; PEFT's own method handles other layers."""
 
     @staticmethod
     def _create_new_module(

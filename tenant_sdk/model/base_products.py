@@ -3,10 +3,9 @@ own calls.
 
 The weights stay with the provider. The rows go through the same masked calls as a model's activations or gradients.
 
-Guarantees: every call masks its rows with fresh slots (unused rows of the mask), and its reply is checked with
-`verify`. A call neither uses nor replaces the outputs that the layers of a group share
-(tenant_sdk/model/remote_group.py). No gradient is recorded. The provider sees how many rows a call has, so callers must
-choose this number without looking at contents.
+Guarantees: every call masks its rows as the model's own calls do, and with `verify` its reply is checked. A call
+neither uses nor replaces the outputs that the layers of a group share (tenant_sdk/model/remote_group.py). No gradient
+is recorded. The provider sees how many rows a call has, so callers must choose this number without looking at contents.
 """
 
 from __future__ import annotations

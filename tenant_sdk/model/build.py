@@ -114,7 +114,7 @@ def load_remote_model(
 
     Raises:
         MalformedFrame: manifest, config and bundle do not fit together.
-        ConfigurationError: the installed transformers does not know the architecture.
+        ConfigurationError: the installed transformers cannot build the model.
     """
     from tenant_sdk.kinds.register import register  # here, since it takes PEFT, which a client alone does not need
 

@@ -1,6 +1,6 @@
 """This module reads the norms of base weights' columns from a provider's bundle, for adapters that need them (DoRA).
 
-Guarantees: norms are read and checked when the first adapter asks for one, and are then finite, not negative, and for
+Guarantees: nothing is read before an adapter needs norms. Norms that are returned are finite, not negative, and for
 int8 weights no larger than the manifest allows. With `verify` they were compared with the trusted checkpoint before
 (tenant_sdk/trust/compare.py). Not guaranteed: without `verify`, that they are the norms of the weights.
 """
@@ -74,7 +74,8 @@ class ColumnNorms:
         return read
 
     def _largest(self, info: LayerInfo) -> torch.Tensor:
-        """Returns the largest norms that a layer's columns can have; the int8 weight is known to the manifest."""
+        """Returns the largest norms that a layer's columns can have. For an int8 weight the manifest's bound and the
+        scales give them; for a native weight any float32 is allowed."""
         if self._prefix:
             return torch.tensor(torch.finfo(torch.float32).max)
         return self._alphas[info.name] * (info.max_column_norm * (1 + _ROUNDING))

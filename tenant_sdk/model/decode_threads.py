@@ -26,8 +26,9 @@ from wire.ring.threads import return_cores, spare_cores
 MOST_TOKENS = 16
 """The largest number of tokens in a decode step, over all sequences of the batch; a longer call uses all cores."""
 MOST_CACHED = 1 << 18
-"""The largest number of values in one layer's cached keys for which attention runs on one core: about a megabyte, which
-one core reads in about 0.1 ms. With more keys, several cores are faster."""
+"""The largest number of values in one layer's cached keys for which attention runs on one core, counted as if each key
+had the model's hidden size: 1 MiB in float32, which one core reads in about 0.1 ms. With more keys, several cores are
+faster."""
 
 
 def watch(decoder: nn.Module) -> None:
@@ -48,8 +49,8 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Returns whether this is a decode step with a short context on the CPU; False if the arguments do not show the
-    step's size."""
+    """Returns whether this is a decode step with a short context on the CPU. Returns False if gradients are recorded,
+    if torch is compiling the model, or if the arguments do not show the step's size."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     tokens = args[0] if args else options.get("input_ids")

@@ -3,9 +3,10 @@
 PEFT's own DoRA layers read the whole base weight in each forward pass. The layers of this module compute the same from
 the layer's output and from norms (tenant_sdk/model/dora_norms.py).
 
-Guarantees: outputs, gradients and saved files are those of PEFT's DoRA. As in PEFT, the norm is no part of the
-gradient. The calls of a forward pass are those of LoRA, but for dropout: the dropped-out input then needs a second call
-for each layer, since DoRA multiplies it by the base weight, too. Not guaranteed: merging, which needs the weight.
+Guarantees: outputs, gradients and saved files are those of PEFT's DoRA, up to rounding. As in PEFT, the norm is no part
+of the gradient. A forward pass makes the calls that LoRA makes, and two kinds of further calls: those for the norms if
+A is new or has changed, and with dropout a second call for each layer, since DoRA multiplies the dropped-out input by
+the base weight, too. Not guaranteed: merging, which needs the weight.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _Config = TypeVar("_Config", bound=PeftConfig)
 
 
 def for_remote_base(config: _Config) -> _Config:
-    """Returns a PEFT config that stock PEFT can put on a model of `TenantClient.load_model`, with DoRA if it says so.
+    """Returns a config with which stock PEFT can put an adapter on a model of `TenantClient.load_model`.
 
-    `TenantClient.finetune` and `generate` do this themselves. A copy is returned if something has to be added; adapters
-    that are saved with it are those of stock PEFT.
+    Only a LoRA config with `use_dora` needs this function: the result is a copy that names the layers of this module.
+    Any other config is returned unchanged. Saved adapters have the files that stock PEFT writes. The methods `finetune`
+    and `generate` of `TenantClient` call this function themselves.
 
     Args:
         config: the config of any PEFT method.
@@ -96,7 +98,7 @@ class RemoteLora(Linear):  # type: ignore[misc]
     """Replaces PEFT's LoRA layer over a remote layer, for configs of `for_remote_base`."""
 
     def __init__(self, target: Any, adapter_name: str, config: LoraConfig, **options: Any) -> None:
-        """Takes what PEFT gives to its own LoRA layer."""
+        """Takes the arguments of PEFT's own LoRA layer, and sets `config.fan_in_fan_out` to suit the base layer."""
         base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         self.norm_caches: dict[str, NormCache] = {}
         config.fan_in_fan_out = isinstance(base, RemoteConv1D)  # as PEFT does for the layers that it knows
@@ -108,7 +110,7 @@ class RemoteLora(Linear):  # type: ignore[misc]
         return {**super().lora_variants, ("use_dora",): RemoteDora}
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Removes an adapter from the layer."""
+        """Removes an adapter and its cached norms from the layer."""
         super().delete_adapter(adapter_name)
         self.norm_caches.pop(adapter_name, None)
 

@@ -4,13 +4,13 @@ DoRA scales column j of W + s·AᵀBᵀ to a trained magnitude, and so needs the
 
     ‖w_j + s·(BA)_j‖² = ‖w_j‖² + 2s·Σ_r B_jr·(A·W)_rj + s²·(B·A·Aᵀ·Bᵀ)_jj
 
-the first term comes with the provider's bundle and the last is the tenant's own. For the middle one the r rows of A go
-through the masked call that gives A·W.
+w_j is column j of W, and (BA)_j is row j of B·A. The first term comes with the provider's bundle, and the tenant
+computes the last one from A and B. For the middle one, the rows of A go through the masked call that gives A·W.
 
-Guarantees: A·W is asked for when A is new or an optimizer has made a step with it, whatever the numbers are, and never
-when an activation is computed again. The layers of a group are asked for in one call, and the groups of a model one
-after the other without waiting. A norm is positive and finite whatever the provider answers: the middle term cannot
-exceed what Cauchy and Schwarz allow. A product that is not finite counts as such in the run
+Guarantees: A·W is requested when A is new, was changed in place, or an optimizer has made a step with it, whatever the
+numbers are, and never when an activation is computed again. One call serves all layers of a group, and calls for
+several groups are in flight at the same time. A norm is positive and finite whatever the provider answers: the middle
+term is limited to the bound of the Cauchy-Schwarz inequality. The run's course records a product that is not finite
 (tenant_sdk/model/planned_calls.py).
 """
 
@@ -30,8 +30,8 @@ from tenant_sdk.model.planned_calls import Course, PlannedCalls, are_finite
 from tenant_sdk.model.remote_group import RemoteGroup
 
 SMALLEST_SHARE = 1e-6
-"""The smallest norm of W + s·BA, as a share of what the norms of W and s·BA add up to. float32 tells no smaller share
-from a sum that is zero."""
+"""The smallest accepted norm of a column of W + s·AᵀBᵀ, as a share of the sum of the two terms' norms. In float32 a
+smaller share cannot be told from rounding errors."""
 _STEPS = "_veilbase_steps"
 """The attribute in which a parameter counts the optimizer steps that were made with it."""
 
@@ -43,7 +43,8 @@ def column_norms_of_sum(
 
     Args:
         norms: the norms of the columns of W, shape (out_features,).
-        cross: A·W, shape (rank, out_features); any number in it is bounded.
+        cross: A·W, shape (rank, out_features), with any values: NaN counts as zero, and the influence of the others is
+            bounded.
         lora_a: A, shape (rank, in_features).
         lora_b: B, shape (out_features, rank).
         scaling: the factor s.
@@ -63,7 +64,7 @@ def column_norms_of_sum(
 
 @dataclass(eq=False)
 class _Product:
-    """Holds A·W of one layer, shape (rank, out_features), and the state of A for which it was asked.
+    """Holds A·W of one layer, shape (rank, out_features), and the state that A had when A·W was requested.
 
     `course` is the run that sent zeros in place of A; None if A was sent.
     """
@@ -96,7 +97,7 @@ class _Norm:
 
 
 class NormCache:
-    """Holds what one DoRA layer needs again: its product with the base weight, and its norms."""
+    """Keeps A·W and the column norms for one adapter of one DoRA layer, until A, B or the scaling changes."""
 
     def __init__(self) -> None:
         """Makes an empty cache."""
@@ -106,12 +107,14 @@ class NormCache:
     def norm(self, layer: Any, adapter: str) -> torch.Tensor:
         """Returns the column norms of a layer's weight together with its adapter, float32, shape (out_features,).
 
+        If this thread sends nothing (`product_source.sends_nothing`), A·W counts as zeros, and nothing is kept.
+
         Args:
             layer: a LoRA layer over a remote layer, with this cache in `norm_caches[adapter]`.
             adapter: the adapter's name.
 
         Raises:
-            VeilbaseError: the provider gave no norms, or A·W could not be asked for.
+            VeilbaseError: the provider gives no norms, or did not give A·W.
         """
         lora_a, lora_b, scaling = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
         with torch.inference_mode(False), torch.no_grad():  # the norms may be needed in a later training step
@@ -127,7 +130,7 @@ class NormCache:
 
 
 class _Readers:
-    """Holds the DoRA layers of one model, and the lock under which their products are asked for."""
+    """Holds the DoRA layers of one model, and the lock under which their products A·W are requested."""
 
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -145,12 +148,13 @@ def _readers(planned: PlannedCalls) -> _Readers:
 
 
 def watch(layer: Any) -> None:
-    """Lets a LoRA layer over a remote layer be asked for together with the model's other layers."""
+    """Registers a LoRA layer over a remote layer, so that A·W of all layers of the model is requested together."""
     _readers(group_of(layer.get_base_layer()).planned_calls).layers.add(layer)
 
 
 def _product_of(layer: Any, adapter: str) -> _Product:
-    """Returns A·W of a layer; if it has to be asked for, those of the model's other layers are asked for with it."""
+    """Returns A·W of a layer. If A·W must be requested, the missing and outdated products of the model's other layers
+    are requested with it."""
     planned = group_of(layer.get_base_layer()).planned_calls
     readers, course = _readers(planned), planned.course
     with readers.lock:
@@ -169,7 +173,7 @@ def _is_stale(layer: Any, adapter: str, course: Course) -> bool:
 
 
 def _ask(layers: list[Any], adapter: str, course: Course) -> None:
-    """Asks for the products of several layers of a model, once it is known that the layers have norms."""
+    """Requests A·W of several layers of a model. Nothing is sent if the norms of a layer cannot be read."""
     by_group: dict[RemoteGroup, list[Any]] = {}
     for layer in sorted(layers, key=_place):
         layer.get_base_layer().column_norms()
@@ -201,8 +205,8 @@ def _place(layer: Any) -> tuple[int, int]:
 def _version(parameter: torch.Tensor) -> tuple[int, int]:
     """Returns a pair that differs after each optimizer step, and after each other change in place.
 
-    Some optimizers write through `.data`, which the version does not count; and a step may change nothing, which must
-    not show. So steps are counted, too.
+    Some optimizers write through `.data`, which torch's version number does not count. A step may also change nothing,
+    and the provider must not see that. So steps are counted, too.
     """
     if not hasattr(parameter, _STEPS):
         setattr(parameter, _STEPS, 0)

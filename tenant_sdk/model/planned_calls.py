@@ -6,9 +6,10 @@ on the tenant's data, so a run that stopped at the overflow would tell the provi
 calls: each call sends zeros under a fresh mask, and its result is replaced by zeros.
 
 Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value
-that is not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. With `verify`
-a provider that lies fails the check first, so a value that is not finite raises an error at once. Not guaranteed:
-anything about time, or about the user's own code that reads the values, such as a callback that ends a run early.
+that is not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. There are two
+exceptions, in which such a value raises an error at once. With `verify` a provider that lies fails the check first, and
+an answer of `generate` without `fixed_length` shows its length in any case. Not guaranteed: anything about time, or
+about the user's own code that reads the values, such as a callback that ends a run early.
 
 A `Course` is the state of one loaded model, and so of one run of `finetune`; each answer of `generate` has a course of
 its own. A later run of the same client starts with a new course: a client that refused further work would show the
@@ -119,7 +120,8 @@ class PlannedCalls:
                 off.
         """
         self.before_call: Callable[[], None] = _go_ahead
-        """A function that each call of the model calls first. It may wait, for example for more urgent work."""
+        """A function that `RemoteExecutor.run` calls before each call. It may wait, for example for more urgent
+        work."""
         self._stops = may_stop
         self._shared = Course(may_stop)
         self._local = threading.local()
@@ -233,6 +235,9 @@ def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, 
         mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot (one row of a mask).
         rows: the rows of one call, shape (num_rows, features).
         course: the course that the call belongs to.
+
+    Raises:
+        NotFinite: the rows are not all finite, and the course may stop.
     """
     if course.sends_zeros:
         return mask(torch.zeros_like(rows))

@@ -6,8 +6,9 @@ A group is a set of layers that read the same input, such as q, k and v of one b
 Guarantees: the autograd node keeps no tensor, since the gradient g·Wᵀ of a linear layer's input needs none. Members
 share a call only if they read the same tensor object at the same version. A backward call is made only if the input
 needs a gradient. After a reply that failed its check nothing is sent, and every call in every thread ends with the same
-`VerificationFailed`. The choice of calls does not depend on values (tenant_sdk/model/planned_calls.py). No class here
-can be pickled, because a mask scheme holds secrets.
+`VerificationFailed`. The choice of calls does not depend on values, except that a run may end at a value that is not
+finite where tenant_sdk/model/planned_calls.py allows it. Executors and groups cannot be pickled, because a mask scheme
+holds secrets.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class RemoteExecutor:
             planned: says how the model's runs treat values that are not finite; see `planned_calls`.
 
         Returns:
-            float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it.
+            float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it. Zeros
+            in a run that continues with zeros.
 
         Raises:
             VeilbaseError: the product could not be computed or failed its check.
@@ -114,8 +116,8 @@ class RemoteExecutor:
     def run_together(
         self, calls: Sequence[tuple[GroupSpec, torch.Tensor]], planned: PlannedCalls = AT_ONCE
     ) -> list[torch.Tensor]:
-        """Returns forward products of several groups. All calls are sent before the first reply is waited for, so that
-        a provider far away delays them only once.
+        """Returns the forward products of several groups, each as `run` returns it. All calls are sent before the first
+        reply is waited for, so that a provider far away delays them only once.
 
         Args:
             calls: the groups, each with its rows, as for `run`.
@@ -131,7 +133,7 @@ class RemoteExecutor:
             return [course.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
 
     def run_public(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the product of rows that are public, which are sent without a mask.
+        """Returns the product of rows that are public, which are sent without a mask, in the form that `run` returns.
 
         Args:
             group, direction, rows: as for `run`. The rows are constants, or follow from constants and from earlier
@@ -242,6 +244,10 @@ def _forward(
         group: the group whose product is computed.
         out_dtype: the dtype of the outputs.
         may_share: whether the outputs may be in the same memory block, because no gradient is recorded.
+
+    Returns:
+        For each layer, shape (..., out_features of the layer); for the layer of a group of one, shape (num_rows,
+        out_features).
     """
     rows = x.detach().reshape(-1, x.shape[-1])
     product = product_source.product(
@@ -280,7 +286,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs of the group's layers; keeps only shape and dtype of the input for the backward pass."""
+        """Returns the outputs of the group's layers. Of the input, only shape and dtype are kept for the backward
+        pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -288,7 +295,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """Returns the gradient of the input, g·Wᵀ; an output without a gradient counts as zeros."""
+        """Returns the gradient of the input, g·Wᵀ, or None if no output has a gradient. If only some outputs have one,
+        the others count as zeros."""
         group: RemoteGroup = ctx.group
         present = [grad for grad in grads if grad is not None]
         if not present:
@@ -423,7 +431,8 @@ class RemoteGroup:
         return mine
 
     def output_alone(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the same as `output`, by a call of its own, which leaves alone what the members share."""
+        """Returns the same as `output`, by a call of its own. It neither uses nor replaces the outputs that the members
+        share."""
         return _apply(x, self, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:

@@ -68,8 +68,8 @@ def _is_known_cut(part: Mapping[str, Any]) -> bool:
 
 
 def _is_plain_pattern(pattern: str) -> bool:
-    """Returns whether a regular expression has no look-around except the one in GPT-2's pattern, no back-reference, and
-    no repeated group."""
+    """Returns whether a regular expression has no look-around except the one in GPT-2's pattern, no back-reference, no
+    repeated group, and at most `_MAX_REPEATS` unbounded repetitions in each branch."""
     bare = re.sub(r"\\[pPx]\{[^}]*\}|\\.|\[(?:\\.|\[:[^\]]*:\]|[^\]\\])*\]", "a", pattern.replace(r"(?!\S)", ""))
     if re.search(r"\(\?(?!:|i:)", bare) or re.search(r"\)\s*[*+{]", bare) or re.search(r"\\[1-9gk]", pattern):
         return False

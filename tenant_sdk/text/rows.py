@@ -86,6 +86,7 @@ def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: i
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Returns the id of the padding token, which the attention mask excludes."""
+    """Returns the id of the token to pad with: the padding token, else the end-of-sequence token, else 0. The attention
+    mask excludes padding."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return int(pad) if pad is not None else 0

@@ -3,7 +3,7 @@
 Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
 the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer
 is used within bounds: it consists of known components only (`components.py`), its chat template never sees text
-(`template.py`), and its class is transformers' plain fast tokenizer, whatever the bundle says.
+(`template.py`), and its class derives from transformers' plain fast tokenizer, whatever class the bundle names.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
 
 def verified_text(folder: Path) -> TenantText:
-    """Returns the bundle's tokenizer and generation settings, which were compared with the trusted checkpoint."""
+    """Returns the bundle's tokenizer and generation settings, which were compared with the trusted checkpoint.
+
+    Raises:
+        ConfigurationError: the tokenizer cannot be loaded.
+    """
     tokenizer = _load(LocalSource("", folder), "the provider's bundle holds no usable tokenizer")
     return _text(tokenizer, "verified", _settings_in(folder))
 
@@ -91,7 +95,8 @@ def named_text(source: LocalSource, folder: Path) -> TenantText:
         folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: the tokenizer cannot be read, or does not have the same vocabulary as the bundle's.
+        ConfigurationError: the tokenizer cannot be read, or the bundle's tokenizer cannot be read or has another
+            vocabulary. A bundle without a tokenizer is not compared.
     """
     tokenizer = _load(source, f"the tokenizer {source.name[:200]!r} cannot be read")
     theirs = _bundle_vocabulary(folder)
@@ -108,7 +113,8 @@ def provider_text(folder: Path) -> TenantText:
     text.
 
     Raises:
-        ConfigurationError: the bundle has no tokenizer, or the tokenizer has a component that is not allowed.
+        ConfigurationError: the bundle has no tokenizer, or its tokenizer cannot be loaded or has a component that is
+            not allowed.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -180,7 +186,8 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokens(value: Any) -> Any:
-    """Returns a setting in which each token is an `AddedToken`, to which `from_pretrained` also converts tokens."""
+    """Returns a setting in which an `AddedToken` replaces each token that the file describes by a dict, as in
+    transformers' `from_pretrained`."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         flags = {name: value[name] for name in _TOKEN_FLAGS if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=True, **flags)
@@ -190,7 +197,8 @@ def _with_tokens(value: Any) -> Any:
 
 
 def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Returns the bundle's vocabulary, from token to number; None if the bundle has no tokenizer."""
+    """Returns the bundle's vocabulary, from token to number; None if the bundle has no tokenizer. Raises
+    ConfigurationError if the vocabulary cannot be read."""
     try:
         if (folder / "tokenizer.json").is_file():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""This module finds the stop tokens, which end an answer.
+"""This module finds the stop tokens, which end an answer, if no trusted generation settings name them.
 
 Guarantees: the stop tokens are the tokenizer's end-of-sequence token and the special token that the chat template puts
 after an assistant's turn. A provider's generation settings are never read.

@@ -25,7 +25,7 @@ template."""
 
 _EDGE = "\u2003"
 """An em space, which is put around each placeholder. If a template calls `strip` or `trim`, the space is gone, which
-shows the stripping. Templates contain no such space of their own."""
+shows the stripping. A template whose own text contains an em space is refused."""
 _MARK = "VeilbasePlaceholder'\"<&{}End"
 """The placeholder of a message's content. Its special characters show whether a template escapes contents for JSON or
 HTML."""
@@ -57,7 +57,8 @@ def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -
         roles: the roles of the conversation's messages, in order.
 
     Raises:
-        TemplateDoesNotFit: a placeholder is missing, changed or appears twice.
+        TemplateDoesNotFit: a placeholder is missing, changed or appears twice, or the template's own text contains a
+            part of one.
     """
     messages = [{"role": role, "content": f"{_EDGE}{_MARK.format(number)}{_EDGE}"} for number, role in enumerate(roles)]
     text = render(messages)

@@ -51,7 +51,8 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
         A folder that `from_pretrained` can read.
 
     Raises:
-        MalformedFrame: a file does not have the announced size or digest.
+        MalformedFrame: a file does not have the announced size or digest or is not the JSON object that it should be,
+            or the manifest's own digest of the bundle is wrong.
         ConfigurationError: the cache folder cannot be written.
     """
     if bundle_digest(manifest.bundle) != manifest.bundle_digest:

@@ -1,11 +1,11 @@
 """This module reads the checkpoint that a tenant trusts, and compares a provider's manifest and bundle with it.
 
-Guarantees: the tenant names the checkpoint, never the provider. No code from the checkpoint runs (`trust_remote_code`
-stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with the checkpoint, and
-the verifier's projections, with which it checks replies, were computed from the checkpoint's weights. Tensors are read
-one at a time from safetensors. If the checkpoint is a GGUF file, or if only transformers' own loader can find its
-tensors, the whole model is in memory during the comparison. Not guaranteed: that the checkpoint is a good model. If
-others can change a model on a hub, pin it with `@revision`.
+Guarantees: only the tenant can name the checkpoint; the provider cannot. No code from the checkpoint runs
+(`trust_remote_code` stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with
+the checkpoint, and the verifier's projections, with which it checks replies, were computed from the checkpoint's
+weights. Tensors are read one at a time from safetensors. If the checkpoint is a GGUF file, or if only transformers' own
+loader can find its tensors, the whole model is in memory during the comparison. Not guaranteed: that the checkpoint is
+a good model. If others can change a model on a hub, pin it with `@revision`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class TrustedCheckpoint:
                 `@revision`. A hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
 
         Raises:
-            ConfigurationError: there is no such checkpoint, or it keeps its weights in pickles.
+            ConfigurationError: there is no such checkpoint, it lacks config.json or safetensors, or it keeps its
+                weights in pickles.
         """
         return cls(_find(str(name)))
 
@@ -299,8 +300,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _stream(folder: Path) -> _Weights | None:
-    """Returns weights that are read from safetensors one by one, or None if only transformers' loader can map names to
-    tensors."""
+    """Returns weights that are read from safetensors one by one, or None if only transformers' own loader can find the
+    tensors or their dtypes."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     dtype = config.dtype
     if not isinstance(dtype, torch.dtype) or getattr(config, "quantization_config", None) is not None:

@@ -1,9 +1,9 @@
 """This module compares a provider's manifest and bundle, part by part, with the trusted checkpoint.
 
-Guarantees: tensors are compared bit by bit, tokenizer files and chat template byte by byte, and configs as typed JSON
-values; only the number of the transformers release that wrote a config may differ. An error names the part that
-differs, with a name from the trusted checkpoint, and never shows a value. Tenant and provider both write these files
-with transformers, so their releases of transformers must write the same files.
+Guarantees: tensors are compared bit by bit, the files of `_JSON_FILES` as typed JSON values, and all other files byte
+by byte. In the JSON files only the number of the transformers release that wrote them may differ. An error names the
+part that differs, with a name from the trusted checkpoint, and never shows a value. Tenant and provider both write
+these files with transformers, so their releases of transformers must write the same files.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) ->
 
 
 def _canonical(content: dict[str, Any]) -> dict[str, str]:
-    """Returns the JSON text of each value. A comparison of these texts, unlike ==, tells 1 from 1.0 and True, and finds
-    NaN equal to NaN."""
+    """Returns the JSON text of each value, by key, without keys that could make transformers load code. A comparison of
+    these texts, unlike ==, tells 1 from 1.0 and True, and finds NaN equal to NaN."""
     return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
 
 

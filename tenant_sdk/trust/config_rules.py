@@ -30,8 +30,8 @@ _LEFT_AT_DEFAULT = frozenset(
         *("transformers_version", "architectures"),
     }
 )
-"""The keys, common to all config classes, for which transformers' defaults are used. These keys change how a model is
-called or what the model returns, but no linear layer."""
+"""The keys, common to all config classes, for which transformers' defaults are used. Some of them change how a model is
+called or what it returns; none changes a linear layer."""
 _ROWS_BY_CONTENT = ("blt",)
 """The architectures in which results of the provider's layers decide how many rows later layers get. A provider that
 forges these results would choose what the row counts reveal. BLT cuts its input into patches by the entropy that a
@@ -93,7 +93,8 @@ def check_rows_are_padded(layer_names: Iterable[str], kind: object) -> None:
 
 
 def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Returns the entries of a config whose keys the class declares, and drops all others.
+    """Returns the entries of a config whose keys the class declares, except those of `_LEFT_AT_DEFAULT`, and drops all
+    others.
 
     Raises:
         MalformedFrame: a value is outside the range that its key can have.
