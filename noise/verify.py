@@ -151,6 +151,7 @@ class Verifier:
         self._check_usable()
         projection, fold = self._projections.get((group_id, direction)), self._fold
         if projection is None or fold is None or not _shapes_fit(projection, rows, reply):
+            self._check_usable()  # Another thread may have closed this verifier meanwhile, which is no forgery.
             self._fail()
         if not _all_fit(projection, fold, rows.cpu(), reply.cpu()):
             self._fail()

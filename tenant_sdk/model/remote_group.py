@@ -126,6 +126,7 @@ class RemoteExecutor:
         Raises:
             VeilbaseError: a product could not be computed or failed its check.
         """
+        planned.before_call()
         with self.in_session():
             course = planned.course
             asked = [self._ask_all(group, Direction.FORWARD, rows, course) for group, rows in calls]

@@ -60,6 +60,7 @@ WRONG: list[tuple[str, str, Any, str, str]] = [
     ("gaussian-pool", "pool_size", "8", "whole number from 1", "got '8'"),
     ("gaussian-pool", "sigma", float("nan"), "finite number above 0", "got nan"),
     ("gaussian-pool", "sigma", "x" * 10_000, "finite number above 0", "got a text of 10000 characters"),
+    ("gaussian-pool", "sigma", 10**400, "finite number above 0", "got a number of 1329 bits"),
     ("gaussian-pool", "sigma", 1j, "finite number above 0", "got a value of type complex"),
     ("gaussian-pool", "renew_every", 0.5, "whole number from 1", "got 0.5"),
 ]

@@ -573,6 +573,15 @@ def test_what_cannot_be_checked_is_refused(site: Site, chat_folder: Path, forger
     assert forger.asked == []
 
 
+@pytest.mark.parametrize("options", [{"kappa": 39}, {"verify": "no/such/checkpoint/here"}], ids=str)
+def test_what_no_provider_could_make_possible_is_refused_before_one_is_asked(
+    chat_folder: Path, options: dict[str, Any]
+) -> None:
+    client = TenantClient("grpc://127.0.0.1:1", **{"verify": str(chat_folder), **options})  # nobody listens there
+    with pytest.raises(ConfigurationError):
+        client.connect()
+
+
 def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, chat_folder: Path) -> None:
     native = make_served_model(chat_folder, "native")
     with pytest.raises(ConfigurationError, match="ring arithmetic"):
