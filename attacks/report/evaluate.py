@@ -1,4 +1,4 @@
-"""Runs every adversary against every mask of a recording and judges its claims, for all command lines."""
+"""Runs adversaries against the recorded traffic of one mask, and makes the report's lines from their claims."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        """Returns the arithmetic of the masked messages."""
+        """Returns the arithmetic of the first answered request for a product: `float` or `ring`; `ring` without one."""
         return next((message.arithmetic for message in self.view.select("product")), "ring")
 
 
@@ -93,15 +93,18 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs the adversaries of one part on one mask. If one of them unmasks rows, the `_THIEVES` run once more on these
-    rows.
+    """Runs the adversaries of one part on one mask and returns the report's lines. If one of them unmasks rows, the
+    `_THIEVES` run once more on these rows. If the view has no tensors, only the adversary `METADATA` is run.
 
     Args:
         case: the mask's view and the truth about it.
         part: the adversaries to run.
         adversaries: all adversaries of the report; the `_THIEVES` among them run on unmasked rows.
-        out: the folder below which stolen adapters are written.
+        out: the folder below which stolen adapters and prompts are written.
         say: a function that is called with progress and failures, one line each.
+
+    Raises:
+        ConfigurationError: the recording cannot be read.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
@@ -121,8 +124,8 @@ def attack(
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
-    """Returns an adversary's claims. If the adversary raises an exception, the others still run, and the verdict counts
-    the failure.
+    """Returns an adversary's claims. If the adversary raises an exception, its only claim is the fact `FAILED`, which
+    the verdict counts, so that other adversaries still run.
 
     Raises:
         ConfigurationError: the recording cannot be read.
@@ -163,8 +166,8 @@ def _silent(claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
-    """Returns a line that counts the claims of an adversary that is never wrong by chance. These claims count even if
-    their contents cannot be judged."""
+    """Returns a line that counts the claims of an adversary of `_CERTAIN`, which count even if their contents cannot be
+    judged, or a line that says that the adversary failed. Returns an empty list if there is neither."""
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
@@ -176,7 +179,7 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
-    """Writes the tokens that the adversary claims, as text if the model has a tokenizer."""
+    """Writes the tokens that the adversary claims to prompts.json, as text if the model has a tokenizer."""
     if not claims:
         return
     folder.mkdir(parents=True, exist_ok=True)
