@@ -94,8 +94,8 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
     that is not positive.
 
     T is the number of rows, d the number of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c,
-    which means that the rows X point against the noise. (At the true c, the left side minus the right side has the slope
-    −2(‖X‖²/c + ⟨X, n⟩). At the first solution the slope is negative.)
+    which means that the rows X point against the noise. (At the true c, the left side minus the right side has the
+    slope −2(‖X‖²/c + ⟨X, n⟩). At the first solution the slope is negative.)
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)

@@ -43,7 +43,8 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns the centre of the sphere on which rows lie, as a mask, shape (d,); None for fewer rows than unknowns.
+    """Returns the mask of the rows, shape (d,), which is the sphere's centre times the norm's weight. Returns None for
+    fewer than d + 1 rows.
 
     Args:
         norm: the norm that made the unmasked rows; its eps is ignored.

@@ -42,7 +42,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
     """Returns an orthonormal basis of the directions with the largest eigenvalues, shape (d, r) with 1 <= r <= d/4;
-    None if there are too few rows to tell.
+    None for fewer than four rows or features. r is where the eigenvalues fall most steeply.
 
     Args:
         rows: float64, shape (num_rows, d).
