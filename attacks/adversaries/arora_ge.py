@@ -34,8 +34,8 @@ MOST_DIMENSION = 32
 and one guess takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
-"""The work that all guesses together may take. One guess takes unknowns² units, so this is enough for 13 guesses at
-dimension 32 and 2,000 at dimension 8."""
+"""The work that all guesses together may take. One guess with u unknowns takes u² units, so this is enough for 13
+guesses at dimension 32 and 2,000 at dimension 8."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:

@@ -45,7 +45,7 @@ _FLOOR = 1e-11
 """The smallest damping, relative to the diagonal. It stops weights from moving in directions that only float32 rounding
 (1e-7, squared 1e-14) determines, such as that of keys along 1/γ with LayerNorm (γ: the norm's weight)."""
 _SETTLED = 1e-3
-"""The search ends after a step whose relative gain is below this."""
+"""The search ends after a step that lowers the residuals' norm by less than this share."""
 
 
 def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,8 +241,8 @@ class _Group:
         self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None if the adapter changed both q
-        and k and there are too few ratios to fit both.
+        """Returns the weights of each head of q, and those of the head of k, each of shape (hidden, head_dim). Returns
+        None if the adapter changed both q and k and there are too few ratios to fit both.
 
         Args:
             size: the root mean square of the outputs' numbers.
@@ -258,8 +258,8 @@ class _Group:
         return self._together(q, k) if count >= _SPARE * unknowns else None
 
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Returns improved weights of each q and of k. Runs Levenberg-Marquardt on W_k, with the best W_q for each W_k
-        (variable projection, in Kaufman's form)."""
+        """Improves the given weights and returns them, those of each head of q and those of the head of k. Runs
+        Levenberg-Marquardt on W_k, with the best W_q for each W_k (variable projection, in Kaufman's form)."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
         off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):

@@ -110,7 +110,7 @@ class Uniformity:
 
     @property
     def bound(self) -> float:
-        """Returns the bound, in standard deviations, that the largest correlation exceeds by chance once in 2^40."""
+        """Returns the bound on correlations, in standard deviations; see `FALSE_POSITIVE_BITS`."""
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:

@@ -95,6 +95,9 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         model: the public model.
         seen: the prompts of the view.
         scaled: whether each row is known only up to a secret factor, as in ring arithmetic.
+
+    Raises:
+        _Stop: rows that the next claims need were not recorded.
     """
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)

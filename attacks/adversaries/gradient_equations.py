@@ -145,7 +145,7 @@ def _steps(view: View) -> Iterator[ForwardPass]:
 
 def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
     """Returns the block's rows. Returns None if some are missing, as in layers below the lowest adapted one, which have
-    no gradients, or if a group has another number of rows."""
+    no gradients, or if their numbers of rows differ."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
     parts = [rows_of(messages.get(group), opened) for messages, group in groups]

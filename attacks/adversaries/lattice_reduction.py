@@ -42,8 +42,8 @@ LLL_ROOT_FACTOR = 1.0219
 """The usual root Hermite factor of LLL: Nguyen, Stehlé, "LLL on the average", ANTS 2006."""
 TERNARY_SIGMA = math.sqrt(2 / 3)
 ERROR_BOUND = 12
-"""A number counts as an error if it is at most this multiple of σ. The centred binomial with σ = 3.24 is bounded by
-21."""
+"""A number counts as an error if it is at most this multiple of σ. The shipped error, a centred binomial
+with σ = 3.24, is at most 21."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:

@@ -1,5 +1,5 @@
 """Finds which noise vectors may mask a message, and how strong each one would be, for the two adversaries of pooled
-noise.
+noise (known_mask.py and which_of_k.py).
 
 A message is Z = X + c·n, where n is one of the vectors that the provider has seen, and c = σ·rms(X) is an unknown
 strength.
@@ -81,8 +81,8 @@ def usual_sigma(masked: Sequence[Masked]) -> float:
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Subtracts a scaled noise vector from the output of a norm layer. The vector and its scale are those that leave
-    rows most like the output of that norm."""
+    """Returns the message's rows minus a scaled noise vector. The vector and its scale are those that leave rows most
+    like the output of `norm`, the norm layer that made the unmasked rows."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -107,7 +107,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
 
 def _sigma(one: Masked) -> float | None:
     """Returns σ of a message of several normed rows, from the condition that a single strength c gives each row the
-    norm of a normed row."""
+    norm of a normed row. Returns None if no norm layer made the rows."""
     if one.norm is None:
         return None
     scaled = one.norm.direction(one.rows)

@@ -4,11 +4,11 @@ pieces.
 A block is the rows that are masked under one secret, and a piece is a part of a block that is computed at once. Two
 rows at the same position of two blocks may hide the same plaintext x̃, such as that of a prompt that is sent again, or
 of a gradient of zero. (Known rows are subtracted first.) If the two rows also have the same error, plaintext and error
-cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs give u = s₁ − s₂, whose numbers are −2 … 2, by three
-eliminations mod 2 as in `no-error`. The shipped dimension needs 1,568 equations for 1,536 unknowns: 49 rows of 32
-features, or one row of 1,568 features. The result is checked mod 2^32 on 32 more equations than there are unknowns. A
-wrong result passes with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference
-of their activations. If one row of a pair is known, the difference gives the other row.
+cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs give u = s₁ − s₂, whose numbers are −2 … 2. Its three
+low bits are solved for in turn, as in `no-error`. The default dimension needs 1,568 equations for 1,536 unknowns, which
+are 49 rows of 32 features, or one row of 1,568. The result is checked mod 2^32 on 32 more equations than there are
+unknowns. A wrong result passes with probability below 2^-1000. Then every other pair of rows of the two blocks gives
+the difference of their activations. If one row of a pair is known, the difference gives the other row.
 
 In one block, row t + L has the secret X^-L·s if row t has the secret s. So two pieces of a block with the same error, L
 rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L) for blocks of N rows, the sum of X^-iL·v

@@ -59,8 +59,8 @@ def false_positive_log2(num_rows: int, num_features: int) -> float:
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims the differences of messages that used the same mask rows in the same order. For messages that share mask
-    rows at other positions, or that share a secret (`shared_secrets`), it claims only that they do. If rows of another
-    adversary are given, it claims nothing, because it has already run without them."""
+    rows at other positions, or that share a secret (`shared_secrets`), it claims only that they do. If `opened` is
+    given, it claims nothing, because it does not use it and has already run without it."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
         if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):

@@ -51,7 +51,7 @@ Terms = npt.NDArray[np.int32]
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Unmasks blocks (a block is the rows under one secret) whose secret has at most three non-zero trits, or four if
-    it masks one of the first rows that are tried. If rows of another adversary are given, it claims nothing."""
+    it masks one of the first rows that are tried. If `opened` is given, it claims nothing."""
     if opened is not None:
         return []  # the attack needs no known rows, and has already run without them
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]

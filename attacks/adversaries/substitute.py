@@ -105,7 +105,7 @@ def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
     """Returns, in batches, the prompts whose tokens can be read from the first layer's rows, up to `_MAX_NUMBERS`
-    numbers in all."""
+    numbers in all. Returns none if a group was requested several times in one pass."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm

@@ -35,7 +35,7 @@ from wire.errors import ConfigurationError
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
 _ENDING_S = 10.0
-"""After a process has sent its results, it has this many seconds to end by itself."""
+"""The seconds that a process has to end by itself after it has sent its results, and again after SIGTERM."""
 _JUDGED_ROWS = 16
 """The largest number of private questions on which a stolen adapter is tested."""
 

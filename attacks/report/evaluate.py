@@ -35,7 +35,7 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "shared-error": (shared_error.SHARED,),
 }
 """The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
-mapped to the names of those of its facts that count in the verdict."""
+mapped to the names of those of its facts that count in the verdict; its claims of other kinds always count."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """The adversaries that run a second time, on unmasked rows, if another adversary has unmasked rows."""
@@ -58,7 +58,7 @@ class Case:
         mask: the mask's name; `verdict.UNKNOWN` if the mask is not known.
         truth: the victim's secrets; None if they are not known. Claims are then counted and written down, but not
             judged.
-        sent: for each prompt, the tokens that went through the layers.
+        sent: for each prompt, the tokens that went through the layers; empty if they are not known.
         task: private questions, for the gain; None if there are none.
         trained: the batches of the victim's training steps, in order; empty if they are not known.
         tenant: the tenant's name for the report, if the traffic is not that of a run made here.
@@ -236,8 +236,8 @@ def _worth_of(metric: str, worth: Worth) -> Finding:
 
 
 def _first_answer(gain: Gain) -> str:
-    """Returns the answers of base model, victim and stolen adapter to the first private question. The other answers are
-    in answers.json."""
+    """Returns a text with the answers of base model, victim and stolen adapter to the first private question; it is
+    empty if there are no answers. The other answers are in answers.json."""
     if not gain.answers:
         return ""
     said = dict(zip(_WHO, gain.answers[0], strict=True))
