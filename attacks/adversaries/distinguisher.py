@@ -105,7 +105,7 @@ def low_bits(known: Known, seen: Seen) -> float:
 
 def public_matrix(known: Known, seen: Seen) -> float:
     """Subtracts each candidate from the message, and compares how strongly the phases of the remainders correlate with
-    a row of the public matrix A times a power of X. Returns the largest correlation for the second candidate, less that
+    a polynomial of the public matrix A times a power of X. Returns the largest correlation for the second candidate, less that
     for the first. A secret with very few non-zero coefficients would leave such a correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
@@ -130,7 +130,8 @@ def _unevenness(residual: torch.Tensor) -> float:
 
 
 def _largest(known: Known, residual: torch.Tensor) -> float:
-    """Returns the maximum, over rows of A and powers X^j, of Σ cos(2π(residual − X^j·A)/q)."""
+    """Returns the maximum, over i and the powers X^j, of Σ cos(2π(residual − X^j·A_i)/q). A_i holds the i-th polynomial
+    of each column of the public matrix A, and the sum is over all numbers of `residual`."""
     hat = torch.fft.fft(_phase(residual), n=known.public_hat.shape[1], dim=0)  # (2·num_rows, columns)
     joined = (hat * known.public_hat.conj()).sum(2)  # (rank, 2·num_rows)
     return float(torch.fft.ifft(joined, dim=1).real.max())

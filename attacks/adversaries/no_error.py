@@ -30,8 +30,8 @@ chance."""
 MOST_DIMENSION = 2048
 """The largest dimension that is tried; elimination takes 1 s at this dimension."""
 BUDGET = 1 << 32
-"""The work that all eliminations together may take. One elimination takes equations³ units, so this is enough for two
-at dimension 1536."""
+"""The work that all eliminations together may take. One elimination of n equations takes n³ units, so this is enough
+for two at dimension 1536."""
 MOST_WINDOWS = 1 << 15
 MOST_WINDOW_ROWS = 64
 

@@ -25,8 +25,8 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""The factor λ is first computed from `_SEEN` directions. This suffices if most eigenvalues there differ by less than
-`_ALIKE`, relative to λ."""
+"""The factor λ is first computed from `_SEEN` directions. This suffices if most eigenvalues there differ from
+their median by less than this share, `_ALIKE`."""
 _ITERATIONS, _SETTLED = 12, 1e-13
 """The inverse iteration ends after `_ITERATIONS` steps, or when its vector changes by less than `_SETTLED`."""
 _SHIFT = 1e-13

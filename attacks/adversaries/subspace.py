@@ -17,8 +17,8 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _MOST_STREAMS = 24
-"""The most groups and directions that are attacked. A tiny model has fewer. A real model has 240, and for 1,536
-features the eigenvectors take seconds each."""
+"""The most groups and directions that are attacked. A tiny model has fewer. SmolLM2 has 240, and the
+eigenvectors for 1,536 features take seconds each time."""
 _LARGEST_SHARE = 4
 """A subspace counts as small if its number of dimensions is at most the number of features, and at most the number of
 rows, divided by this."""
