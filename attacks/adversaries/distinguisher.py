@@ -105,8 +105,8 @@ def low_bits(known: Known, seen: Seen) -> float:
 
 def public_matrix(known: Known, seen: Seen) -> float:
     """Subtracts each candidate from the message, and compares how strongly the phases of the remainders correlate with
-    a polynomial of the public matrix A times a power of X. Returns the largest correlation for the second candidate, less that
-    for the first. A secret with very few non-zero coefficients would leave such a correlation."""
+    a polynomial of the public matrix A times a power of X. Returns the largest correlation for the second candidate,
+    less that for the first. A secret with very few non-zero coefficients would leave such a correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 

@@ -55,8 +55,8 @@ Guess = Callable[[torch.Generator], torch.Tensor | None]
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of messages whose mask comes from a seed that is a small number or a time. Unless `opened` is given, it
-    also claims the rows of blocks whose lattice secret comes from such a seed."""
+    """Claims rows of messages whose mask comes from a seed that is a small number or a time. Unless `opened` is given,
+    it also claims the rows of blocks whose lattice secret comes from such a seed."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 

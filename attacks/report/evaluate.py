@@ -83,8 +83,8 @@ class Case:
 
 
 def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Divides the adversaries into three parts that may run at the same time, in this order: `_THIEVES`, all others, and
-    adversaries that unmask rows."""
+    """Divides the adversaries into three parts that may run at the same time. In order, these are `_THIEVES`, all
+    others, and adversaries that unmask rows."""
     thieves = [one for one in adversaries if one.name in _THIEVES]
     openers = [one for one in adversaries if one.opens_masks]
     return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
