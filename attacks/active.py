@@ -1,4 +1,7 @@
-"""Starts `python -m attacks.active`; the program is in attacks/programs/active.py."""
+"""Starts `python -m attacks.active`, which plays a provider that replies wrongly on purpose.
+
+The program is in attacks/programs/active.py.
+"""
 
 from __future__ import annotations
 

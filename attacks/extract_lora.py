@@ -1,5 +1,7 @@
-"""Starts `python -m attacks.extract_lora`, which trains a victim, records its traffic, runs adversaries and prints a
-table."""
+"""Starts `python -m attacks.extract_lora`, which runs adversaries on a tenant's recorded traffic and prints a table.
+
+The command trains a victim and records its traffic, unless `--view` gives it a recording.
+"""
 
 from __future__ import annotations
 

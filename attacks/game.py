@@ -1,4 +1,7 @@
-"""Starts `python -m attacks.game`; the program is in attacks/programs/game.py."""
+"""Starts `python -m attacks.game`, which tests whether two known inputs can be told apart behind a mask.
+
+The program is in attacks/programs/game.py.
+"""
 
 from __future__ import annotations
 

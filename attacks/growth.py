@@ -1,4 +1,7 @@
-"""Starts `python -m attacks.growth`; the program is in attacks/programs/growth.py."""
+"""Starts `python -m attacks.growth`, which times lattice reduction at toy dimensions.
+
+The program is in attacks/programs/growth.py.
+"""
 
 from __future__ import annotations
 

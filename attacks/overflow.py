@@ -1,4 +1,7 @@
-"""Starts `python -m attacks.overflow`; the program is in attacks/programs/overflow.py."""
+"""Starts `python -m attacks.overflow`, which plays a provider that makes the tenant's numbers overflow.
+
+The program is in attacks/programs/overflow.py.
+"""
 
 from __future__ import annotations
 

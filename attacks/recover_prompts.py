@@ -1,5 +1,5 @@
-"""Starts `python -m attacks.recover_prompts`, which runs attacks.extract_lora with the adversaries that read
-prompts."""
+"""Starts `python -m attacks.recover_prompts`, which is attacks.extract_lora with other default adversaries: those that
+read prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from attacks.report import command_line
 
 ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
-"""The adversaries that claim tokens, and those that unmask rows for these adversaries."""
+"""The names of the adversaries that run by default. The first three claim tokens; the others unmask rows, on which the
+first three then run again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""Starts `python -m attacks.weakenings`; the program is in attacks/programs/weakenings.py."""
+"""Starts `python -m attacks.weakenings`, which tests whether weakened lattice masks are noticed.
+
+The program is in attacks/programs/weakenings.py.
+"""
 
 from __future__ import annotations
 

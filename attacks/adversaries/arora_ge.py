@@ -11,7 +11,8 @@ This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, a
 this yields is checked mod 2^32.
 
 Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3. If an error
-can have η values, the degree is η and there are about n^η/η! unknowns, which is out of reach at σ = 3.2.
+can have η values, the degree is η and there are about n^η/η! unknowns. This is out of reach for the shipped
+errors, whose standard deviation is σ = 3.2.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ MOST_DIMENSION = 32
 and one guess takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
-"""The work that all guesses together may take. One guess takes unknowns² units, so this is enough for 13 guesses at
-dimension 32 and 2,000 at dimension 8."""
+"""The work that all guesses together may take. One guess with u unknowns takes u² units, so this is enough for 13
+guesses at dimension 32 and 2,000 at dimension 8."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks each block (the rows under one secret) that has enough rows of known or zero plaintext, for dimensions up
-    to `MOST_DIMENSION`."""
+    """Unmasks blocks (a block is the rows under one secret) whose errors are all 0 or 1 and that have enough rows of
+    known or zero plaintext, for dimensions up to `MOST_DIMENSION` and within `BUDGET`."""
     claims: list[Claim] = []
     left = BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -80,8 +81,10 @@ def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
 
 
 def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
-    """Returns the ternary secret s for which every number of masks − M·s is 0 or 1; None if there is none, or if the
-    linearised equations do not determine it.
+    """Returns the ternary secret s for which every number of masks − M·s is 0 or 1 mod 2^32.
+
+    Returns None if there is no such secret, if the linearised equations do not determine it, or if all of `masks` is
+    zero.
 
     Args:
         equations: M, int64, shape (num_equations, n).

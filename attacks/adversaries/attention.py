@@ -32,7 +32,7 @@ class Heads:
     outputs.
 
     Attributes:
-        error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs.
+        error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs; infinite if nothing could be compared.
     """
 
     q: torch.Tensor
@@ -123,9 +123,7 @@ def _queries_and_keys(
     block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns queries and keys, each of shape (num_prompts, num_heads, num_tokens, head_dim). If the model has rotary
-    positions, they are already applied.
-
-    Args: weights: the weights of q and k."""
+    positions, they are already applied. `weights` holds the weights of q and k."""
     q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
     if model.rope_theta:
         q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
@@ -212,7 +210,8 @@ def _descend(
     parameters: list[torch.Tensor],
     weights: Callable[[], Sequence[torch.Tensor]],
 ) -> Heads:
-    """Minimises the misfit of the outputs with L-BFGS; `weights` computes weights of q, k and v from `parameters`."""
+    """Minimises the misfit of the outputs with L-BFGS. It changes `parameters` in place, from which `weights` computes
+    the weights of q, k and v. It stops after `_FIRST_STEPS` if the relative error is not below `_HOPELESS` then."""
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(

@@ -8,8 +8,8 @@ both, the search varies W_k and computes the best W_q for each W_k (variable pro
 turn converges too slowly.
 
 A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs equally well for any G that commutes
-with the rotary positions. Steps are damped, so that the result is near the public weights. Wide heads, whose systems
-have more than `_MAX_NUMBERS` numbers, are left to the descent of attention.py.
+with the rotary positions. Steps are damped, so that the result is near the public weights. If the systems of equations
+have more than `_MAX_NUMBERS` numbers, as with wide heads, the layer is left to the descent of attention.py.
 Source: our derivation, from the definition of attention; the search after Kaufman, BIT 15 (1975).
 """
 
@@ -45,7 +45,7 @@ _FLOOR = 1e-11
 """The smallest damping, relative to the diagonal. It stops weights from moving in directions that only float32 rounding
 (1e-7, squared 1e-14) determines, such as that of keys along 1/γ with LayerNorm (γ: the norm's weight)."""
 _SETTLED = 1e-3
-"""The search ends after a step whose relative gain is below this."""
+"""The search ends after a step that lowers the residuals' norm by less than this share."""
 
 
 def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,9 +57,9 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
         outputs: probabilities times values, shape (batch, head_dim).
 
     Returns:
-        Non-negative probabilities, and the factor by which each amplifies an error of the outputs. The factor is
-        infinite if equal values leave a probability undetermined (a token that comes twice). Both have shape (batch,
-        num_keys).
+        Non-negative probabilities, and for each the factor by which it amplifies an error of the outputs. The factors
+        of a prompt are infinite if its values leave the probabilities undetermined, as when a token comes twice. Both
+        have shape (batch, num_keys).
     """
     size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # the equation for the sum gets the weight of the others
     matrix = torch.cat([values, size[:, None, None].expand(-1, values.shape[1], 1)], dim=2).transpose(1, 2)
@@ -75,8 +75,8 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
 
 
 def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Returns the p >= 0 that minimises ‖matrix·p − wanted‖, by coordinate descent. The problem is convex, so the
-    descent ends at the minimum."""
+    """Returns the p >= 0 that minimises ‖matrix·p − wanted‖, as far as `_SWEEPS` sweeps of coordinate descent find it.
+    The problem is convex, so the descent has no other minimum to end in."""
     squares, right = matrix.transpose(1, 2) @ matrix, (matrix.transpose(1, 2) @ wanted[..., None])[..., 0]
     found = start.clone()
     for _ in range(_SWEEPS):
@@ -107,8 +107,8 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the adapted weights W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or if their matrix
-    has more than `_MAX_NUMBERS` numbers.
+    """Returns the adapted weights W_q + ΔW_q and W_k + ΔW_k, the latter without the part that a softmax ignores.
+    Returns None if there are too few equations, or if their matrix has more than `_MAX_NUMBERS` numbers.
 
     Args:
         v: the weight of the value projection with its adapter, W_v + ΔW_v.
@@ -158,7 +158,7 @@ def _ratios(
     difference of two attention scores. The arguments are those of `solve`.
 
     Returns:
-        For each head, the differences over all prompts and tokens.
+        For each head, the differences for the tokens at positions 1 to head_dim of all prompts.
     """
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(model.num_heads)]
     starts = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
@@ -241,8 +241,8 @@ class _Group:
         self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None if the adapter changed both q
-        and k and there are too few ratios to fit both.
+        """Returns the weights of each head of q, and those of the head of k, each of shape (hidden, head_dim). Returns
+        None if the adapter changed both q and k and there are too few ratios to fit both.
 
         Args:
             size: the root mean square of the outputs' numbers.
@@ -258,8 +258,8 @@ class _Group:
         return self._together(q, k) if count >= _SPARE * unknowns else None
 
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Returns improved weights of each q and of k. Runs Levenberg-Marquardt on W_k, with the best W_q for each W_k
-        (variable projection, in Kaufman's form)."""
+        """Improves the given weights and returns them, those of each head of q and those of the head of k. Runs
+        Levenberg-Marquardt on W_k, with the best W_q for each W_k (variable projection, in Kaufman's form)."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
         off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):
@@ -280,8 +280,8 @@ class _Group:
         return q, k
 
     def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
-        """Returns two results of all heads together: the derivatives by W_k from `_of_k`, and the residuals from
-        `_residuals`. From both, the part that a change of W_q can explain is removed."""
+        """Returns a least-squares solver for a change of W_k, and the residuals that this change is to explain, for all
+        heads together. The part that a change of W_q can explain is removed from both."""
         derivatives, residuals = [], []
         of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
         for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
@@ -310,7 +310,7 @@ class _Group:
 
     def _turned(self, rows: torch.Tensor, at: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
         """Returns rows, shape (num, head_dim), rotated to the positions of the tokens `at`, or rotated back if `sign`
-        is −1."""
+        is −1. Without rotary positions the rows are unchanged."""
         return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
 
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:

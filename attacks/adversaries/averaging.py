@@ -25,8 +25,8 @@ _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Cleans the mean of each set of messages that may be repetitions, and claims that it is the unmasked content of
-    the set's first few messages."""
+    """Computes the cleaned mean of each of the first few sets of messages that may be repetitions, and claims that this
+    is the unmasked content of the set's first few messages."""
     sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:

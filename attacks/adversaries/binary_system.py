@@ -35,7 +35,7 @@ class BinarySystem:
 
     @property
     def has_full_rank(self) -> bool:
-        """Returns whether M has full rank, so that M·x = b has at most one solution x for any b."""
+        """Returns whether M has full column rank, so that M·x = b has at most one solution x for any b."""
         return bool(self.rank == self._num_unknowns)
 
     def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:

@@ -37,9 +37,9 @@ happens less than once in 2^66 (Wilson and Hilferty's approximation), hence less
 tests."""
 FALSE_POSITIVE_BITS = 40
 """The number b that sets the bound on correlations: the probability that at least one correlation of a view exceeds the
-bound by chance is 2^-b."""
+bound by chance is at most 2^-b."""
 FEWEST = 4096
-"""The fewest numbers that are tested. With fewer numbers, chi-square is not yet close to its limit distribution."""
+"""The fewest numbers of a group and direction that are tested. With fewer, chi-square is not close to its limit."""
 _FEWEST_PAIRS = 1024
 """The fewest pairs of neighbours for which a correlation is tested. With this many pairs, the tail of a correlation is
 that of a normal distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an
@@ -74,8 +74,8 @@ class Figures:
     serial: torch.Tensor = field(repr=False)
 
     def faults(self, bound: float) -> list[str]:
-        """Returns the names of the tests whose values chance does not explain. `bound` is the limit for
-        correlations."""
+        """Returns the names of the tests whose values chance does not explain. `bound` is the limit for correlations,
+        in standard deviations."""
         worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
         names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
         return ["bytes", *names] if float(self.chi_square.max()) > _DEVIATIONS else names
@@ -110,11 +110,11 @@ class Uniformity:
 
     @property
     def bound(self) -> float:
-        """Returns the bound, in standard deviations, that the largest correlation exceeds by chance once in 2^40."""
+        """Returns the bound on correlations, in standard deviations; see `FALSE_POSITIVE_BITS`."""
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:
-        """Returns the groups and directions whose values chance does not explain, and names these values."""
+        """Returns a text for each group and direction with values that chance does not explain; it names the tests."""
         found = {f"{one.group} {one.direction}": one.faults(self.bound) for one in self.looked_at}
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
@@ -159,8 +159,8 @@ def _tail(count: int, share: float) -> float:
 
 
 class _Tally:
-    """Adds up the counts and products that the tests need. The messages of one group and direction are added in order
-    of arrival."""
+    """Adds up the counts and products that the tests need. The messages of one group and direction are added in the
+    order of the recording."""
 
     def __init__(self) -> None:
         self.num_numbers = 0
@@ -171,7 +171,7 @@ class _Tally:
         self._last: torch.Tensor | None = None
 
     def add(self, rows: torch.Tensor) -> None:
-        """Adds a message's rows, int32, shape (num_rows, features)."""
+        """Adds a message's rows, int32, shape (num_rows, features). A repetition of the last message is left out."""
         if rows.numel() == 0 or (self._last is not None and torch.equal(rows, self._last)):
             return  # a retry sends the same bytes again, which is no fault of the mask
         joined = rows if self._last is None else torch.cat((self._last[-1:], rows))
@@ -227,7 +227,7 @@ def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tens
 
 
 def look(view: View) -> Uniformity:
-    """Computes chi-square and serial correlation for each group and direction of the ring messages of a view."""
+    """Computes chi-square and serial correlation for each group and direction of a view, from its ring messages."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":

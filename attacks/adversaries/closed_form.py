@@ -2,9 +2,10 @@
 
 Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py` and the MLP from
 `mlp.py`. A layer is reported as unchanged if its public weights already explain its rows. If there are too few tokens
-for a layer that was changed, the recursion ends and nothing is claimed above that layer. The last down_proj can be read
-if the output head is a base layer. Otherwise no provider sees what comes after that layer, and only the gradients of a
-training step of the same adapter reveal it (`gradient_equations`).
+for an o_proj or down_proj that was changed, the recursion ends and nothing is claimed above that layer. If there are
+too few for other layers, only these are not claimed. The last down_proj can be read if the output head is a base layer.
+Otherwise no provider sees what comes after that layer, and only the gradients of a training step of the same adapter
+reveal it (`gradient_equations`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _UNCHANGED = 1e-5
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""These values replace `_UNCHANGED` in ring arithmetic. `_ROUNDED` is for rows that were rounded to the ring's
-integers. `_ROUNDED_TWICE` is for an MLP or attention between two such roundings, which leave errors of 3e-4 on
-SmolLM2."""
+"""In ring arithmetic `_ROUNDED` replaces `_UNCHANGED`, because rows were rounded to the ring's integers.
+`_ROUNDED_TWICE` is the bound for fits of attention and MLPs, whose inputs and outputs were both rounded. This leaves
+errors of 3e-4 on SmolLM2."""
 _MAX_DESCENT_S = 60.0
 """The seconds, from the start of the attack, after which nothing is claimed about layers that need a descent. On
 SmolLM2 rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
 _THROUGH_MLP = 10.0
-"""The factor by which the error of an MLP with public weights may exceed the error of the MLP's input, the residual
-stream."""
+"""In ring arithmetic, the factor by which the error of an MLP with public weights may exceed that of the residual
+stream, from which the MLP's input is computed."""
 _MEMBERS = 3
 """The number of members of an attention group: q, k and v."""
 _EXPLAINED = 1e-4
@@ -94,6 +95,9 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         model: the public model.
         seen: the prompts of the view.
         scaled: whether each row is known only up to a secret factor, as in ring arithmetic.
+
+    Raises:
+        _Stop: rows that the next claims need were not recorded.
     """
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
@@ -145,7 +149,11 @@ def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
     """Returns the norm after a block, and the id of the group (layers that read the same input) that receives the
-    norm's output."""
+    norm's output.
+
+    Raises:
+        _Stop: the norm is the last one, and the output head stays with the tenant.
+    """
     if index + 1 < len(model.blocks):
         return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
     if model.head_group is None:
@@ -175,8 +183,8 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
 def _fit_o(
     block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> residual.Fit | None:
-    """Fits o_proj, which lies between the residual stream `stream` and the MLP's norm; returns None if too few rows
-    were seen. `sound` marks the tokens that no earlier fit showed to be wrong."""
+    """Fits o_proj, which lies between the residual stream `stream` and the MLP's norm. Returns None if rows were not
+    recorded or are too few. `sound` marks the tokens that no earlier fit showed to be wrong."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
         return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
@@ -188,7 +196,8 @@ def _fit_down(
     model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
 ) -> residual.Fit | None:
     """Fits down_proj, which lies between the residual stream `before.after` and the norm of the next block or of the
-    head. Returns None if too few rows were seen."""
+    head. Returns None if rows are too few or were not recorded, as for the last norm if the head stays with the
+    tenant."""
     down = model.blocks[index].down
     try:
         norm, group = _next(model, index)
@@ -216,7 +225,11 @@ def _fit(
     scaled: bool,
 ) -> residual.Fit:
     """Fits the layer from the sound tokens, which are those that no earlier fit showed to be wrong. Every tensor has
-    one row for each token, sound or not."""
+    one row for each token, sound or not.
+
+    Raises:
+        _Stop: there are too few sound tokens.
+    """
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
@@ -244,7 +257,7 @@ def _steal_transforms(
     model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
     """Returns claims of ΔW of q, k and v, for adapters that change a layer's input (IA3, OFT, BOFT) and so request q, k
-    and v one by one.
+    and v one by one. Returns an empty list if they were not requested so, or if there are too few tokens.
 
     The input before the change is known, so the change is the linear map from this input to the recorded input of q, k
     or v. Rows that are known only up to a factor are assumed to be as large as before the change, because OFT and BOFT
@@ -308,7 +321,7 @@ def _first_values(
     block: Block, model: PublicModel, given: list[torch.Tensor], outputs: list[torch.Tensor], tolerance: float
 ) -> torch.Tensor | None:
     """Returns W_v + ΔW_v from position 0: the public W_v if it explains that position, otherwise the result of
-    `attention.fit_first_position`."""
+    `attention.fit_first_position`, which is None if the prompts do not suffice."""
     rows, seen = torch.stack([one[:1] for one in given]), torch.stack([one[:1] for one in outputs])
     public = [layer.weight for layer in (block.q, block.k, block.v)]
     if _relative(attention.attention(block, model, public, rows), seen) < tolerance:

@@ -2,10 +2,10 @@
 rows.
 
 One provider received x̃ − expand(p) mod 2^32. Here x̃ are the encoded rows, and expand(p) are the pseudorandom numbers
-that a seed p of 48 bytes gives. The other provider received p. The first message plus expand(p) is exactly x̃. The mask
+that a seed p of 32 bytes gives. The other provider received p. The first message plus expand(p) is exactly x̃. The mask
 `shares` is secure only if the two providers do not collude, and this file shows what happens if they do. A view (what
-one provider sees) holds either numbers that look uniform, or seeds. So this adversary claims nothing on a single view,
-which says nothing about the mask.
+one provider sees) holds either numbers that look uniform, or seeds. So this adversary claims nothing on a single view.
+Its silence says nothing about the mask.
 
 Source: docs/masks.md, "shares"; wire/SPEC.md, section 5, for expand.
 """

@@ -29,7 +29,7 @@ _CANDIDATES = 4096
 _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
-"""If this many prompts have a first token that fails the test of `_CHANCE`, all other prompts are given up."""
+"""Once this many prompts have a first token that fails the test of `_CHANCE`, no further prompt is tried."""
 _CHANCE = 1.3
 """The best candidate for a first token must have a cosine that is this many times what chance gives: the largest cosine
 among random directions, one for each token of the vocabulary. Otherwise the candidate is no evidence, and the prompt is
@@ -122,7 +122,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _beginning(model: PublicModel) -> PublicModel:
-    """Returns the part of the model that `invert` needs, in lower precision, because the last digits do not decide
+    """Returns the model with only the first two blocks, which `invert` needs, in float32. The last digits do not decide
     which candidate is nearest."""
     positions = None if model.positions is None else model.positions.to(_DTYPE)
     blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])

@@ -22,7 +22,7 @@ _FEW_PAIRS = 8
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims differences of messages with equally many rows, for the first few groups; see `Adversary.attack`."""
+    """Claims the differences of a few pairs of messages in each of the largest sets that `_alike` returns."""
     claims: list[Claim] = []
     for messages in islice(_alike(view), _FEW_GROUPS):
         for one, other in islice(combinations(messages, 2), _FEW_PAIRS):

@@ -1,4 +1,4 @@
-"""Defines the scores of the real-or-other game, in which the adversary must say which of two known texts a masked
+"""Defines the scores of the distinguisher game, in which the adversary must say which of two known inputs a masked
 message hides.
 
 A score is a function of the message, of both candidates as the integers x̃ that a tenant would encode, and of
@@ -79,16 +79,17 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Subtracts each candidate from the message, and compares how large the two remainders are: returns the first size
-    minus the second. A size is a sum of squares of centred numbers. If the mask is used once only, both sizes are
-    alike."""
+    """Subtracts each candidate from the message, and returns the size of the first remainder less that of the second. A
+    size is a sum of squares of centred numbers. If the mask is uniform mod q, both sizes are alike; if the mask is
+    small, the size is smaller for the true candidate."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
-    """Returns the sum of cosines of the message minus the second candidate, less the sum of cosines of the message
-    minus the first candidate. If a mask is not uniform mod q, the mean cosine for the true candidate is not zero."""
+    """Subtracts each candidate from the message, and takes the sum of cos(2πr/q) over the numbers r of each remainder.
+    Returns the second sum less the first. If a mask is not uniform mod q, the sum for the true candidate may be far
+    from zero."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
@@ -104,8 +105,8 @@ def low_bits(known: Known, seen: Seen) -> float:
 
 def public_matrix(known: Known, seen: Seen) -> float:
     """Subtracts each candidate from the message, and compares how strongly the phases of the remainders correlate with
-    a row of the public matrix A times a power of X. Returns the largest correlation for the second candidate, less that
-    for the first. A secret with very few non-zero trits would leave such a correlation."""
+    a polynomial of the public matrix A times a power of X. Returns the largest correlation for the second candidate,
+    less that for the first. A secret with very few non-zero coefficients would leave such a correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 
@@ -129,7 +130,8 @@ def _unevenness(residual: torch.Tensor) -> float:
 
 
 def _largest(known: Known, residual: torch.Tensor) -> float:
-    """Returns the maximum, over rows of A and powers X^j, of Σ cos(2π(residual − X^j·A)/q)."""
+    """Returns the maximum, over i and the powers X^j, of Σ cos(2π(residual − X^j·A_i)/q). A_i holds the i-th polynomial
+    of each column of the public matrix A, and the sum is over all numbers of `residual`."""
     hat = torch.fft.fft(_phase(residual), n=known.public_hat.shape[1], dim=0)  # (2·num_rows, columns)
     joined = (hat * known.public_hat.conj()).sum(2)  # (rank, 2·num_rows)
     return float(torch.fft.ifft(joined, dim=1).real.max())

@@ -7,10 +7,11 @@ sends the results to the provider as the gradients of gate and up:
 
     g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
 
-These equations are linear in ΔW, column by column. gate and up with their own adapters follow from the same step's
-forward rows (mlp.py). The attack needs as many tokens with a gradient as the layer has outputs. It also works for the
-last down_proj, about which forward rows say nothing if the output head stays with the tenant. The claim is about the
-adapter of the latest step that shows one. A fresh adapter changes nothing, so nothing is claimed about a fresh adapter.
+These equations are linear in ΔW, and can be solved for one input of down_proj at a time. gate and up with their own
+adapters follow from the same step's forward rows (mlp.py). The attack needs as many tokens with a gradient as down_proj
+has outputs. It also works for the last down_proj, about which forward rows say nothing if the output head stays with
+the tenant. The claim is about the adapter of the latest step that shows one. A fresh adapter changes nothing, so
+nothing is claimed about a fresh adapter.
 
 The attack does not recover o_proj, whose gradient comes back through a softmax. Nor does it recover q, k, v, gate and
 up. Their gradients come back through a norm that divides each token by its size, and the step does not show this size.
@@ -45,10 +46,10 @@ _NOTHING = 1e-3
 """A token counts as having no gradient if its gradient's norm is below this share of the largest one. Removing a mask
 leaves 1e-7 for a token without a gradient."""
 _COLUMNS = 64
-"""The number of columns that are solved together."""
+"""The number of inputs of down_proj whose equations are solved together."""
 _MAX_S = 60.0
-"""The seconds that the fits of gate and up may take, over all blocks. Columns that never converge would take hours on a
-real model."""
+"""The seconds that the fits of gate and up may take, over all blocks and steps. Columns of weights that never converge
+would take hours on a real model."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 def last_down(
     view: View, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> StolenDelta | None:
-    """Recovers ΔW of the last block's down_proj, if the adapter's ΔW of the other layers is already known.
+    """Recovers ΔW of the last block's down_proj, if ΔW of gate and up (or c_fc) of that block is already known.
 
     ΔW is computed from a training step of the same adapter. A step counts as one of this adapter if the known ΔW
-    explain the step's activations and gradients in all MLPs.
+    explain the step's activations and gradients in every MLP whose ΔW is known.
 
     Args:
         view: the view of one tenant.
@@ -99,7 +100,7 @@ def last_down(
         stolen: the known ΔW by layer name, found from other traffic.
 
     Returns:
-        The claim about the layer; None if ΔW of this layer is already known, or no training step gives it.
+        The claim about down_proj; None if its ΔW is already known, that of gate or up is not, or no step gives it.
     """
     *lower, last = model.blocks
     if last.down.name in stolen or any(layer.name not in stolen for layer in last.up):
@@ -119,8 +120,8 @@ def last_down(
 def _is_of(
     step: ForwardPass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Returns whether the public weights plus the stolen ΔW explain the rows of a block's MLP in the step; a block
-    without gradients counts as explained."""
+    """Returns whether the public weights plus the stolen ΔW explain the rows of a block's MLP in the step. A block
+    without gradients, or without a stolen ΔW for each layer of its MLP, counts as explained."""
     rows = _read(step, block, opened)
     if rows is None or any(layer.name not in stolen for layer in (*block.up, block.down)):
         return True
@@ -143,8 +144,8 @@ def _steps(view: View) -> Iterator[ForwardPass]:
 
 
 def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
-    """Returns the block's rows; None if some were not recorded, as in layers below the lowest adapted one, which have
-    no gradients."""
+    """Returns the block's rows. Returns None if some are missing, as in layers below the lowest adapted one, which have
+    no gradients, or if their numbers of rows differ."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
     parts = [rows_of(messages.get(group), opened) for messages, group in groups]
@@ -156,7 +157,7 @@ def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | Non
 
 
 def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> tuple[Layer, ...] | None:
-    """Returns the adapted weights of gate and up (or of c_fc); None if the forward rows do not determine them."""
+    """Returns gate and up (or c_fc) with their adapted weights; None if the forward rows do not determine them."""
     if mlp.error_of(block.up, model.activation, rows.given, rows.inner) < _UNCHANGED:
         return block.up
     if not mlp.has_enough_rows(block.up, rows.given.shape[0]):
@@ -204,8 +205,8 @@ class _Equations:
 
     @property
     def missed(self) -> float:
-        """Returns the relative error ‖predicted − seen‖ / ‖seen‖ if `weight` is the weight of down_proj; NaN if there
-        is no gradient."""
+        """Returns the relative error ‖predicted − seen‖ / ‖seen‖ of the gradients of gate and up that the weight of
+        `down` predicts; NaN if no token has a gradient."""
         return float(self._off.norm() / self._seen.norm())
 
     @property
@@ -215,7 +216,7 @@ class _Equations:
         return int((sizes > sizes[0] * _RANK).sum()) if len(sizes) else 0
 
     def solve(self) -> torch.Tensor:
-        """Returns the least-squares ΔW of smallest norm, shape (intermediate, hidden)."""
+        """Returns the least-squares ΔW, relative to `down`, of smallest norm, shape (intermediate, hidden)."""
         found = []
         for start in range(0, self._off.shape[2], _COLUMNS):
             columns = slice(start, start + _COLUMNS)

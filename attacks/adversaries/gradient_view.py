@@ -7,7 +7,8 @@ trained on. If the recording has x and g of a layer in float arithmetic, xᵀg i
 in that step. In ring arithmetic each row has a secret factor. It does not affect tokens and labels, but it hides the
 sum xᵀg.
 
-Limits: labels are not visible if the output head stays with the tenant. The lowest adapted layer has no backward call.
+Limits: labels are not visible if the output head stays with the tenant. The lowest layer to which LoRA was added has no
+backward call, since nothing below it is trained.
 Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here the view holds both factors of the gradient.
 """
 
@@ -36,7 +37,7 @@ numbers."""
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
     """Returns the weight gradient xᵀg of one group (layers that read the same input) in one training pass, float64,
-    shape (in_features, out_features); None if a part is missing.
+    shape (in_features, out_features); None if x or g is missing, or if their numbers of rows differ.
 
     Args:
         step: a training pass of float messages.
@@ -86,15 +87,16 @@ def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
-    """Returns the rows of a message's request, float64; if an adversary unmasked the view, those in `opened`. Returns
-    None if the rows are missing."""
+    """Returns the rows of a message's request, float64: the recorded ones or, if `opened` is given, those in `opened`.
+    Returns None if `message` is None, or if `opened` does not hold its rows."""
     if message is None:
         return None
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims the tokens and the labels of the first training pass, each as comma-separated text, row by row."""
+    """Claims the tokens and the labels of the first training pass, each as comma-separated text, row by row. What the
+    pass does not show is not claimed."""
     step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []

@@ -30,7 +30,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _unmask(one: Masked, sigma: float) -> torch.Tensor:
-    """Returns the rows minus a noise vector times its strength, for the vector and the strength that fit best."""
+    """Returns the message's rows minus a noise vector times its strength, for the pair that fits best."""
     if one.norm is not None:
         return take_off_normed(one, one.norm, sigma)
     roots = strengths(one.rows, one.pool, sigma)

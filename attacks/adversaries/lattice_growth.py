@@ -41,7 +41,7 @@ BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
 """The block sizes of BKZ, which are tried in ascending order; 2 stands for LLL. Larger blocks take minutes, because
 fpylll's wheel has no pruning strategies."""
 OPS_A_SECOND_LOG2 = 31.0
-"""log2 of the operations that one core does in a second; it converts seconds into bits of work."""
+"""log2 of the operations that one core is assumed to do in a second; it converts seconds into bits of work."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def fit(measured: Sequence[Growth]) -> tuple[float, float]:
 def extrapolate(measured: Sequence[Growth]) -> dict[str, tuple[float, int]]:
     """Returns, by name of a shipped parameter set, log2 of operations on the fitted line and the published bits.
 
-    The operations are an illustration and not an estimate: see the module's docstring.
+    The operations are an illustration and not an estimate: see the module's docstring. Their log2 is NaN if `fit` gives
+    no line.
     """
     slope, intercept = fit(measured)
     return {

@@ -8,8 +8,7 @@ reduces again. If z was a sample, the result contains (ν·s, −e, −τ). The 
 coordinate to one size.
 
 Above `MOST_DIMENSION` the adversary does not try. Instead it states the published estimate for the parameters with that
-dimension. This module needs the optional library fpylll. The wheel of fpylll has no pruning strategies, so BKZ is
-slower here than in the best implementations.
+dimension. The reduction is LLL, from the optional library fpylll. If that is not installed, the adversary says so.
 
 Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
 attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
@@ -43,13 +42,14 @@ LLL_ROOT_FACTOR = 1.0219
 """The usual root Hermite factor of LLL: Nguyen, Stehlé, "LLL on the average", ANTS 2006."""
 TERNARY_SIGMA = math.sqrt(2 / 3)
 ERROR_BOUND = 12
-"""A number counts as an error if it is at most this multiple of σ. The centred binomial with σ = 3.24 is bounded by
-21."""
+"""A number counts as an error if it is at most this multiple of σ. The shipped error, a centred binomial
+with σ = 3.24, is at most 21."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks each block (the rows under one secret) that has a row of known or zero plaintext, or several such rows if
-    there are few features."""
+    """Unmasks blocks (a block is the rows under one secret) of dimensions up to `MOST_DIMENSION`, within `BUDGET`. A
+    block needs a row of known or zero plaintext, or several such rows if there are few features. For a larger dimension
+    the claim is that of `estimate`."""
     claims: list[Claim] = [estimate(seed) for seed in public_seeds(view) if seed.num_rows > MOST_DIMENSION]
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     if not seeds:
@@ -76,7 +76,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def estimate(seed: SeededRows) -> StolenFact:
-    """States what the attack would cost: the bits published for the shipped parameter set of this dimension."""
+    """States what the attack would cost: the bits published for the shipped parameter set of this dimension. Without
+    such a set, states that the attack was not tried."""
     bits = [chosen.bits for chosen in PARAMETERS.values() if chosen.dimension == seed.num_rows]
     if not bits:
         return StolenFact("lattice reduction", f"not tried at dimension {seed.num_rows}, which no shipped set has")
@@ -96,7 +97,7 @@ class _Target:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
-        """Returns a target whose lattice is reduced; None if a block has too few samples for LLL."""
+        """Returns a target whose lattice is reduced; None if eight rows of a block have too few samples for LLL."""
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
@@ -153,11 +154,10 @@ def secret_scale(sigma: float) -> int:
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
-    """Returns log2 of the ratio of a reduced basis's last Gram-Schmidt vectors to the error σ of one coordinate.
+    """Returns log2 of the length of a reduced basis's last Gram-Schmidt vectors, divided by the error σ.
 
-    The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d. The
-    reduction finds the secret if these vectors are longer than the error's share of one coordinate, that is, if the
-    result is above 0.
+    In a lattice of dimension d and volume vol, this length is about root_factor^-d·vol^(1/d). The error has the size σ
+    in each coordinate. The reduction should find the secret if the length is larger, that is, if the result is above 0.
     """
     size = dimension + num_samples
     volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))
@@ -166,7 +166,7 @@ def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float)
 
 def samples_for_lll(dimension: int, sigma: float) -> int | None:
     """Returns the fewest samples for which `log2_gap` is at least 4 after LLL, so that LLL should find the secret; None
-    if no number suffices."""
+    if no number below 4·dimension + 8 suffices."""
     for num_samples in range(4, 4 * dimension + 8):
         if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
             return num_samples
@@ -195,7 +195,8 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
 
 
 def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
-    """Returns Kannan's embedding of `masks`: the basis with one more column, and with the row (0, masks, τ)."""
+    """Returns Kannan's embedding of `masks`: the basis with one more column, which is zero, and with one more row
+    (0, masks, τ). The zeros stand for the `dimension` numbers of a secret. τ is σ as an integer, at least 1."""
     size, tau = basis.nrows, max(1, round(sigma))
     rows = [[*basis[row], 0] for row in range(size)]
     target = [0] * dimension + masks.tolist() + [tau]
@@ -205,8 +206,8 @@ def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
 def read_secret(
     embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
 ) -> torch.Tensor | None:
-    """Reads the ternary secret s from the rows of a reduced embedding, int64, shape (n,). Returns None if no row gives
-    an s that satisfies every equation."""
+    """Reads the ternary secret s from the first four rows of a reduced embedding, int64, shape (n,). Returns None if
+    none of these rows gives an s that satisfies every equation up to an error of `ERROR_BOUND`·σ."""
     n, tau = equations.shape[1], max(1, round(sigma))
     for row in range(min(4, embedded.nrows)):
         numbers = list(embedded[row])

@@ -18,11 +18,11 @@ _ROWS = 256
 
 
 def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Returns, for each row, the id of the token whose embedding has the largest cosine with the row; shape
-    (num_tokens,).
+    """Returns, for each row, the id of the token whose normed embedding has the largest cosine with the row; shape
+    (num_tokens,). If the model has learned positions, rows beyond the last position get the id 0.
 
     Args:
-        rows: the first layer's input, shape (num_tokens, hidden), each row up to a positive factor.
+        rows: the first layer's input for one sequence, shape (num_tokens, hidden), each row up to a positive factor.
     """
     norm = model.blocks[0].attention_norm
     if model.positions is None:

@@ -20,9 +20,9 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
     """Returns x̃ + e, the encoded rows plus the error, for the first rows of a block.
 
     Args:
-        rows: int32 or int64, shape (num_rows, features), num_rows ≤ N, as recorded.
+        rows: int32 or int64, shape (num_rows, features), as recorded; at most N rows, the ring degree.
         public: the matrix A.
-        secret: ternary, shape (k, N) or (k·N,).
+        secret: k ternary polynomials of N coefficients, shape (k, N) or (k·N,).
 
     Returns:
         The unmasked rows, int64, shape of `rows`, centred mod 2^32.

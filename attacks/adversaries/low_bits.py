@@ -22,7 +22,7 @@ _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims the centred residue of every message modulo the grid of a bfloat16 mask; see `Adversary.attack`."""
+    """Claims the centred residue of the first `_MOST_MESSAGES` messages modulo the grid of a bfloat16 mask."""
     claims: list[Claim] = []
     for message in view.with_tensors().select("product")[:_MOST_MESSAGES]:
         rows = message.request().to(torch.float64)

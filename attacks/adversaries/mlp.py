@@ -1,8 +1,8 @@
 """Recovers what an adapter adds to gate and up (or c_fc) from an MLP's input and the input of its last layer.
 
-m = act(x W_gate) · (x W_up) holds column by column. Each column has its own unknowns (two columns of weights, or one if
-there is no gate) and one equation per token. The adapter is a small change of known weights, so Levenberg-Marquardt
-starts from these weights.
+With the MLP's input x, the input of its last layer is m = act(x W_gate) · (x W_up). Each column of m has its own
+unknowns (a column of each of the two weights, or of one weight if there is no gate) and one equation per token. The
+adapter is a small change of known weights, so Levenberg-Marquardt starts from these weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fit_mlp(
     deadline: float = float("inf"),
 ) -> tuple[tuple[torch.Tensor, ...], float] | None:
     """Returns the adapted weight W + ΔW of every layer, and the relative error ‖predicted − seen‖ / ‖seen‖. Returns
-    None if the activation is unknown, if no MLP made the rows, or if the deadline passed.
+    None if the activation is unknown, if no MLP made the rows, or if the deadline passed before every column was tried.
 
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
@@ -95,8 +95,8 @@ def predict(activation: str, terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def error_of(layers: tuple[Layer, ...], activation: str, given: torch.Tensor, outputs: torch.Tensor) -> float:
-    """Returns the relative error ‖predicted − seen‖ / ‖seen‖ of the public weights; infinite for an unknown
-    activation."""
+    """Returns the relative error ‖predicted − seen‖ / ‖seen‖ of the last layer's input that `layers` predict; infinite
+    for an unknown activation."""
     if activation not in _ACTIVATIONS:
         return torch.inf
     predicted = predict(activation, [layer(given) for layer in layers])
@@ -112,10 +112,11 @@ def _retry(
     errors: torch.Tensor,
     deadline: float,
 ) -> None:
-    """Restarts columns that stopped in a wrong minimum, from some dozen other starts.
+    """Restarts each column that stopped in a wrong minimum, from `_RESTARTS` other starts.
 
     The function changes `weights` and `errors` in place. An adapter has low rank, so the starts are drawn from the span
-    of the changes that were found in other columns.
+    of the changes that were found in other columns. If more than a quarter of the columns are wrong, nothing is done.
+    After the deadline no further column is restarted.
     """
     stuck = (errors > outputs.norm(dim=0) * _STUCK).nonzero()[:, 0]
     if not 0 < len(stuck) <= outputs.shape[1] // 4:
@@ -167,8 +168,11 @@ class _Columns:
         """Runs Levenberg-Marquardt (Nocedal and Wright, Numerical Optimization, section 10.3) on all columns together.
 
         Args:
-            offsets: what is added to the public weights for the start.
-            deadline: a time on the clock of `time.monotonic`.
+            offsets: for each layer, the change of the public weights at the start; None starts from the public weights.
+            deadline: a time on the clock of `time.monotonic`, after which no further step is made.
+
+        Returns:
+            For each layer, the weights of the columns, and for each column ‖predicted − seen‖.
         """
         weights = self._start
         if offsets is not None:

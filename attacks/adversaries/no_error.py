@@ -6,8 +6,8 @@ of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 
 checked mod 2^32. The elimination depends on the public matrix alone, so one elimination suffices to try every row of a
 view as zero.
 
-With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
-with probability 2^-32 and never passes the last one.
+With an error, the least significant bits of z are wrong in about half of the equations. A wrong guess then satisfies
+the equations mod 2 with probability 2^-32, and practically never those mod 2^32.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ chance."""
 MOST_DIMENSION = 2048
 """The largest dimension that is tried; elimination takes 1 s at this dimension."""
 BUDGET = 1 << 32
-"""The work that all eliminations together may take. One elimination takes equations³ units, so this is enough for two
-at dimension 1536."""
+"""The work that all eliminations together may take. One elimination of n equations takes n³ units, so this is enough
+for two at dimension 1536."""
 MOST_WINDOWS = 1 << 15
 MOST_WINDOW_ROWS = 64
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks each block (the rows under one secret) that has enough rows of known or zero plaintext."""
+    """Unmasks blocks (a block is the rows under one secret) that were masked without an error and have enough rows of
+    known or zero plaintext, for dimensions up to `MOST_DIMENSION` and within `BUDGET`."""
     systems: dict[tuple[bytes, int, int], ExactSystem] = {}
     left = BUDGET
     claims: list[Claim] = []
@@ -77,8 +78,8 @@ class ExactSystem(Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every run of rows in `stream` as zero or known plaintext. If this gives a block's secret, the block's
-        rows are unmasked in `stream`."""
+        """Tries runs of rows in `stream`, at most `MOST_WINDOWS`, as zero or known plaintext. If this gives a block's
+        secret, the block's rows are unmasked in `stream`."""
         if not self._binary.has_full_rank:
             return
         stream.restart()
@@ -96,7 +97,7 @@ class ExactSystem(Equations):
                 stream.open_around(public, secret, start, self._num_rows)
 
     def secret(self, masks: torch.Tensor) -> torch.Tensor | None:
-        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,); None if there is none."""
+        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,); None if there is not exactly one."""
         low = self._binary.solve(bits(masks))
         if low is None:
             return None

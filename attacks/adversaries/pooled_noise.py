@@ -1,5 +1,5 @@
 """Finds which noise vectors may mask a message, and how strong each one would be, for the two adversaries of pooled
-noise.
+noise (known_mask.py and which_of_k.py).
 
 A message is Z = X + c·n, where n is one of the vectors that the provider has seen, and c = σ·rms(X) is an unknown
 strength.
@@ -19,10 +19,10 @@ from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2
-"""The number of pools that are tried: the latest one and the one before. A message that was on its way when the pool
-was renewed may still use the previous pool."""
+"""The number of pools that are tried: the latest one and the one before. A pool is the noise vectors of one request for
+effects. A message that was on its way when the pool was renewed may still use the previous pool."""
 _FEW_MESSAGES = 32
-"""The number of messages from which σ is estimated."""
+"""The largest number of messages from which σ is estimated."""
 _NONE = 1e30
 """This value stands for a strength that is not possible."""
 _ROUND = 5e-3
@@ -47,7 +47,7 @@ class Masked:
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
     """Returns every float message that came after noise effects (products of noise vectors with the weight) had been
-    computed for its group and direction."""
+    computed for its group and direction. Messages that are empty or not finite are left out."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []
@@ -81,8 +81,8 @@ def usual_sigma(masked: Sequence[Masked]) -> float:
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Subtracts a scaled noise vector from the output of a norm layer. The vector and its scale are those that leave
-    rows most like the output of that norm."""
+    """Returns the message's rows minus a scaled noise vector. The vector and its scale are those that leave rows most
+    like the output of `norm`, the norm layer that made the unmasked rows."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -94,7 +94,8 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
     that is not positive.
 
     T is the number of rows, d the number of features. The first solution is the true strength unless ⟨X, n⟩ < −‖X‖²/c,
-    which means that the rows X point against the noise. (The slope is −2(‖X‖²/c + ⟨X, n⟩).)
+    which means that the rows X point against the noise. (At the true c, the left side minus the right side has the
+    slope −2(‖X‖²/c + ⟨X, n⟩). At the first solution the slope is negative.)
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
@@ -106,7 +107,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
 
 def _sigma(one: Masked) -> float | None:
     """Returns σ of a message of several normed rows, from the condition that a single strength c gives each row the
-    norm of a normed row."""
+    norm of a normed row. Returns None if no norm layer made the rows."""
     if one.norm is None:
         return None
     scaled = one.norm.direction(one.rows)

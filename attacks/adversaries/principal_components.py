@@ -29,8 +29,8 @@ _MOST_NUMBERS = 1 << 24
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims differences between the first messages of each set that has principal components; see
-    `Adversary.attack`."""
+    """Claims differences between the first messages of a set, for each of the largest sets whose messages vary by more
+    than noise. A set holds messages of one group, direction, arithmetic and number of rows."""
     sets: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:

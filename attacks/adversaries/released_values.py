@@ -44,8 +44,8 @@ def seek_error(released: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor)
 def seek_secret(
     sent: torch.Tensor, rows: torch.Tensor, error: torch.Tensor, seed: SeededRows, ring_degree: int
 ) -> torch.Tensor | None:
-    """Returns the secret of a block (the rows under one secret), int64, shape (k·N,). Returns None if there are too few
-    rows, or if a number of `error` that is used is wrong.
+    """Returns the secret of a block (the rows under one secret): k polynomials of N coefficients, int64, shape (k·N,).
+    Returns None if there are too few rows, or if a number of `error` that is used is wrong.
 
     Args:
         sent: the masked rows that the provider received, from the first row of the block on; int32.

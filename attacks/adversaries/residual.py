@@ -25,9 +25,9 @@ from attacks.adversaries.columns import columns
 from attacks.seen.public_model import Layer, Norm
 
 _EXACT = 1e-4
-"""The relative error up to which no row of a fit is wrong; float32 rounding leaves less."""
+"""The relative error up to which no row of a fit counts as wrong; float32 rounding leaves less."""
 _FAR = 4.0
-"""A row counts as wrong if its misfit is more than this many times the median misfit over all tokens."""
+"""A row counts as wrong if its misfit is more than this many times the median over the rows that are still used."""
 FEWEST = 0.75
 """The share of the tokens that must remain after wrong rows are left out, because wrong rows must be the exception."""
 
@@ -41,7 +41,8 @@ class Fit:
         after: the residual after the layer, shape (num_tokens, hidden); it is meaningful only for tokens that are
             sound.
         error: the relative difference, over sound tokens, between what the layer with `weight` adds to the residual and
-            what was observed; small if the rows are unmasked.
+            what was observed; small if the rows are unmasked. It is 0 in a fit of `explained`, which does not compute
+            it, and infinite if ring_scales.py found no weight.
         sound: bool, shape (num_tokens,): the tokens whose rows fit.
         scales: float64, shape (num_tokens,): the factors by which the layer's input must be multiplied; 1 in float
             arithmetic.
@@ -66,8 +67,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Compares each token's residual with the result of the public layer. Returns the relative distances, and a fit
-    that has the public weights."""
+    """Compares each row of the next norm's output with the row that the public layer would give. Returns the relative
+    distances, shape (num_tokens,), and a fit that has the public weights and counts every token as sound."""
     predicted = before + layer(given)
     missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
     ones = torch.ones(given.shape[0], dtype=given.dtype)

@@ -1,4 +1,4 @@
-"""This module holds what the adversaries of the lattice mask share: the public matrix, rows as equations, and
+"""This module holds the code that the adversaries of the lattice mask share: the public matrix, rows as equations, and
 unmasking.
 
 All arithmetic is on exact integers mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
@@ -32,11 +32,11 @@ SMALL = 1 << 24
 uniform mod 2^32 is this small once in 128."""
 MAX_DIMENSION = MAX_RANK * MAX_RING_DEGREE
 MOST_SEEDS = 4
-"""The most seeds of public matrices that are attacked. A tenant replaces its seed after 2^33 secrets, so a recording
-with more seeds comes from several tenants or keys."""
+"""The most seeds of public matrices that are attacked. With the default parameters a tenant replaces its seed after
+2^33 secrets, so a recording with more seeds comes from several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""The most bytes of recorded rows, held as int64, that are attacked. When this total is reached, the rows of further
-groups and directions are left out."""
+"""The most bytes of recorded rows, held as int64, that are attacked in one view. Rows beyond this total are left
+out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,8 @@ def public_seeds(view: View) -> list[SeededRows]:
 
 
 def ring_degrees(dimension: int) -> list[int]:
-    """Returns the possible N for a dimension k·N: that of the shipped parameter set, or else every power of two that
-    the scheme allows."""
+    """Returns the possible ring degrees N for a dimension k·N (k polynomials of N coefficients): that of the shipped
+    parameter set with this dimension, or without such a set every power of two that the scheme allows."""
     shipped = [chosen.ring_degree for chosen in PARAMETERS.values() if chosen.dimension == dimension]
     powers = [1 << log for log in range(MAX_RING_DEGREE.bit_length() - 1, 0, -1)]
     return shipped[:1] or [n for n in powers if dimension % n == 0 and dimension // n <= MAX_RANK]
@@ -144,8 +144,8 @@ def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
 
 @dataclass
 class Stream:
-    """Holds the int32 rows of one group (layers that read the same input) and direction in order of arrival. In `rows`,
-    blocks (the rows under one secret) follow one another.
+    """Holds the int32 rows of one group (layers that read the same input) and direction, in the order of the recording.
+    In `rows`, blocks (a block is the rows under one secret) follow one another.
 
     Attributes:
         rows: int64, shape (num_rows, features).
@@ -174,9 +174,8 @@ class Stream:
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
-        """Returns the index of the first row of each run of `num_rows` rows to try. A run that contains a row that is
-        done is left out. If any rows are known, only runs of known rows are returned, otherwise all runs within a
-        message.
+        """Returns the index of the first row of each run of `num_rows` rows to try. Each run lies within one message. A
+        run that contains a row that is done is left out, and if any rows are known, so is a run with an unknown row.
 
         Runs at the beginning of a message come first. They are likely to be zero, because positions before the answer
         have no label and so a gradient of zero.
@@ -197,7 +196,7 @@ class Stream:
         return centred(torch.cat(parts)[:most])
 
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
-        """Unmasks row `at` and the rows after and before it, until a result is not small or N rows are unmasked.
+        """Unmasks row `at` and up to N − 1 rows after and before it, in each direction until a result is not small.
 
         A small result (below `SMALL`) shows that the secret is correct. The result is kept only if there are more small
         rows than the `num_tried` rows from which the secret was computed. This detects a wrong ring degree N. The
@@ -243,9 +242,9 @@ def streams(view: View, opened: Opened | None = None, forward_first: bool = Fals
 
     Args:
         view: the view of one tenant.
-        opened: rows that are known already; if given, only these serve as known plaintext.
-        forward_first: whether the order is reversed; low groups receive the same rows again whenever a prompt is
-            repeated.
+        opened: rows that are known already; if given, only groups and directions with such rows are yielded.
+        forward_first: whether the order is reversed, for attacks that need the same rows twice: groups with low ids
+            receive them whenever a prompt is repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
@@ -261,7 +260,7 @@ def streams(view: View, opened: Opened | None = None, forward_first: bool = Fals
 
 
 def ring_request(message: Message) -> torch.Tensor | None:
-    """Returns the int32 rows of a message; None if there are none.
+    """Returns the rows of a message's request; None if they are not int32 or if there are none.
 
     Raises:
         ConfigurationError: the rows cannot be read.

@@ -25,8 +25,8 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""The factor λ is first computed from `_SEEN` directions. This suffices if most eigenvalues there differ by less than
-`_ALIKE`, relative to λ."""
+"""The factor λ is first computed from `_SEEN` directions. This suffices if most eigenvalues there differ from
+their median by less than this share, `_ALIKE`."""
 _ITERATIONS, _SETTLED = 12, 1e-13
 """The inverse iteration ends after `_ITERATIONS` steps, or when its vector changes by less than `_SETTLED`."""
 _SHIFT = 1e-13
@@ -37,7 +37,8 @@ def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
     """Scales rows of a norm layer's output, shape (num_rows, hidden), to their true size. Each row is known up to a
     positive factor.
 
-    The factor is the larger root s of ‖(s·x̃ − β)/γ‖² = d. The norm's eps is ignored.
+    For a row x̃ of d numbers, the factor is the larger root s of ‖(s·x̃ − β)/γ‖² = d, with the norm's weight γ and bias
+    β. The norm's eps is ignored.
     """
     scaled = rows / norm.weight
     square = scaled.pow(2).sum(1, keepdim=True).clamp_min(1e-300)
@@ -72,7 +73,8 @@ def explained(
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
     """Solves for the layer's weight and the factor of each input row.
 
-    The arguments are those of `residual.fit_layer`, but the rows of `given` are known only up to a factor each.
+    The arguments are those of `residual.fit_layer`, but the rows of `given` are known only up to a factor each. If λ
+    cannot be determined, the returned fit has the public weights and an infinite error.
 
     Args:
         normed: the norm's output, scaled to its true size by `rescaled`.

@@ -30,32 +30,33 @@ from attacks.seen.view import Message, View
 SMALL_SEEDS = range(4096)
 _SECONDS_BEFORE = 300
 _NEAR = 8
-"""Seeds within this distance of a found seed are tried first, because a tenant that reseeds for each message mostly
-counts up."""
+"""Seeds within this distance of one of the last `_NEAR` found seeds are tried first, because a tenant that reseeds for
+each message mostly counts up."""
 _FULL_SEARCHES = 4
 """The number of messages for which all candidate seeds are tried; one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
 """The allowed number of numbers in a message. Shorter messages give hits by chance, and longer ones take too long to
-draw for each of the 4,396 candidate seeds."""
+draw for each of the 4,397 candidate seeds."""
 _SIGNIFICANT = 5.0
-"""The standard deviations above chance that count as a hit. By chance, one of 4,396 candidate seeds reaches this in one
+"""The standard deviations above chance that count as a hit. By chance, one of 4,397 candidate seeds reaches this in one
 of a thousand searches."""
 _NORM_TOLERANCE = 1e-2
 """Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8
 """Each secret is tried on `_TRIED_COLUMNS` numbers of a row, which are all small by chance once in 2^56. At most
-`_MOST_MATRICES` public matrices are tried."""
+`_MOST_MATRICES` pairs of a public matrix and a ring degree are tried."""
 _SMALL = 2.0**28
-"""Int32 rows count as data if their mean magnitude is below this. Data are far below 2^31, while uniform numbers have a
-mean magnitude of 2^30."""
+"""Int32 rows count as data if the mean magnitude of their first 256 numbers is at most this. Data are far below 2^31,
+while uniform numbers have a mean magnitude of 2^30."""
 
 Guess = Callable[[torch.Generator], torch.Tensor | None]
 """A guess maps a seeded generator to unmasked rows, or to None if they do not look like data."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of messages whose mask comes from a seed that is a small number or a time; see `Adversary.attack`."""
+    """Claims rows of messages whose mask comes from a seed that is a small number or a time. Unless `opened` is given,
+    it also claims the rows of blocks whose lattice secret comes from such a seed."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
@@ -85,8 +86,8 @@ def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
 
 
 def arrival_seconds(view: View) -> range:
-    """Returns the Unix seconds at which a tenant may have seeded a generator: the minutes before the first message
-    arrived."""
+    """Returns the Unix seconds at which a tenant may have seeded a generator: those from `_SECONDS_BEFORE` before the
+    first message arrived. The range is empty if no message has tensors."""
     times = [message.file.stat().st_mtime for message in view.with_tensors().messages[:1] if message.file is not None]
     return range(int(times[0]) - _SECONDS_BEFORE, int(times[0]) + 1) if times else range(0)
 
@@ -110,7 +111,7 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Yields the messages whose unmasked rows can be told from noise, each with the `Guess` that tries a seeded
+    """Yields the first messages whose unmasked rows can be told from noise, each with the `Guess` that tries a seeded
     generator on it."""
     num_messages = 0
     for message in view.with_tensors().select("product"):

@@ -4,11 +4,11 @@ pieces.
 A block is the rows that are masked under one secret, and a piece is a part of a block that is computed at once. Two
 rows at the same position of two blocks may hide the same plaintext x̃, such as that of a prompt that is sent again, or
 of a gradient of zero. (Known rows are subtracted first.) If the two rows also have the same error, plaintext and error
-cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs give u = s₁ − s₂, whose numbers are −2 … 2, by three
-eliminations mod 2 as in `no-error`. The shipped dimension needs 1,568 equations for 1,536 unknowns: 49 rows of 32
-features, or one row of 1,568 features. The result is checked mod 2^32 on 32 more equations than there are unknowns. A
-wrong result passes with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference
-of their activations. If one row of a pair is known, the difference gives the other row.
+cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs give u = s₁ − s₂, whose numbers are −2 … 2. Its three
+low bits are solved for in turn, as in `no-error`. The default dimension needs 1,568 equations for 1,536 unknowns, which
+are 49 rows of 32 features, or one row of 1,568. The result is checked mod 2^32 on 32 more equations than there are
+unknowns. A wrong result passes with probability below 2^-1000. Then every other pair of rows of the two blocks gives
+the difference of their activations. If one row of a pair is known, the difference gives the other row.
 
 In one block, row t + L has the secret X^-L·s if row t has the secret s. So two pieces of a block with the same error, L
 rows apart, give v = (1 − X^-L)·s by the same equations. With m = N/gcd(N, L) for blocks of N rows, the sum of X^-iL·v
@@ -45,7 +45,8 @@ from attacks.seen.view import View
 
 SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
-"""The most layer widths that are attacked; an elimination takes a second at dimension 1536."""
+"""The most combinations of a seed, a ring degree and a layer width that are attacked. Each needs an elimination, which
+takes a second at dimension 1536."""
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
 """The most pairs of windows (window: a run of rows) that are tried in a view, and in the rows of one group and
 direction. One pair takes 10 µs."""
@@ -55,13 +56,14 @@ pieces."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
 MOST_DISTANCES = 36
-"""The most distances that `distances` returns, for blocks of 512 rows and windows of up to 64."""
+"""An upper bound on the number of distances that `distances` returns: 8 for blocks, and 1 + 2 + … + 7 for pieces."""
 _BITS = 3
 """The number of bits that are needed to tell the numbers from −2 to 2 apart."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims differences of messages of two blocks, and rows of blocks whose pieces share an error."""
+    """Claims which blocks (a block is the rows under one secret) share an error, the differences of their messages, and
+    the rows of blocks whose pieces share an error."""
     systems: dict[tuple[bytes, int, int], _System] = {}
     claims: list[Claim] = []
     left = MOST_WINDOWS
@@ -118,7 +120,7 @@ class _System(Equations):
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
         """Returns the index of the first row of each window (a run of rows) that has another window at this distance
-        after it. If any rows are known, only windows of known rows are returned."""
+        after it. If any rows are known, both windows must consist of known rows. The number of windows is limited."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // MOST_DISTANCES])
@@ -135,8 +137,8 @@ class _System(Equations):
         equations M of a window and numbers u from −2 to 2. Masks with the same error differ in this way. Known
         plaintext is subtracted first.
 
-        A pair is skipped if the first row of its first window is done in the stream, or is a key of `known`. Callers
-        may mark rows as done, and add rows to `known`, between two yields.
+        A pair is skipped if its windows are equal, or if the first row of its first window is done in the stream or is
+        a key of `known`. Callers may mark rows as done, and add rows to `known`, between two yields.
 
         Args:
             stream: the rows.
@@ -183,8 +185,8 @@ class _System(Equations):
 
 
 def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
-    """Solves (1 − X^-distance)·s = found for a ternary s, polynomial by polynomial; returns None if there is no
-    solution."""
+    """Returns the ternary s with (1 − X^-distance)·s = found, int64, in the shape (k·N,) of `found`; None if there is
+    no such s. `degree` is N, the ring degree."""
     term = total = found.view(-1, degree)
     for _ in range(degree // math.gcd(degree, distance) - 1):
         term = turned(term, distance)

@@ -9,7 +9,7 @@ uniform mod 2^32. If one mask row was used twice, it cancels and leaves x̃ − 
 The test is generous: a difference counts as small if its magnitude is below 2^24 (`SMALL`), which is a range of 2^25
 numbers. So a pair of rows with different mask rows looks like a reuse with probability (2^25/2^32)^d = 2^-7d for d
 features. The adversary claims nothing unless this probability, times the number of pairs, is below 2^-40; at d = 64 and
-10,000 rows the product is 2^-423. Requests that were sent again byte by byte have a difference of zero, and are
+10,000 rows the product is 2^-422. Requests that were sent again byte by byte have a difference of zero, and are
 skipped.
 
 All layers share the public matrix A and use its first columns. So a secret s that is used in two layers, or in both
@@ -39,7 +39,7 @@ MOST_NEIGHBOURS = 512
 """The most rows with which each row is compared; those nearest in the first feature are compared first. By chance, a
 share of 2^-7 of all rows is within `SMALL` in that feature."""
 MOST_PAIRS = 1 << 14
-"""The most near pairs that are used; in traffic without a mask all pairs are near."""
+"""The search for near pairs of rows ends after about this many, because without a mask all pairs are near."""
 MOST_CLAIMS = 256
 SHARED_ROWS = "messages that share mask rows in other places"
 SHARED_SECRET = "messages of different layers or directions that share a secret"  # noqa: S105 - a fact's name
@@ -52,14 +52,15 @@ layer does not have."""
 
 
 def false_positive_log2(num_rows: int, num_features: int) -> float:
-    """Returns log2 of the probability that any pair of rows under fresh masks looks like a reuse."""
+    """Returns log2 of an upper bound on the probability that any pair of rows under fresh masks looks like a reuse."""
     pairs = max(num_rows * (num_rows - 1) // 2, 1)
     return math.log2(pairs) + num_features * math.log2(2 * SMALL / 2**32)
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims the differences of messages that used the same mask rows in the same order. For messages that share mask
-    rows at other positions, it claims only that they share them."""
+    rows at other positions, or that share a secret (`shared_secrets`), it claims only that they do. If `opened` is
+    given, it claims nothing, because it does not use it and has already run without it."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
         if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):
@@ -148,7 +149,10 @@ def _claim(stream: Stream, one: int, other: int) -> Claim | None:
 
 
 def near_pairs(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the pairs of rows that are not equal but differ by less than `SMALL` in every feature, mod 2^32.
+    """Returns pairs of rows that are not equal but differ by less than `SMALL` in every feature, mod 2^32.
+
+    Each row is compared only with the `MOST_NEIGHBOURS` rows after it in the order of the first feature. The search
+    ends once it has found more than `MOST_PAIRS` pairs.
 
     Args:
         rows: int64, shape (num_rows, features).

@@ -34,7 +34,7 @@ from wire.ring.seeded_rows import SeededRows
 LEAST_FEATURES = 16
 MOST_DIMENSION = 2048
 """The largest dimension that is tried. At this dimension there are 8.4 million sums of two columns, whose sorted table
-takes 70 MB."""
+takes 170 MB."""
 MOST_TABLES = 2
 """The most public matrices that are searched; each takes two seconds at dimension 1536."""
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
@@ -50,7 +50,8 @@ Terms = npt.NDArray[np.int32]
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Unmasks each block (the rows under one secret) whose secret has at most four non-zero trits (numbers −1 or 1)."""
+    """Unmasks blocks (a block is the rows under one secret) whose secret has at most three non-zero trits, or four if
+    it masks one of the first rows that are tried. If `opened` is given, it claims nothing."""
     if opened is not None:
         return []  # the attack needs no known rows, and has already run without them
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -83,8 +84,8 @@ class Table:
     """Holds the sums of at most two signed columns of a row's equations, sorted."""
 
     def __init__(self, seed: SeededRows, degree: int) -> None:
-        """Computes the table. At dimension 1536 this takes two seconds and 150 MB of memory, half of which is freed
-        afterwards."""
+        """Computes the table. At dimension 1536 this takes two seconds and 150 MB of memory, of which the table keeps
+        95 MB."""
         self._seed, self._degree = seed, degree
         equations = PublicMatrix.of(seed, degree, _COLUMNS).equations(0)
         plus = np.ascontiguousarray(equations.t().numpy().astype(np.uint32))  # (k·N, _COLUMNS), mod 2^32
@@ -102,8 +103,13 @@ class Table:
     def open(self, stream: Stream, row: int, up_to_four: bool) -> bool:
         """Looks for a secret that fits a row. If one is found, unmasks the block around the row.
 
+        Args:
+            stream: the rows.
+            row: the index of the row.
+            up_to_four: whether to look for up to four non-zero trits, in place of up to three.
+
         Returns:
-            Whether a secret was found.
+            Whether rows were unmasked.
         """
         public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
         equations = public.equations(0)
@@ -139,8 +145,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Returns pairs of signed columns; pairs that hold only one column come first. In a pair, the number 0 stands for
-    no column, i + 1 for column i, and i + 1 + dimension for minus column i."""
+    """Returns pairs of signed columns; pairs that hold at most one column come first. In a pair, the number 0 stands
+    for no column, i + 1 for column i, and i + 1 + dimension for minus column i."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]

@@ -19,8 +19,8 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _ROWS_PER_FEATURE = 3
-"""The number of rows that are used for each feature. More than d + 1 rows average out the rounding of float32, but more
-than this number would cost more than they gain."""
+"""The most rows that are used, as a multiple of the number d of features. More than d + 1 rows average out the rounding
+of float32, but still more rows would cost more than they gain."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -43,7 +43,8 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns the centre of the sphere on which rows lie, as a mask, shape (d,); None for fewer rows than unknowns.
+    """Returns the mask of the rows, shape (d,), which is the sphere's centre times the norm's weight. Returns None for
+    fewer than d + 1 rows.
 
     Args:
         norm: the norm that made the unmasked rows; its eps is ignored.

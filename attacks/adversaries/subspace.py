@@ -17,11 +17,11 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _MOST_STREAMS = 24
-"""The most groups and directions that are attacked. A tiny model has fewer. A real model has 240, and for 1,536
-features the eigenvectors take seconds each."""
+"""The most groups and directions that are attacked. A tiny model has fewer. SmolLM2 has 240, and the
+eigenvectors for 1,536 features take seconds each time."""
 _LARGEST_SHARE = 4
-"""A subspace counts as small if it has at most d/4 dimensions, where d is the number of features and 4 is this
-number."""
+"""A subspace counts as small if its number of dimensions is at most the number of features, and at most the number of
+rows, divided by this."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -41,8 +41,9 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
-    """Returns an orthonormal basis of the directions with the largest eigenvalues, shape (d, r) with 1 <= r <= d/4;
-    None if there are too few rows to tell.
+    """Returns an orthonormal basis of the directions with the largest eigenvalues, shape (d, r). The rank r is where
+    the eigenvalues fall most steeply; it is at most a quarter of num_rows and of d. Returns None for fewer than four
+    rows or features.
 
     Args:
         rows: float64, shape (num_rows, d).

@@ -105,7 +105,7 @@ def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
     """Returns, in batches, the prompts whose tokens can be read from the first layer's rows, up to `_MAX_NUMBERS`
-    numbers in all."""
+    numbers in all. Returns none if a group was requested several times in one pass."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
@@ -203,15 +203,15 @@ class _Substitute:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the norm after the block was recorded, so that the next block can be trained."""
+        """Returns whether the output of the norm after the block was recorded. Only then is the next block trained."""
         return self._is_seen(self._next)
 
     def _is_seen(self, group: int) -> bool:
         return any(group in batch.seen for batch in self._batches)
 
     def advance(self) -> list[_Batch]:
-        """Returns the residual stream after the block. If the next norm's output was recorded, each row of
-        the stream gets its exact direction from that output."""
+        """Returns the batches with the residual stream after the block. Where the next norm's output was recorded, a
+        row of the stream gets its exact direction from that output."""
         batches = []
         for batch in self._batches:
             with torch.no_grad():
@@ -270,8 +270,9 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
-        """Trains in three parts. After each of the first two parts, rows that do not fit are left out. Two such rounds
-        are needed, because wrong rows distort the first fit and so hide other wrong rows."""
+        """Trains in three parts, and ends early if the distance does not fall below `_HOPELESS` or if time is up. After
+        each of the first two parts, rows that do not fit are left out. Two such rounds are needed, because wrong rows
+        distort the first fit and so hide other wrong rows."""
         for num_steps in _STEPS:
             if not self._improve(num_steps, until) < _HOPELESS**2:
                 return

@@ -4,10 +4,10 @@ times.
 The attack works under every mask, because token counts, layers and directions are not protected (docs/threat-model.md,
 "What every provider sees").
 
-Token counts can be read if the tenant uses a KV cache, or if prompts have more than one token
+Token counts are right if the tenant uses a KV cache and every prompt has more than one token
 (attacks/seen/forward_passes.py). The rows of a soft prompt count as tokens. A pass that does not reach every group
-(layers that read the same input) is a recomputation under gradient checkpointing, and belongs to the training pass
-before it.
+(layers that read the same input) is taken for a recomputation under gradient checkpointing, and joined to the training
+pass before it.
 
 A tenant sends the gradients of a group if the group's input depends on a trained parameter. A method that adds to
 outputs (LoRA) causes this for the next higher group. A method that changes inputs (OFT, BOFT, IA3 before feed-forward
@@ -154,7 +154,8 @@ def summarise(view: View, found: Sequence[Shape]) -> Training:
 
 
 def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, ...]:
-    """Returns all kinds of adapter that could have caused this traffic with any trainer, in the order of KINDS."""
+    """Returns all kinds of adapter that could have caused this traffic with any trainer, in the order of KINDS. These
+    are all kinds if there were neither gradients nor repeated requests for a group."""
     if seen.repeated:
         return _CHANGES_INPUTS  # several layers share a group, so the model is no GPT-2
     if seen.lowest is None:
@@ -178,7 +179,7 @@ def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, 
 
 
 def _normed(model: PublicModel) -> set[int | None]:
-    """Returns the groups whose input comes from a norm layer."""
+    """Returns the groups whose input comes from a norm layer; None is among them if the output head is the tenant's."""
     return {model.head_group, *(layer.group for block in model.blocks for layer in (block.q, block.up[0]))}
 
 
@@ -191,8 +192,9 @@ def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
 
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that the
-    adapter may change something before layer L that is not a base layer, such as a norm."""
+    """Returns the first layers of the groups that may hold the lowest adapted layer. The result is empty if no gradient
+    was sent. An entry `before L` means that the adapter may change something before layer L that is not a base layer,
+    such as a norm."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
@@ -216,8 +218,9 @@ def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
 
 def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
     """Returns the sets of layers whose changed inputs would explain the traffic of the lowest group that was requested
-    several times. Each entry holds the names of one set, joined by `+`. If the adapter changes
-    the inputs of just these layers, the group causes the numbers of calls and gradients that were seen."""
+    several times. Each entry holds the names of one set, joined by `+`. If the adapter changes the inputs of just
+    these layers, the group causes the numbers of calls and gradients that were seen. The result is empty if no group
+    was requested several times."""
     if not seen.repeated:
         return ()
     group = min(seen.repeated)

@@ -4,7 +4,7 @@ The paper on the scheme argues that an attacker must try K^layers combinations, 
 itself, the norms of the rows show which of the K vectors was added. Let z_t be a masked row of d features, n_k a noise
 vector, c its strength in this message, and γ and β the norm layer's weight and bias. The right vector satisfies
 ‖(z_t − c·n_k − β)/γ‖² = d for every row. With LayerNorm, (z_t − c·n_k − β)/γ also has a mean of 0. The test uses only
-the norms of rows, no correlation. Source: our derivation, against the argument in Symbiosis (Multi-Adapter
+the norms and means of rows, no correlation. Source: our derivation, against the argument in Symbiosis (Multi-Adapter
 Inference and Fine-Tuning), section on privacy.
 """
 
@@ -18,8 +18,8 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims unmasked rows of every forward message whose plain rows are the output of a norm layer; see
-    `Adversary.attack`."""
+    """Claims unmasked rows of each forward message of a group whose input a norm layer computes, if the provider has
+    computed noise effects (products of noise vectors with the weight) for that group."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]

@@ -16,20 +16,21 @@ MODULES = (
     "no_error", "leaked_secret", "released_values", "slot_reuse", "arora_ge", "lattice_reduction", "collusion",
     "byte_statistics", "sparse_secret", "shared_error",
 )  # fmt: skip
-"""The files of attacks/adversaries; each has a control of the same name in attacks/controls."""
+"""The modules of attacks/adversaries that define an adversary, in the order of the report. Each has a control in the
+module of the same name in attacks/controls. The other modules of attacks/adversaries hold what adversaries share."""
 NOT_IN_QUICK = ("sparse_secret", "shared_error")
-"""Adversaries that are left out of the quick profile because they take seconds for each public matrix. They run in the
-full profile, on recordings, and in `attacks.programs.weakenings`."""
+"""Modules whose adversaries the quick profile leaves out, because they take seconds for each public matrix of a lattice
+mask. They run in the full profile, on recordings, and in `attacks.programs.weakenings`."""
 
 
 def adversaries(names: str | None = None) -> list[Adversary]:
-    """Returns the catalogue, or the named part of it.
+    """Returns all adversaries, or those with the given names in the order of the names.
 
     Args:
         names: comma-separated names; None returns all.
 
     Raises:
-        ConfigurationError: a name is unknown.
+        ConfigurationError: a name is unknown, or `names` holds no name.
     """
     found = {one.name: one for one in map(_adversary, MODULES)}
     if names is None:
@@ -47,7 +48,7 @@ def quick() -> str:
 
 
 def controls(names: str | None = None) -> list[Control]:
-    """Returns one control for each adversary that `adversaries` returns for these names."""
+    """Returns the control of each adversary that `adversaries` returns for these names, in the order of the report."""
     wanted = {one.name for one in adversaries(names)}
     modules = [module for module in MODULES if _adversary(module).name in wanted]
     return [importlib.import_module(f"attacks.controls.{module}").control for module in modules]

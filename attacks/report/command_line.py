@@ -1,7 +1,10 @@
 """Implements the command line of extract_lora and recover_prompts, from the victim or a recording to the report.
 
-The exit status is 0 if the report was written, 1 if an adversary loses on its control or wins more than chance allows
-against a private mask, and 2 for a request that cannot be carried out.
+The exit status is 0 if the report was written and holds no alarm, 1 if it holds an alarm, and 2 for a request that
+cannot be carried out. There is an alarm if an adversary raises an exception, loses on its control, is better than
+chance allows against a private mask, or (with a LoRA victim) does not win against a mask that is not private. With
+`--draws`, and on the full profile, there is also one if chance does not explain the random numbers in the victim's
+masks.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from wire.errors import ConfigurationError
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
 _ENDING_S = 10.0
-"""After a process has sent its results, it has this many seconds to end by itself."""
+"""The seconds that a process has to end by itself after it has sent its results, and again after SIGTERM."""
 _JUDGED_ROWS = 16
-"""The number of private questions on which a stolen adapter is tested."""
+"""The largest number of private questions on which a stolen adapter is tested."""
 
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
@@ -53,13 +56,17 @@ if TYPE_CHECKING:
 
 
 def main(program: str, description: str, default: str | None, arguments: Sequence[str] | None) -> int:
-    """Parses the command line and runs it.
+    """Parses the command line, runs it, and returns the exit status that the module's docstring describes.
 
     Args:
         program: the command's name.
         description: one line for --help.
-        default: the names of the adversaries that run if the command line names none; None runs all.
+        default: the names of the adversaries that run if the command line names none; None runs those of `quick` on a
+            tiny model, and all on other models and on recordings.
         arguments: the command line's arguments; None takes those of the process.
+
+    Raises:
+        SystemExit: the arguments are not valid (status 2), only help was requested (0), or SIGTERM came (143).
     """
     parser = _parser(program, description)
     options = parser.parse_args(arguments)
@@ -128,7 +135,8 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
 
 @contextlib.contextmanager
 def _controls_beside(names: str | None) -> Iterator[Connection]:
-    """Runs the adversaries' positive controls in a separate process, which is ended when the block ends."""
+    """Runs the adversaries' positive controls in a separate process, which is ended when the block ends. Yields the
+    connection from which the list of their results can be received."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
@@ -154,7 +162,7 @@ def _run_controls(results: Connection, names: str | None) -> None:
 
 
 def _checked(control: Control) -> ControlResult:
-    """Runs a control. If the control raises an exception, it counts as lost, and the others still run."""
+    """Runs a control and returns its result. A control that raises an exception counts as lost."""
     try:
         return control()
     except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
@@ -205,7 +213,12 @@ def _attack_and_report(
 
 
 def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
-    """Attacks every case and returns the results in order. Several processes are used if cores and memory suffice."""
+    """Attacks every case and returns the results in the order of the cases. If `num_processes` is at least 2, the work
+    is divided among that many processes.
+
+    Raises:
+        ConfigurationError: one of these processes ended early, or the recording cannot be read.
+    """
     from attacks.report.evaluate import attack, parts
 
     whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
@@ -231,7 +244,7 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
 
 @contextlib.contextmanager
 def _sigterm_waits() -> Iterator[None]:
-    """Within this context SIGTERM is not delivered to this thread. It is delivered afterwards."""
+    """Blocks SIGTERM for this thread within the context. A signal that comes meanwhile is delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         yield
@@ -265,8 +278,7 @@ def _say(text: str) -> None:
 
 
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
-    """Returns the view of one run. The recording must be complete, since missing traffic could make a mask look
-    unbroken.
+    """Returns the view of one run if the recording is complete. Missing traffic could make a mask look unbroken.
 
     Raises:
         ConfigurationError: messages have no tensors, or prompts were not recorded.
@@ -284,7 +296,12 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """Makes a case for each tenant of a recording. Claims are judged only if the tenant's adapter is given."""
+    """Makes a case for each tenant of a recording, or only for the tenant that --tenant names. Returns the cases, and
+    notes for the report. Claims are judged only if the tenant's adapter is given.
+
+    Raises:
+        ConfigurationError: the options do not fit together or do not fit the recording, or it cannot be read.
+    """
     from attacks.report import verdict
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
@@ -321,7 +338,12 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """Makes a case for each mask. Returns the cases, and the notes about the traffic that the report must contain."""
+    """Records a victim's traffic, and makes a case for each run, which is a mask in one arithmetic. Returns the cases,
+    and notes for the report.
+
+    Raises:
+        ConfigurationError: the options are not valid, or the recording is not complete.
+    """
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.gain import PrivateTask

@@ -1,4 +1,4 @@
-"""Runs every adversary against every mask of a recording and judges its claims, for all command lines."""
+"""Runs adversaries against the recorded traffic of one mask, and makes the report's lines from their claims."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "shared-error": (shared_error.SHARED,),
 }
 """The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
-mapped to the names of those of its facts that count in the verdict."""
+mapped to the names of those of its facts that count in the verdict; its claims of other kinds always count."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """The adversaries that run a second time, on unmasked rows, if another adversary has unmasked rows."""
@@ -58,7 +58,7 @@ class Case:
         mask: the mask's name; `verdict.UNKNOWN` if the mask is not known.
         truth: the victim's secrets; None if they are not known. Claims are then counted and written down, but not
             judged.
-        sent: for each prompt, the tokens that went through the layers.
+        sent: for each prompt, the tokens that went through the layers; empty if they are not known.
         task: private questions, for the gain; None if there are none.
         trained: the batches of the victim's training steps, in order; empty if they are not known.
         tenant: the tenant's name for the report, if the traffic is not that of a run made here.
@@ -78,13 +78,13 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        """Returns the arithmetic of the masked messages."""
+        """Returns the arithmetic of the first answered request for a product: `float` or `ring`; `ring` without one."""
         return next((message.arithmetic for message in self.view.select("product")), "ring")
 
 
 def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Divides the adversaries into three parts that may run at the same time: `_THIEVES`, adversaries that unmask rows,
-    and all others."""
+    """Divides the adversaries into three parts that may run at the same time. In order, these are `_THIEVES`, all
+    others, and adversaries that unmask rows."""
     thieves = [one for one in adversaries if one.name in _THIEVES]
     openers = [one for one in adversaries if one.opens_masks]
     return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
@@ -93,15 +93,18 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs the adversaries of one part on one mask. If one of them unmasks rows, the `_THIEVES` run once more on these
-    rows.
+    """Runs the adversaries of one part on one mask and returns the report's lines. If one of them unmasks rows, the
+    `_THIEVES` run once more on these rows. If the view has no tensors, only the adversary `METADATA` is run.
 
     Args:
         case: the mask's view and the truth about it.
         part: the adversaries to run.
         adversaries: all adversaries of the report; the `_THIEVES` among them run on unmasked rows.
-        out: the folder below which stolen adapters are written.
+        out: the folder below which stolen adapters and prompts are written.
         say: a function that is called with progress and failures, one line each.
+
+    Raises:
+        ConfigurationError: the recording cannot be read.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
@@ -121,8 +124,8 @@ def attack(
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
-    """Returns an adversary's claims. If the adversary raises an exception, the others still run, and the verdict counts
-    the failure.
+    """Returns an adversary's claims. If the adversary raises an exception, its only claim is the fact `FAILED`, which
+    the verdict counts, so that other adversaries still run.
 
     Raises:
         ConfigurationError: the recording cannot be read.
@@ -163,8 +166,8 @@ def _silent(claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
-    """Returns a line that counts the claims of an adversary that is never wrong by chance. These claims count even if
-    their contents cannot be judged."""
+    """Returns a line that counts the claims of an adversary of `_CERTAIN`, which count even if their contents cannot be
+    judged, or a line that says that the adversary failed. Returns an empty list if there is neither."""
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
@@ -176,7 +179,7 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
-    """Writes the tokens that the adversary claims, as text if the model has a tokenizer."""
+    """Writes the tokens that the adversary claims to prompts.json, as text if the model has a tokenizer."""
     if not claims:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,8 +236,8 @@ def _worth_of(metric: str, worth: Worth) -> Finding:
 
 
 def _first_answer(gain: Gain) -> str:
-    """Returns the answers of base model, victim and stolen adapter to the first private question. The other answers are
-    in answers.json."""
+    """Returns a text with the answers of base model, victim and stolen adapter to the first private question; it is
+    empty if there are no answers. The other answers are in answers.json."""
     if not gain.answers:
         return ""
     said = dict(zip(_WHO, gain.answers[0], strict=True))

@@ -12,8 +12,8 @@ from wire.errors import VeilbaseError
 
 
 def exit_status(out: Path | None, work: Callable[[], int]) -> int:
-    """Runs `work` and returns its exit status. For a request that cannot be carried out, prints one line on standard
-    error and returns 2.
+    """Runs `work` and returns its exit status. If the folder cannot be used, or if `work` raises a VeilbaseError or an
+    OSError, prints one line on standard error and returns 2.
 
     Args:
         out: a folder to make before any work is done; None makes none.

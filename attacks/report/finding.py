@@ -51,7 +51,8 @@ def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
 
 
 def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    """Returns the verdict for `Finding.verdict`. `wins` says whether the value is as good as an attacker needs."""
+    """Returns the verdict for `Finding.verdict`. `wins` says whether the value is as good as an attacker needs. A value
+    that is not finite is at baseline."""
     if not math.isfinite(value):
         return "at baseline"
     if wins:
@@ -61,7 +62,7 @@ def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_i
 
 
 def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Returns the mean and the 99% interval of a baseline, from `draws` random guesses."""
+    """Returns the mean and the 99% interval of a baseline, from the values of `draws` random guesses."""
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()

@@ -14,7 +14,8 @@ _FLOOR, _CEILING = 1e-8, 1e2
 
 
 def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
-    """Writes recovered_adapters.svg and recovered_prompts.svg; writes nothing if matplotlib is not installed."""
+    """Writes recovered_adapters.svg and recovered_prompts.svg, and returns their paths. A plot without values is left
+    out. If matplotlib is not installed, nothing is written."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     results = [one for one in results if one.finding.verdict != NO_CLAIM]

@@ -32,8 +32,8 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Result:
-    """Holds one finding about one mask. `tenant` names the tenant whose traffic was attacked, if that is not
-    obvious."""
+    """Holds one finding about one mask. `tenant` names the tenant whose traffic was attacked; it is None if this is the
+    victim that the command itself ran."""
 
     mask: str
     arithmetic: str
@@ -45,7 +45,7 @@ class Result:
 def write(
     folder: Path, results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]
 ) -> tuple[Path, Path]:
-    """Writes both files and returns their paths."""
+    """Writes report.json and report.md to a folder, which is made if needed, and returns their paths in this order."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "results": [
@@ -149,8 +149,8 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
 
 
 def _summary(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each mask, with the adversaries that won, those that were above chance, and the number of the
-    others."""
+    """Returns a line for each mask and arithmetic. It names the adversaries that won, and those that were above chance,
+    and gives the number of the others."""
     verdicts: dict[str, dict[str, set[str]]] = {}
     for one in results:
         verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(

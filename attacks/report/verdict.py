@@ -1,8 +1,9 @@
 """Decides whether a build fails. It fails if a mask became weaker, or if an adversary no longer wins where it should.
 
 The findings about a private mask lie near their baselines. A report has dozens of values, so now and then one of them
-is outside of its 99% interval by chance. The alarm is therefore at `_SLACK` half-widths of the interval, which is about
-6.4 standard deviations. The masks `off` and `gaussian-pool` are not private, and adversaries must break them.
+is outside of its 99% interval by chance. For most metrics the alarm is therefore at `_SLACK` half-widths of the
+interval, which is about 6.4 standard deviations, or at a distance of `_MOST_SLACK` if that is less. The masks `off` and
+`gaussian-pool` are not private, and adversaries must break them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
 _GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
-"""An attacker must be above chance in both of these metrics. A gain in loss alone is no leak. Random weights can make a
-tiny model less certain of wrong answers, which lowers its loss by up to two thirds of what an IA3 victim gained. But
-then its answers agree less with the victim's answers than those of the base model do."""
+"""A gain above chance raises an alarm only if the agreement is above chance, too, or if the gain is as large as an
+attacker needs. A gain in loss alone is no leak. Random weights can make a tiny model less certain of wrong answers,
+which lowers its loss by up to two thirds of what an IA3 victim gained. But then its answers agree less with the
+victim's answers than those of the base model do."""
 _MOST_WORTH = 0.1
-"""The most that an attacker may gain under a private mask, as a share of the victim's gain, before the verdict
-alarms."""
+"""The largest distance above the baseline (the base model's value) that is allowed under a private mask. It holds for
+`_GAIN`, as a share of the victim's gain, and for `_AGREEMENT`, as a share of the answers."""
 _ADAPTER = {
     ("adapter", "stolen task gain"): 0.9,
     ("o_proj", "relative error"): 1e-3,
@@ -64,14 +66,14 @@ _FALLS = {
         "which-of-K": _ROWS,
     },
 }
-"""The values that an adversary must reach, by mask and adversary. They are an error of 1e-3 for ΔW of three layers,
-nine tenths of the gain, and the tokens of prompts and of a training step. Labels are not required, because no provider
-receives them if the output head stays with the tenant."""
+"""The values that an adversary must reach, by mask, arithmetic and adversary: an error of at most 1e-3 for ΔW of three
+layers, and at least nine tenths of the gain and 99% of tokens. Labels are not required, because no provider receives
+them if the output head stays with the tenant."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each finding that is better than chance allows under a private mask, and for each failure of
-    an adversary."""
+    """Returns a line for each failure of an adversary, and for each finding that is better than chance allows under a
+    private mask. Findings from metadata do not count. Under an unknown mask only certain claims do."""
     at_odds = {
         (one.mask, one.arithmetic, one.adversary)
         for one in results
@@ -90,8 +92,8 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:
-    """Returns a line for each alarm about the random numbers in a victim's masks; see
-    attacks/victim/draws_statistics.py."""
+    """Returns a line for each alarm about the random numbers in a victim's masks (attacks/victim/draws_statistics.py).
+    Each line begins with `label`, the run's name."""
     return [f"{label}, from inside: {said}" for said in alarms(checks)]
 
 
@@ -123,7 +125,7 @@ def standing(
     kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
     ran: Collection[str] | None = None,
 ) -> list[str]:
-    """Returns a line for each adversary that did not win against a mask that is not private, although it should have.
+    """Returns a line for each value of `_FALLS` that an adversary did not reach against a mask that is not private.
 
     Args:
         results: the report's findings.
