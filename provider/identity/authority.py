@@ -114,7 +114,8 @@ class StateDir:
             now: the present time with a time zone, for tests; None reads the clock.
 
         Raises:
-            StateDamaged: the directory is unreadable, incomplete or writable by other users, or its CA has expired.
+            StateDamaged: the directory is missing and `create` is False; the directory is unreadable, incomplete or
+                writable by other users; or its CA has expired.
         """
         self.path = Path(path)
         self.ca_key_path = self.path / "ca_key.pem"

@@ -168,7 +168,7 @@ class UsageBook:
 
     def save(self) -> bool:
         """Adds the counts since the last save to the file and returns True; if this fails, logs an error and returns
-        False."""
+        False. Without a file, does nothing and returns True."""
         if self._path is None:
             return True
         with self._saving:

@@ -106,8 +106,8 @@ def lead(
 
 
 def help_out(settings: ProviderSettings) -> None:
-    """Runs a rank other than 0: loads this rank's share of the weights, and computes parts of products until rank 0
-    stops.
+    """Runs a rank other than 0: loads the model, keeps only this rank's share of the weights, and computes parts of
+    products until rank 0 stops.
 
     Args:
         settings: the settings, which must be the same as on rank 0.

@@ -39,7 +39,7 @@ class ShardedModel(ServedModel):
 
         Raises:
             UnknownLayer, InvalidTensor: the request is not valid.
-            RemoteFault: the process was lost twice, or can no longer be started.
+            RemoteFault: the product failed, or the process was lost twice or can no longer be started.
         """
         check_rows(call, rows)
         process = self._process_of.get(call.group)
