@@ -63,7 +63,8 @@ class Found:
 
 
 def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
-    """Starts a provider with these options, starts its load, and measures both for `seconds`."""
+    """Starts a provider with these options, starts its load, and measures both for `seconds`, after a quarter of this
+    time that is not measured."""
     from provider.operations.status import look
 
     with tempfile.TemporaryDirectory() as name:
@@ -158,7 +159,7 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
 
 
 def medians(runs: Sequence[Found]) -> Found:
-    """Returns the median of each measurement over several runs."""
+    """Returns the median of each measurement over several runs. A run without a measurement counts as 0."""
 
     def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
         return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}

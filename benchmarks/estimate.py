@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def checked_checkout(given: str) -> Path:
-    """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes.
+    """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes to tracked files.
 
     Raises:
         Refused: the folder is anything else.
