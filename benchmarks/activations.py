@@ -187,8 +187,8 @@ def peaks(
         limit_s: the seconds after which a process is ended; then there is no result.
 
     Yields:
-        (the variant, its `loss` and `peak_mb` and, if it uses a provider, `calls`, and `up` and `down` in bytes, for
-        the measured step and the short step before it together).
+        (the variant, its figures): `loss` and `peak_mb` of the measured step. If the variant uses a provider, there are
+        also `calls`, and `up` and `down` in bytes, of the measured step and the short step before it together.
     """
     for variant in variants:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations", "peak", method, variant, str(tokens)]

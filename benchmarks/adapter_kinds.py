@@ -76,7 +76,8 @@ def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, floa
 
 
 def rows_ms(model: Any, root: Path, names: list[str]) -> dict[str | None, float]:
-    """Returns for each adapter, and for None, the median time in ms of a pass of `ROWS` rows with this adapter."""
+    """Returns, for each name of an adapter, the median time in ms of a pass of `ROWS` rows with this adapter; and for
+    None, that of a pass without an adapter."""
     ids, times = torch.arange(ROWS)[None], dict[str | None, list[float]]()
     for _ in range(ROUNDS):
         for name in (None, *names):

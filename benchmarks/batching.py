@@ -109,8 +109,8 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process of one tenant. Each tenant has its own process, because threads of one process would wait for
-    its locks."""
+    """Starts the process of one tenant, and ends it after the `with` block. Each tenant has its own process, because
+    threads of one process would wait for each other."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],

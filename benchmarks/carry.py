@@ -46,8 +46,8 @@ fi
 
 
 def needed(has: Mapping[str, str], roots: Collection[str] = ("veilbase", *TEST_TOOLS)) -> dict[str, str]:
-    """Returns the packages to carry, by name, with their versions: everything that the roots need, directly or not, as
-    it is installed here.
+    """Returns the packages to carry, by name, with the versions that are installed here: everything that the roots
+    need, directly or not, and that the machine lacks.
 
     Args:
         has: the packages that the machine has, by name, with their versions.

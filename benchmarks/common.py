@@ -92,7 +92,7 @@ class Providers:
     other carriers."""
 
     def __init__(self, stack: contextlib.ExitStack, tenants: tuple[str, ...] = ("bench",)) -> None:
-        """Keeps the stack whose end ends the providers, and the names of the tenants to enrol."""
+        """Keeps `stack`, which ends the providers when it is closed, and the names of the tenants to enrol."""
         self._stack, self._tenants = stack, tenants
         self._started: dict[tuple[str, ...], Started] = {}
 
@@ -197,8 +197,8 @@ class ModelPasses:
 
 
 class Worker:
-    """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of
-    work."""
+    """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of work.
+    Methods raise SystemExit if the process ends early."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Starts the process.

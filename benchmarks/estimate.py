@@ -58,7 +58,7 @@ def checked_checkout(given: str) -> Path:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Returns git's output, or an empty text if git fails."""
+    """Returns git's output, or an empty text if git fails; raises Refused if git is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except FileNotFoundError as exc:

@@ -78,8 +78,15 @@ def step_of(
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant that takes fine-tuning steps, as a `Worker` process. `ready` and `verified` are flags, of which
-    an empty text means no: whether masks are made before the clock starts, and whether replies are verified."""
+    """Runs one tenant that takes fine-tuning steps, as a `Worker` process.
+
+    Args:
+        url: the provider's URL.
+        folder: the folder with the tenant's identity.
+        mask: the tenant's mask.
+        ready: an empty text if masks are made in the step; otherwise they are made before the clock starts.
+        verified: an empty text if replies are not verified.
+    """
     import tenant_sdk
 
     tenant_sdk.tune()

@@ -6,9 +6,10 @@ process has one thread. The provider of one process is also measured with two th
 process, so that a page that several processes share is counted once in their sum. Ranks, which are the processes of a
 parallel provider, communicate by gloo over loopback, which is faster than a real network.
 
-`python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. With `--ray`, the environment has Ray's variables and a
-cluster runs whose head is at that address (docs/ray.md); without it, that row is left out. The balancer is HAProxy
-before two providers, if it is installed; it passes connections of gRPC on as they are (docs/operations.md).
+The command is `python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. `--ray` needs Ray's variables in the
+environment, and a Ray cluster whose head is at that address (docs/ray.md). Without `--ray`, the Ray cluster is left
+out. The balancer is HAProxy, which passes connections of gRPC on as they are (docs/operations.md). If HAProxy is not
+installed, the balancer is left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a random mix of requests through the engine, over mTLS, with a provider that is killed now and then.
 
-Requests join, are cancelled, and name one of more adapters than the device has slots for, so that adapters are loaded
+Requests join and are cancelled at random. They use more adapters than the device has slots, so that adapters are loaded
 all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a masked row
 was sent twice, if a request failed for another reason than the provider's absence, or if a request, an adapter's slot
 or KV memory was still held at the end.

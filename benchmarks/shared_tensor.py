@@ -55,7 +55,7 @@ from wire.transport.ipc.folder import check_folder
 
 SCHEME = "shared:"
 LISTENER_NAME = "shared-tensor.sock"
-"""The socket's name in the provider's folder at which a tenant hands over its memory."""
+"""The name of the socket, in the provider's folder, over which a tenant hands over its memory."""
 FIRST_ROWS = 512
 """The number of rows for which a shared tensor has room at the start: two sequences of 256 tokens."""
 _CARRIER = "shared tensor"
@@ -270,7 +270,7 @@ class _Channel:
         return control.read_reply(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Ends the channel; a request that waits fails."""
+        """Closes the sockets and the memory; a request that still waits for its reply fails with `Unavailable`."""
         asked, self._asked = self._asked, None
         if asked is not None:
             asked.outcome = Unavailable("the connection was closed")

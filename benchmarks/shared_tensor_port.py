@@ -35,7 +35,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class SharedTensorPort:
-    """Takes tenants' memory at a socket in the provider's folder; each tenant has one thread."""
+    """Accepts tenants' shared memory at a Unix socket in the provider's folder, and computes the products that these
+    tenants request. Each tenant has one thread."""
 
     def __init__(self, folder: Path, service: ProviderService, busy_poll_s: float = MOST_S) -> None:
         """Listens, and starts the thread that accepts tenants.

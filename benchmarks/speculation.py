@@ -44,8 +44,8 @@ BAR = 4.0
 
 
 class _FirstToken:
-    """Holds the engine at the first token of an answer until `go` is set. It is a logits processor that changes
-    nothing."""
+    """Stops the engine before it chooses the first token of an answer, until `go` is set. It is a logits processor that
+    changes no logits."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()

@@ -26,7 +26,7 @@ from benchmarks.common import local_model, provider
 SIDES = ("local", "remote", "512", "256")
 """The sides that are measured by default. `local` is transformers + PEFT, and `remote` uses a provider; both compute
 the whole row at once. A number is a remote side that computes the row in windows of this number of tokens. With an `r`
-after the number, the provider's replies in a window's first forward pass are kept on disk for the window's second."""
+after the number, the provider's replies in a window's first forward pass are kept on disk for its second one."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 16

@@ -9,7 +9,7 @@
 
 Models have the shape of real ones and random weights, so that a machine without a network can make them. Without a CUDA
 device nothing is measured. `--device cpu --quick` runs the same code on the CPU with small shapes, which says nothing
-about speed. benchmarks/carry.py takes along what a bare GPU machine lacks.
+about speed. benchmarks/carry.py packs what a bare GPU machine lacks.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def few_clients(site: Site) -> Rows:
 
 
 def masked_clients(site: Site) -> Rows:
-    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. Compare with the local processes of
-    `few_clients`."""
+    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. There are no local processes, since
+    `few_clients` measures them."""
     with ExitStack() as stack:
         add, pids = _tenants(stack, site, max(MASKED), "lattice")
         return _grown(site, {"side": "provider", "mask": "lattice"}, MASKED, add, pids)
@@ -116,7 +116,8 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def loras(site: Site) -> Rows:
-    """Measures one client with each of the four adapters, in turns with a local process that trains the same one."""
+    """Measures one client with each adapter of `LORAS`, and after it a local process that trains the same adapter
+    (Table 2)."""
     rows: Rows = []
     with served(site, _names(1)) as one:
         for name, lora in LORAS.items():
@@ -135,11 +136,10 @@ def loras(site: Site) -> Rows:
 
 def places(site: Site) -> Rows:
     """Measures one and two clients in each place, with a provider of one process and with one of two shards (Figures 13
-    to 17).
+    to 17), and one and two local processes.
 
-    The places are the provider's host, by its socket, by the shared tensor and by TCP, and another host, which is a
-    network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. Where namespaces cannot be made, the other
-    host is left out.
+    On the provider's own host, clients reach it by its Unix socket, by the shared tensor or by TCP. The other host is a
+    network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. It is left out if namespaces cannot be made.
     """
     rows: Rows = []
     with ExitStack() as stack:

@@ -71,7 +71,8 @@ def _scaling(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> No
 
 
 def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Prints how many clients fit into the memory of the largest number of local processes."""
+    """Prints how many clients, with their provider, fit into the memory that the largest measured number of local
+    processes takes. Prints nothing if fewer than two numbers of clients were measured."""
     if len(rows) < 2:
         return
     (first, _), (last, local) = rows[0], rows[-1]

@@ -58,7 +58,7 @@ class Job:
 
     @classmethod
     def from_argument(cls, text: str) -> Job:
-        """Reads the argument of this process."""
+        """Returns the job in a text that `as_argument` made."""
         fields = json.loads(text)
         if isinstance(fields["targets"], list):
             fields["targets"] = tuple(fields["targets"])

@@ -1,9 +1,9 @@
 """Runs the servers for the operator: metrics over HTTP, on a loopback port and on a socket in the state directory, and
 gRPC's health service.
 
-Guarantees: the ports can be reached from this machine only, and the socket only by its owner, since the state directory
-has mode 0700. The HTTP servers accept GET only. While the metrics are read, requests go on: a counter is locked only
-while it is copied.
+Guarantees: the ports can be reached from this machine only, and the socket only by its owner if the state directory
+has mode 0700, with which the provider creates it. The HTTP servers accept GET only. While the metrics are read,
+requests go on: a counter is locked only while it is copied.
 """
 
 from __future__ import annotations
