@@ -2,8 +2,9 @@
 
 The provider has one core to itself. Processes on another core replay the load: they are tenants without a model that
 send rows as a model would, layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself
-measures latency, from a request's arrival to its reply (`veilbase_latency_seconds`). Policies take turns, round after
-round, and the tables show medians. The command is `python -m benchmarks.batching [SCENARIO ...]`.
+measures latency, from a request's arrival until its last product is computed (`veilbase_latency_seconds`). Policies
+take turns, round after round, and the tables show medians. The command is
+`python -m benchmarks.batching [SCENARIO ...]`.
 """
 
 from __future__ import annotations

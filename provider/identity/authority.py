@@ -193,8 +193,8 @@ class StateDir:
 def issue_server_certificate(
     state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
 ) -> tuple[bytes, bytes, bytes]:
-    """Issues a certificate for the provider's server. The certificate is kept in memory only, and a new one is issued
-    at each start.
+    """Issues a certificate for the provider's server, which is valid for `SERVER_LIFETIME`, or until the CA expires if
+    that is earlier. This function writes nothing to disk; a provider with the CA's key calls it at each start.
 
     Args:
         state: the provider's state directory.

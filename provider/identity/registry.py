@@ -75,7 +75,8 @@ class TenantRecord(BaseModel):
     enrolled_at: AwareDatetime
     revoked_at: AwareDatetime | None
     role: Literal["tenant", "shard"] = "tenant"
-    """A shard is a host that an earlier release let join; its certificate is refused now."""
+    """The kind of host that the certificate was issued to. An earlier release also enrolled hosts of shards; their
+    certificates are refused now."""
 
     def is_live(self, now: datetime) -> bool:
         """Returns whether the certificate is neither revoked nor expired."""

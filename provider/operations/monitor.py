@@ -130,7 +130,7 @@ class Monitor:
             self._servicer.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Stops all servers and removes the socket."""
+        """Stops all servers, and removes the socket unless another provider has opened one at its path."""
         self._closed.set()
         for server in self._servers:
             server.shutdown()

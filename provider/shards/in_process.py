@@ -24,7 +24,8 @@ class ShardedModel(ServedModel):
         """Starts the processes, and lets this process's own copy of the weights go.
 
         Raises:
-            ConfigurationError: there are more shards than groups, or a process did not start.
+            ConfigurationError: there are more shards than groups, the weights cannot be written to disk, or a process
+                did not start.
         """
         super().__init__(served)
         self._shards = LocalShards.start(served, num_shards, 1)
