@@ -194,9 +194,10 @@ def run(repeats: int = 7) -> dict[str, Any]:
     """Returns the medians, over the rounds, of several figures, by the figure's name.
 
     `small_us` and `above_echo_us` hold, by kind of provider, the microseconds of a small call and its excess over the
-    echo. The other figures are of large calls, by (size in MiB, number in flight). `share` and `share by gRPC` are the
-    goodput on the tensor port and by gRPC, divided by the echo's. `mb_per_s` is the goodput on the tensor port, in
-    MB/s. `ipc` and `shared tensor` are the times of calls by these carriers, divided by the times on the tensor port.
+    echo; `small_us` also has those of the echo itself, as `echo`. The other figures are of large calls, by (size in
+    MiB, number in flight). `share` and `share by gRPC` are the goodput on the tensor port and by gRPC, divided by the
+    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` and `shared tensor` are the times of calls by
+    these carriers, divided by the times on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
