@@ -3,8 +3,8 @@ pyproject.toml.
 
 The compiler is Zig's clang, from its own wheel, so that a machine needs neither a compiler nor Python's headers, and
 every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. A build
-that fails ends the installation. On another processor or system nothing is built, and the package works with slower
-kernels: wire/ring/kernels.py.
+that fails ends the installation. On another processor or system nothing is built, and the package works without
+compiled kernels, only slower (see wire/ring/kernels.py).
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from setuptools.command.build_ext import build_ext
 
 FLAGS = ["-O3", "-s", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 TARGET = ["-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64"]
-"""Any x86-64: what needs AVX2 or more says so in the source, and is called only where it is found."""
+"""The target is any x86-64 processor. A function that needs AVX2 or more is marked so in the source, and is called only
+on a processor that has it."""
 
 
 class BuildKernels(build_ext):
-    """A plain shared library, loaded with ctypes: no Python.h, and the same file for every version of Python."""
+    """Builds each extension as a plain shared library, which is loaded with ctypes. So the build needs no Python.h, and
+    the same file works with every version of Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """_kernels.so beside its sources, with no version in its name."""
+        """Returns the library's path, such as wire/ring/_kernels.so, without Python's version in the name."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        """One call of the compiler; its caches go with a temporary folder."""
+        """Compiles the library, and puts it at its path. The compiler's caches are in a temporary folder, which is
+        deleted at the end.
+
+        Raises:
+            CalledProcessError: the compiler failed; its messages are on stderr.
+        """
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:

@@ -1,1 +1,2 @@
-"""This package measures Veilbase against peers in the same run; `python -m benchmarks` prints all tables."""
+"""This package measures Veilbase beside other ways to do the same work, in the same run. `python -m benchmarks` runs
+most of the benchmarks and prints their tables."""

@@ -1,7 +1,7 @@
-"""Runs every benchmark, one after the other; `make bench` calls it.
+"""Runs the benchmarks in `MODULES`, one after the other; `make bench` calls this module.
 
-Some benchmarks need more than `make setup` installs: a permission, a peer's wheel or a GPU. If it is missing, the
-benchmark says so and is left out.
+Some benchmarks need more than `make setup` installs: a permission, a peer's wheel or a GPU. A benchmark that lacks what
+it needs says so and is left out.
 """
 
 from benchmarks import (

@@ -1,7 +1,7 @@
 """Makes tables and plots of the memory of fine-tuning steps, like FlexLLM's Figures 13 and 14, from measured peaks.
 
 `python -m benchmarks.activations --results FILE` measures the peaks and writes the file that this program reads. The
-first table and plot are over adapters, for one length of the row; the second ones over lengths, for LoRA.
+first table and plot compare adapters, with rows of one length. The second table and plot compare lengths, with LoRA.
 
 Source: FlexLLM (arXiv:2402.18789), Figures 13 and 14.
 """

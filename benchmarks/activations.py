@@ -122,7 +122,8 @@ def _client(url: str, folder: str) -> Any:
 
 
 def measure_peak(stepper: Stepper, num_tokens: int) -> dict[str, float]:
-    """Returns a step's `loss`, and `peak_mb`: by how many MB its peak of resident memory exceeds the memory before."""
+    """Takes a short step and then the step that is measured. Returns this step's `loss`, and `peak_mb`: by how many MB
+    its peak of resident memory exceeds the memory before it."""
     stepper.step(SHORT)
     before = rss_mb_now()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident
@@ -166,7 +167,7 @@ def peak_process(method: str, variant: str, tokens: str, url: str, folder: str) 
 
 
 def time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
-    """Takes steps of one variant, as a worker."""
+    """Takes steps of one variant with LoRA, as a `Worker` process."""
     with _client(url, folder) as client:
         stepper = Stepper(variant, client.load_model(), Path(folder) / "replies")
         stepper.step(SHORT)
@@ -186,8 +187,8 @@ def peaks(
         limit_s: the seconds after which a process is ended; then there is no result.
 
     Yields:
-        (the variant, its `loss` and `peak_mb` and, if it uses a provider, `calls`, and `up` and `down` in bytes, for
-        the measured step and the short step before it together).
+        (the variant, its figures): `loss` and `peak_mb` of the measured step. If the variant uses a provider, there are
+        also `calls`, and `up` and `down` in bytes, of the measured step and the short step before it together.
     """
     for variant in variants:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations", "peak", method, variant, str(tokens)]
@@ -201,8 +202,8 @@ def peaks(
 
 
 def times(tokens: int, variants: Sequence[str], url: str, folder: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Returns the `seconds` of a step with LoRA for each variant, and `ratio`, the time divided by that of
-    `chunked`."""
+    """Returns, for each of those `variants` that are in TIMED, the median `seconds` of a step with LoRA, and `ratio`,
+    the median of its time divided by that of `chunked`. If any variant is timed, `chunked` must be among them."""
     with ExitStack() as stack:
         workers = {
             one: stack.enter_context(Worker("benchmarks.activations", "time", one, str(tokens), url, folder))
@@ -215,7 +216,7 @@ def times(tokens: int, variants: Sequence[str], url: str, folder: str, repeats: 
 
 
 def add_result(file: Path, method: str, tokens: int, variant: str, found: dict[str, float]) -> None:
-    """Adds a result to a file of JSON, in which it replaces an earlier one of the same variant."""
+    """Adds a result to a JSON file; it replaces an earlier result of the same method, number of tokens and variant."""
     results = json.loads(file.read_text()) if file.exists() else {}
     results.setdefault(method, {}).setdefault(str(tokens), {})[variant] = found
     file.write_text(json.dumps(results, indent=1))

@@ -1,9 +1,9 @@
 """Measures adapters of different PEFT kinds: the time to load one from disk, and the time of 16 rows that use it.
 
 All linear layers of SmolLM2-135M's shapes are adapted, except the head. Weights are random, so nothing is downloaded,
-and there is no provider: base layers are computed here, in float32, on one thread. The kinds take turns. Stores are
-opened with `separate_calls`, which OFT needs here. Two adapters of each kind have the same settings: for the first of
-them that a store reads, PEFT is asked which shapes it expects.
+and there is no provider: base layers are computed here, in float32, on one thread. Passes with the different kinds take
+turns. Stores are opened with `separate_calls`, without which they refuse OFT. Two adapters of each kind have the same
+settings, since loading the first one takes longer: the store asks PEFT once which shapes it expects for these settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save(model: Any, folder: Path, title: str) -> None:
-    """Saves an adapter of a kind by PEFT, with random numbers added to what training would change."""
+    """Saves an adapter of the kind `title` in PEFT's format, with random numbers added to its trainable parameters."""
     kind, settings = KINDS[title]
     config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](target_modules=LAYERS, task_type="CAUSAL_LM", **settings)
     with quiet_transformers():
@@ -55,8 +55,8 @@ def save(model: Any, folder: Path, title: str) -> None:
 
 
 def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, float]:
-    """Returns the median times in ms in which a new store loads two adapters of the same settings, one after the other,
-    from disk onto the device."""
+    """Returns two median times in ms: how long a new store takes to load the first adapter from disk onto the device,
+    and then the second one, which has the same settings. Raises SystemExit if an adapter cannot be loaded."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(3):
         ready = threading.Event()
@@ -76,7 +76,8 @@ def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, floa
 
 
 def rows_ms(model: Any, root: Path, names: list[str]) -> dict[str | None, float]:
-    """Returns for each adapter, and for None, the median time in ms of a pass of `ROWS` rows with this adapter."""
+    """Returns, for each name of an adapter, the median time in ms of a pass of `ROWS` rows with this adapter; and for
+    None, that of a pass without an adapter."""
     ids, times = torch.arange(ROWS)[None], dict[str | None, list[float]]()
     for _ in range(ROUNDS):
         for name in (None, *names):

@@ -2,8 +2,9 @@
 
 The provider has one core to itself. Processes on another core replay the load: they are tenants without a model that
 send rows as a model would, layer after layer, and pause in between (`benchmarks/replayer.py`). The provider itself
-measures latency, from a request's arrival to its reply (`veilbase_latency_seconds`). Policies take turns, round after
-round, and the tables show medians. The command is `python -m benchmarks.batching [SCENARIO ...]`.
+measures latency, from a request's arrival until its last product is computed (`veilbase_latency_seconds`). Policies
+take turns, round after round, and the tables show medians. The command is
+`python -m benchmarks.batching [SCENARIO ...]`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Found:
 
 
 def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
-    """Starts a provider with these options, starts its load, and measures both for `seconds`."""
+    """Starts a provider with these options, starts its load, and measures both for `seconds`, after a quarter of this
+    time that is not measured."""
     from provider.operations.status import look
 
     with tempfile.TemporaryDirectory() as name:
@@ -108,8 +110,8 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process of one tenant. Each tenant has its own process, because threads of one process would wait for
-    its locks."""
+    """Starts the process of one tenant, and ends it after the `with` block. Each tenant has its own process, because
+    threads of one process would wait for each other."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
@@ -158,7 +160,7 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
 
 
 def medians(runs: Sequence[Found]) -> Found:
-    """Returns the median of each measurement over several runs."""
+    """Returns the median of each measurement over several runs. A run without a measurement counts as 0."""
 
     def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
         return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}

@@ -46,8 +46,8 @@ fi
 
 
 def needed(has: Mapping[str, str], roots: Collection[str] = ("veilbase", *TEST_TOOLS)) -> dict[str, str]:
-    """Returns the packages to carry, by name, with their versions: everything that the roots need, directly or not, as
-    it is installed here.
+    """Returns the packages to carry, by name, with the versions that are installed here: everything that the roots
+    need, directly or not, and that the machine lacks.
 
     Args:
         has: the packages that the machine has, by name, with their versions.
@@ -70,13 +70,14 @@ def needed(has: Mapping[str, str], roots: Collection[str] = ("veilbase", *TEST_T
 
 
 def read_freeze(text: str) -> dict[str, str]:
-    """Reads the output of `pip list --format=freeze`: versions by name."""
+    """Returns the versions in the output of `pip list --format=freeze`, by package name; other lines are ignored."""
     pairs = (line.split("==") for line in text.splitlines() if line.count("==") == 1)
     return {canonicalize_name(name): version.strip() for name, version in pairs}
 
 
 def download(folder: Path, packages: Mapping[str, str], python: str) -> None:
-    """Downloads the packages' wheels for Linux on x86-64 into `folder`. Raises SystemExit if pip does not find one."""
+    """Downloads the packages' wheels for Linux on x86-64 into `folder`. Raises CalledProcessError if pip fails, for
+    example because there is no such wheel."""
     platforms = [word for one in PLATFORMS for word in ("--platform", f"{one}_x86_64")]
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -87,7 +88,7 @@ def download(folder: Path, packages: Mapping[str, str], python: str) -> None:
 
 
 def pack(folder: Path, python: str, has: Mapping[str, str]) -> int:
-    """Fills `folder` with wheels, compiled kernels and run.sh; returns its size in bytes."""
+    """Fills `folder` with wheels, compiled kernels and run.sh; returns the total size of its files in bytes."""
     download(folder / "wheels", needed(has), python)
     for library in ROOT.glob("*/**/_kernels*.so"):
         to = folder / "compiled" / library.relative_to(ROOT)

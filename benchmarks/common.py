@@ -31,7 +31,8 @@ def provider(
     core: int | None = None,
     module: str = "provider",
 ) -> Iterator[tuple[str, int]]:
-    """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
+    """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id, and ends
+    the provider after the `with` block.
 
     Args:
         folder: the folder for the provider's state and its tenants' identities.
@@ -39,6 +40,9 @@ def provider(
         tenants: the names to enrol.
         core: the only core that the provider may use; None allows all.
         module: the module that runs as the `provider` command.
+
+    Raises:
+        SystemExit: the provider did not start; the error holds the end of its log.
     """
     state = folder / "state"
     command = [sys.executable, "-m", module, "serve", "--tls", "--port", "0", "--state", str(state), *options]
@@ -83,19 +87,22 @@ class Started:
 
 
 class Providers:
-    """Starts one provider for each way of reaching it and each set of options, when it is first asked for."""
+    """Starts providers when they are first asked for, and returns the same provider when it is asked for again. There
+    is one provider for each set of options, and with each set one for gRPC, one for the shared tensor, and one for the
+    other carriers."""
 
     def __init__(self, stack: contextlib.ExitStack, tenants: tuple[str, ...] = ("bench",)) -> None:
-        """Keeps the stack whose end ends the providers, and the names of the tenants to enrol."""
+        """Keeps `stack`, which ends the providers when it is closed, and the names of the tenants to enrol."""
         self._stack, self._tenants = stack, tenants
         self._started: dict[tuple[str, ...], Started] = {}
 
     def of(self, carrier: str = "", *options: str) -> Started:
-        """Returns a provider for tenants that reach it in one way.
+        """Returns a provider that tenants can reach by one carrier (the way in which requests travel); starts the
+        provider if it does not run yet.
 
         Args:
-            carrier: "gRPC", "ipc" or "shared tensor"; "" is the tensor port. The last two have `ipc:DIR` and
-                `shared:DIR` (`benchmarks.shared_tensor.reach`) as URL.
+            carrier: "gRPC"; "ipc", with the URL `ipc:DIR`; "shared tensor", with the URL `shared:DIR`, which
+                `benchmarks.shared_tensor.reach` makes usable; or "" for the tensor port.
             options: further options of `provider serve`.
         """
         is_shared, is_grpc = carrier == "shared tensor", carrier == "gRPC"
@@ -190,14 +197,15 @@ class ModelPasses:
 
 
 class Worker:
-    """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of
-    work."""
+    """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of work.
+    Methods raise SystemExit if the process ends early."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Starts the process.
 
         Args:
-            module: the module that is run with -m and calls `serve_worker`.
+            module: the module that is run with -m and calls `serve_worker`; `__main__` names the benchmark that runs in
+                this process.
             arguments: the arguments of its command line.
         """
         name = f"benchmarks.{Path(sys.argv[0]).stem}" if module == "__main__" else module
@@ -244,7 +252,8 @@ class Worker:
 
 
 def serve_worker(work: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
-    """Serves a `Worker` from inside its process: calls `work` or `prepare` for each line on standard input."""
+    """Serves a `Worker` from inside its process until standard input ends: calls `work` for each line `run`, and
+    `prepare` for every other line."""
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "run":
@@ -290,7 +299,8 @@ def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
 
 
 def pss_mb(pid: int) -> float:
-    """Returns the PSS of a process in MB: a page that n processes map counts as 1/n of a page."""
+    """Returns the proportional set size (PSS) of a process, in units of 1000 KiB; NaN if Linux does not report it. A
+    page that n processes map counts as 1/n of a page."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1000
@@ -321,7 +331,7 @@ def processor_s(pid: int) -> float:
 
 
 def rss_mb(pid: int) -> float:
-    """Returns the resident memory of a process in MB."""
+    """Returns the resident memory of a process, in units of 1000 KiB; NaN if Linux does not report it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1000

@@ -1,9 +1,8 @@
 """Runs the peer of benchmarks/encrypted_matmul.py: Concrete ML's encrypted matrix product.
 
 This script is run by an interpreter that has the wheel `concrete-ml-extensions`, and imports nothing of this
-repository. For each line on standard input it computes one product and prints one line of JSON with the seconds of each
-stage. The product uses the wheel's default parameters. Rows and weights are 8-bit integers, as the wheel's own linear
-layers quantise them.
+repository. The product uses the wheel's default parameters. Rows and weights are 8-bit integers, as the wheel's own
+linear layers quantise them.
 """
 
 import json
@@ -18,7 +17,8 @@ POLYNOMIAL_SIZE = 2048
 
 
 def main(num_rows: int, in_features: int, out_features: int) -> None:
-    """Makes keys, then computes one product for each line on standard input."""
+    """Makes keys, and prints the seconds that this took. Then, for each line on standard input, computes one product
+    and prints its seconds by stage, its bytes and its error. Each output is one line of JSON."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-127, 128, (num_rows, in_features))
     weight = rng.integers(-127, 128, (in_features, out_features))

@@ -1,8 +1,7 @@
-"""Measures greedy decoding of one sequence by a provider on this machine, without a mask and with masks ready, against
-local fp32.
+"""Measures greedy decoding of one sequence by a provider on this machine, against local decoding in fp32.
 
-With the mask `lattice`, the masks of a run are made before the clock starts. None are made in the background, so that
-no run uses the processor during another run.
+Rows are sent without a mask or with the mask `lattice`, whose masks for a run are made before the clock starts. No
+masks are made in the background, so that no run uses the processor during another run.
 """
 
 from __future__ import annotations

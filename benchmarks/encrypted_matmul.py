@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 576
-"""The number of inputs, and of outputs, of the layer. It is the width of the only output projection of `make_model`'s
-model."""
+"""The number of inputs, and of outputs, of the layer. It is the width of the one layer that is served, the output
+projection in the model of `benchmarks.transport.make_model`."""
 TOKENS = 16
 BLOCKS = 8
 """The number of blocks of masks that are made together and share transforms, as the pool's worker thread does

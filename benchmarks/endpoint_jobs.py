@@ -2,9 +2,9 @@
 
 A provider and `tenant serve` run as processes of their own, with mTLS between them, and this process is the HTTP
 client. `python -m benchmarks.endpoint_jobs [--masks off,lattice] [--rounds 3]` prints a table: the median and the 95th
-percentile of the gaps, alone and beside the job, and their ratio. The rounds alternate, so that a drift of the
-machine's speed affects both alike: the job is cancelled before each round without it and resumed before each round with
-it.
+percentile of the gaps between two pieces of an answer, alone and beside the job, the ratio of the 95th percentiles, and
+the job's steps per minute. The rounds alternate, so that a drift of the machine's speed affects both alike: the job is
+cancelled before each round without it and resumed before each round with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m"
 NUM_TOKENS = 64
-"""The length of a streamed answer."""
+"""The length of a streamed answer, in tokens."""
 STREAMS = 2
 """The number of answers of a round, one after another."""
 PROMPT = "Tell a long story about a lighthouse and its keeper."
@@ -40,12 +40,19 @@ ROW = {"prompt": "Who keeps the lighthouse? ", "completion": "Mara keeps it, as 
 """A training row of about 60 tokens."""
 JOB = {"max_steps": 100_000, "batch_size": 4, "rank": 16}
 END_OF_TEXT = {"0": -100, "2": -100}
-"""A bias against SmolLM2's tokens that end an answer, so that each has its full length."""
+"""Biases, by token id, against the tokens with which SmolLM2 ends an answer, so that each answer has its full
+length."""
 
 
 @dataclass
 class Gaps:
-    """Holds the seconds between two pieces of answers, and the steps that the job made beside them."""
+    """Holds the measurements with one mask.
+
+    Attributes:
+        alone, beside: the seconds between two pieces of an answer, without a job and while the job runs.
+        num_steps: the number of steps that the job made while answers were streamed beside it.
+        seconds: the time of these answers, in seconds.
+    """
 
     alone: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
@@ -55,7 +62,11 @@ class Gaps:
 
 @contextlib.contextmanager
 def serving(folder: Path, mask: str) -> Iterator[openai.OpenAI]:
-    """Starts a provider and `tenant serve`, and yields a client of it."""
+    """Starts a provider and `tenant serve`, and yields a client of the endpoint of `tenant serve`.
+
+    Raises:
+        SystemExit: `tenant serve` did not start; the error holds the end of its log.
+    """
     import openai
 
     (folder / "adapters").mkdir()
@@ -85,7 +96,7 @@ def _until_ready(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def stream_gaps(ai: openai.OpenAI) -> list[float]:
-    """Streams one answer, and returns the seconds between its pieces."""
+    """Streams one answer, and returns the seconds between its pieces, which are the chunks that have text."""
     messages: Any = [{"role": "user", "content": PROMPT}]
     chunks = ai.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=NUM_TOKENS, temperature=0, stream=True, logit_bias=END_OF_TEXT
@@ -95,7 +106,8 @@ def stream_gaps(ai: openai.OpenAI) -> list[float]:
 
 
 def measured(ai: openai.OpenAI, rounds: int) -> Gaps:
-    """Measures in turns without and with a job."""
+    """Streams `STREAMS` answers without a job and `STREAMS` answers beside a job, in each of `rounds` rounds, and
+    returns the measurements."""
     found = Gaps()
     rows = "\n".join([json.dumps(ROW)] * 64).encode()
     file = ai.files.create(file=("rows.jsonl", rows), purpose="fine-tune")
@@ -124,7 +136,8 @@ def _num_steps(ai: openai.OpenAI, job_id: str) -> int:
 
 
 def _wait_for_steps(ai: openai.OpenAI, job_id: str, num_steps: int) -> int:
-    """Waits until a job has made further steps, and returns the number of its steps."""
+    """Waits until a job has made `num_steps` further steps, and returns the number of all its steps. Raises SystemExit
+    if the job ends before that."""
     pause, before = threading.Event(), _num_steps(ai, job_id)
     while (now := _num_steps(ai, job_id)) < before + num_steps:
         status = ai.fine_tuning.jobs.retrieve(job_id).status
@@ -135,17 +148,18 @@ def _wait_for_steps(ai: openai.OpenAI, job_id: str, num_steps: int) -> int:
 
 
 def _wait_until_idle(ai: openai.OpenAI) -> None:
-    """Waits until a cancelled job has ended its last pass: until an answer's pieces come at a steady pace."""
+    """Gives a cancelled job time to end its last pass, by streaming one answer that is not measured. This function does
+    not check that the job has ended."""
     stream_gaps(ai)
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Returns the value below which a share of the values lies."""
+    """Returns the quantile of some values, at least two, for a share from 0.01 to 0.99."""
     return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 def line(mask: str, gaps: Gaps) -> str:
-    """Returns a line of the table."""
+    """Returns the table's line for one mask."""
     alone, beside = quantile(gaps.alone, 0.95), quantile(gaps.beside, 0.95)
     medians = [1000 * statistics.median(each) for each in (gaps.alone, gaps.beside)]
     return (

@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def checked_checkout(given: str) -> Path:
-    """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes.
+    """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes to tracked files.
 
     Raises:
         Refused: the folder is anything else.
@@ -58,7 +58,7 @@ def checked_checkout(given: str) -> Path:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Returns git's output, or an empty text if git fails."""
+    """Returns git's output, or an empty text if git fails; raises Refused if git is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except FileNotFoundError as exc:

@@ -1,11 +1,12 @@
 """Measures the exact product mod 2^32 of a few rows against that of one row, over all layers of SmolLM2-135M.
 
 If several sequences are decoded together, their rows reach the provider as batches of 2 to 32 rows. One pass multiplies
-the rows with every weight of the model once, in the model's order. As in the provider, one row is multiplied by
-`wire.ring.kernels.OneRow`, and several rows by `wire.ring.kernels.products`. Weights are random int8 numbers. Passes go
-through as many copies of the model as two last-level caches hold, so that each weight comes from memory. Row counts
-take turns. Each pass is compared with the pass with one row in the same turn, and a ratio is the median of such pairs.
-Other work on the machine lengthens the elapsed time but not the processor time, so both are printed.
+the rows with every weight of the model once, in the model's order. As in the provider, `wire.ring.kernels.OneRow`
+multiplies one row, and `wire.ring.kernels.products` multiplies several rows. Weights are random int8 numbers. Passes go
+through several copies of the model, which together are larger than two last-level caches (if `MOST_COPIES` suffice), so
+that each weight comes from memory. Row counts take turns. Each pass is compared with the pass with one row in the same
+turn, and a ratio is the median over the turns. Other work on the machine lengthens the elapsed time but not the
+processor time, so both are printed.
 
 `VEILBASE_KERNELS=avx2` measures the kernels that a processor without VNNI uses. (On a processor with VNNI, this setting
 makes the provider use `torch._int_mm` for more than one row.) `VEILBASE_KERNELS=none` measures
@@ -59,7 +60,7 @@ class Passes:
         }
 
     def multiply(self, num_rows: int) -> None:
-        """Multiplies this number of rows with each weight of the next copy."""
+        """Multiplies `num_rows` rows by each weight of the next copy, and drops the products."""
         import torch
 
         from wire.ring import coding, kernels
@@ -98,7 +99,8 @@ def form() -> str:
 
 
 def copies_beyond_cache() -> int:
-    """Returns how many copies of the model fit into two last-level caches, but at most `MOST_COPIES`."""
+    """Returns the smallest number of copies of the model that do not fit into two last-level caches, but at most
+    `MOST_COPIES`."""
     model_bytes = NUM_LAYERS * sum(d * m for d, m in GROUPS.values())
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=0)
@@ -106,7 +108,8 @@ def copies_beyond_cache() -> int:
 
 
 def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: int) -> Seconds:
-    """Returns the seconds of each pass. The row counts take turns, after one turn that is not counted."""
+    """Returns the seconds of `repeats` passes for each number of rows. The row counts take turns, after one turn that
+    is not counted."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -121,7 +124,8 @@ def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: in
 
 
 def report(seconds: Seconds) -> None:
-    """Prints one table and, if there is a target for the kernels in use, whether it was met."""
+    """Prints one table. If there is a target for the kernels in use and `BAR_ROWS` rows were measured, prints the ratio
+    for `BAR_ROWS` rows beside the target."""
     print("| rows | ms | × one row | processor ms | × one row |\n|---|---|---|---|---|")
     ratios = {num_rows: [_ratio(seconds, num_rows, clock) for clock in range(2)] for num_rows in seconds}
     for num_rows, pairs in seconds.items():

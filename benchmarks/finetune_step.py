@@ -53,8 +53,8 @@ PAIRS = (
 def step_of(
     model: Any, shape: tuple[int, int] = SHAPE, vocabulary: int = 40_000, use_dora: bool = False
 ) -> Callable[[], float]:
-    """Returns a function that takes one LoRA or DoRA step: forward pass, backward pass, AdamW. The batch has random
-    tokens of the first `vocabulary` ones, and is on the model's device."""
+    """Returns a function that takes one LoRA or DoRA step (forward pass, backward pass, AdamW) and returns the loss.
+    The batch has random token ids from 100 to `vocabulary` - 1, and is on the model's device."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -78,8 +78,15 @@ def step_of(
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant that takes fine-tuning steps, as a `Worker` process. `ready` and `verified` are flags, of which
-    an empty text means no: whether masks are made before the clock starts, and whether replies are verified."""
+    """Runs one tenant that takes fine-tuning steps, as a `Worker` process.
+
+    Args:
+        url: the provider's URL.
+        folder: the folder with the tenant's identity.
+        mask: the tenant's mask.
+        ready: an empty text if masks are made in the step; otherwise they are made before the clock starts.
+        verified: an empty text if replies are not verified.
+    """
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -108,7 +115,7 @@ def run(repeats: int = 5, names: Sequence[str] = DEFAULT, bf16: bool = True) -> 
 
     Returns:
         `seconds`: the median seconds of a step. `ratios` and `ratios to bf16`: the median ratios to the local steps.
-            `pairs`: the median ratios of `PAIRS`.
+            `pairs`: the median ratios of those `PAIRS` that were measured; absent if there are none.
     """
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}

@@ -6,7 +6,7 @@ they sleep, as in normal use. The two kinds of socket take turns in every round,
 affect both alike. A small message has the size of one row of a decode step; a large one is a tensor in chunks.
 
 The small echo is also measured on a bare Unix socket: two loops of Python that poll, receive and send, and do nothing
-else. No transport in Python between two processes can take less.
+else. So its time is a lower bound for any transport in Python on a Unix socket.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _BARE_NAME = "bare.sock"
 
 
 def serve(state: str, folder: str) -> None:
-    """Echoes on both kinds of socket until standard input ends; prints `ready` and the TCP port."""
+    """Echoes on one connection of each kind (TLS on TCP, ipc, and a bare Unix socket) until standard input ends; prints
+    `ready` and the TCP port."""
     from provider.identity.authority import StateDir, issue_server_certificate
     from wire.transport.ipc.folder import SOCKET_NAME
     from wire.transport.ipc.handshake import provider_handshake

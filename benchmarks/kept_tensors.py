@@ -86,12 +86,12 @@ def label_of(name: str) -> str:
 
 
 def measure(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
-    """Returns the bytes that one forward pass keeps, by part.
+    """Returns the bytes that one forward pass keeps, by part; an empty dict if the loss needs no gradient.
 
     Args:
         model: a PEFT model.
         ids: the token ids of one row, which are also its labels.
-        pruned: whether the model is first pruned, and its loss computed in chunks.
+        pruned: whether the model is first changed so that it is pruned and computes its loss in chunks.
     """
     from tenant_sdk.training import pruning
     from tenant_sdk.training.chunked_loss import chunk_loss

@@ -178,8 +178,8 @@ class _Lane:
 
 
 def carry(one: int, other: int) -> None:
-    """Runs the carrier between two TUN devices until standard input ends; a line there sets a round trip in
-    milliseconds.
+    """Runs the carrier between two TUN devices until standard input ends. Each line on standard input sets the round
+    trip of the link, in milliseconds.
 
     Args:
         one, other: the file descriptors of the two devices.

@@ -1,8 +1,8 @@
 """Measures how long it takes to make lattice masks and effects, per token, against computing the layers locally.
 
 The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
-effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. The peer computes the
-same layers in float32 on 512 tokens in the same run, and both take turns. Weights and hints, which are the products of
+effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. A local forward pass
+computes the same layers in float32 on 512 tokens, and both take turns. Weights and hints, which are the products of
 the public matrix A and the weights, are random: no time here depends on their values. Each layer in turn uses the hints
 of one of four layers, 130 MB for the forward direction, so that they do not fit into a processor cache. The transform
 of A is kept between layers; the transforms of hints are not. Durable writes, packed hints and verification are not
@@ -31,7 +31,7 @@ BY_THE_POOL = {"forward": 4, "forward and backward": 3}
 
 
 class Making:
-    """Makes masks and effects of all groups of all layers. `num_blocks` blocks share the transforms."""
+    """Makes masks and effects of all groups of all layers. In one call, `num_blocks` blocks share the transforms."""
 
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
@@ -83,8 +83,8 @@ class Making:
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
-    """Returns a function that computes all base layers in float32. Each group is one product, and no two groups share a
-    weight."""
+    """Returns a function that computes all base layers in float32 for `tokens` rows. Each group is one product, and no
+    two groups share a weight."""
     import torch
 
     layers = [{name: torch.randn(features, out) for name, (features, out) in GROUPS.items()} for _ in range(num_layers)]

@@ -2,8 +2,8 @@
 
 Light tenants have no model. They send the requests of a fine-tuning step of 512 tokens in order, one at a time: forward
 through all layer groups, then backward through all. This takes minutes, while real tenants would take hours. Only the
-first blocks of the model are served, since only the number of calls matters. `python -m benchmarks.memory finetune`
-runs real tenants on the whole model, for a few steps.
+first three blocks of the model are served, since only the number of calls matters.
+`python -m benchmarks.memory finetune` runs real tenants on the whole model, for a few steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Found:
 
     @property
     def slope(self) -> float:
-        """Returns the growth in MB per step over the second half of the steps, by least squares."""
+        """Returns the growth in MB per step over the second half of the steps, by least squares; NaN if that half is a
+        single step."""
         half = self._second_half()
         return statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else float("nan")
 
@@ -50,7 +51,8 @@ class Found:
 
 
 def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
-    """Returns a function that sends the requests of one tenant's step, with arbitrary ring rows."""
+    """Returns a function that sends the requests of one step of the tenant `name`, with random rows in ring
+    arithmetic."""
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 

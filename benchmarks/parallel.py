@@ -1,15 +1,15 @@
-"""Compares the ways to run a provider: one process, shards, replicas, tensor parallel, FSDP2, a Ray cluster, and one
-behind a balancer.
+"""Compares the ways to run a provider by rows per second through all layers, and by memory.
 
-The figures are rows per second through all layers, and memory. All providers run at once and receive requests in turn,
-with mTLS on loopback, in ring arithmetic. Each process has one thread. The provider of one process is also measured
-with two threads. Memory is the PSS of each process, so that a page that several processes share is counted once in
-their sum. Ranks, which are the processes of a parallel provider, communicate by gloo over loopback, which is faster
-than a real network.
+The ways are one process, shards, replicas, tensor parallelism, FSDP2, a Ray cluster, and two providers behind a load
+balancer. All providers run at once and receive requests in turn, with mTLS on loopback, in ring arithmetic. Each
+process has one thread. The provider of one process is also measured with two threads. Memory is the PSS of each
+process, so that a page that several processes share is counted once in their sum. Ranks, which are the processes of a
+parallel provider, communicate by gloo over loopback, which is faster than a real network.
 
-`python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. With `--ray`, the environment has Ray's variables and a
-cluster runs whose head is at that address (docs/ray.md); without it, that row is left out. The balancer is HAProxy
-before two providers, if it is installed; it passes connections of gRPC on as they are (docs/operations.md).
+The command is `python -m benchmarks.parallel [--repeats 5] [--ray HOST:PORT]`. `--ray` needs Ray's variables in the
+environment, and a Ray cluster whose head is at that address (docs/ray.md). Without `--ray`, the Ray cluster is left
+out. The balancer is HAProxy, which passes connections of gRPC on as they are (docs/operations.md). If HAProxy is not
+installed, the balancer is left out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,15 @@ listen providers
 
 @dataclass
 class Served:
-    """Holds a running provider and its figures: memory of each process, and seconds of each pass by rows and
-    direction."""
+    """Holds a running provider and its figures.
+
+    Attributes:
+        url: the URL that tenants use.
+        identity: the folder of the tenant's identity.
+        pids: the ids of the provider's processes.
+        ready_mb: the PSS of each process in MB, before the first request.
+        seconds: the seconds of each pass, by (number of rows, direction).
+    """
 
     url: str
     identity: Path
@@ -69,7 +76,14 @@ class Served:
 
 @contextlib.contextmanager
 def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
-    """Starts a provider of SmolLM2-135M with a tenant that is enrolled, and stops it at the end of the context."""
+    """Starts a provider of SmolLM2-135M, and stops it at the end of the context. Raises SystemExit if it does not
+    start.
+
+    Args:
+        folder: the folder with the tenant's identity in `tenant`; the provider's log is written there.
+        launcher: arguments of Python that start several processes, such as those of torchrun; empty for one process.
+        options: options of `provider serve`.
+    """
     command = [sys.executable, *launcher, "-m", "provider", "serve", "--tls", "--port", "0"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log, text=True)
@@ -85,8 +99,8 @@ def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> 
 
 
 def enrolled(folder: Path, ray_address: str | None) -> tuple[str, ...]:
-    """Enrols a tenant, and returns the options with which a provider admits it. A provider on a Ray cluster holds no
-    key of the authority, so it has copies of what it needs."""
+    """Enrols a tenant, and returns the options with which a provider admits it. A provider on a Ray cluster must not
+    hold the certificate authority's key, so it gets a server certificate and a copy of the registry."""
     from provider.identity.authority import StateDir
     from provider.identity.front import export_registry, export_server_identity
     from provider.identity.registry import enroll
@@ -122,7 +136,8 @@ def balancer(folder: Path, urls: list[str]) -> Iterator[str]:
 
 
 def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
-    """Measures every provider of `WAYS`, all of which take turns, and returns them by name.
+    """Measures every provider of `WAYS`, and two providers behind HAProxy if it is installed. All of them take turns.
+    Returns the providers with their figures, by name.
 
     Args:
         repeats: the number of rounds.

@@ -23,7 +23,8 @@ from pathlib import Path
 from benchmarks.common import provider
 
 BLOCKS = "model.layers.[0-5].*"
-"""The pattern of the layers that are served: six blocks of thirty, so that a pass is 24 requests."""
+"""The pattern of the layers that are served: six of the model's thirty blocks, so that a forward pass is 24
+requests."""
 LOAD_CORE = 1
 
 
@@ -37,7 +38,7 @@ class Load:
         is_training: whether passes are forward and backward; otherwise they are forward only.
         think_ms: pause from a reply to the next request, in milliseconds.
         in_flight: number of passes that run at the same time.
-        one_layer: whether every request is for the first layer.
+        one_layer: whether every request is a forward request to the first layer group.
         spell_s: seconds for which the tenant sends before it pauses for the same time; 0 for no pauses.
     """
 
@@ -55,7 +56,8 @@ class Load:
 
 @functools.cache
 def recorded_rows() -> Path:
-    """Returns a safetensors file of the rows that a real tenant sends in one step, by their width.
+    """Returns the path of a safetensors file with the rows that a real tenant sends in one step. The file has one
+    tensor for each width of rows, which is named by the width.
 
     The file is made at the first call and removed when the process exits.
     """
@@ -80,7 +82,7 @@ def recorded_rows() -> Path:
 
 
 def take_step(url: str, folder: Path) -> None:
-    """Takes one fine-tuning step as the tenant that is recorded."""
+    """Takes one fine-tuning step as the tenant `recorded`, whose requests the provider records."""
     import tenant_sdk
     from benchmarks.finetune_step import step_of
 
@@ -96,7 +98,13 @@ def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> No
     """Sends the load until standard input ends.
 
     Each line on standard input is a number of seconds. For each line, the function waits for this time, and then prints
-    as JSON how many rows got a reply in this time, by tenant.
+    as JSON how many rows got a reply in this time, by tenant. A tenant that has had no reply yet is left out.
+
+    Args:
+        url: the provider's gRPC URL.
+        folder: the folder with the tenants' identities.
+        recording: the file that `recorded_rows` made.
+        loads: the tenants' loads.
     """
     import torch
     from safetensors.torch import load_file

@@ -32,7 +32,9 @@ REQUESTS = (1, 8, 16, 32)
 NUM_ADAPTERS = 16
 ADAPTERS = "adapters"
 Figures = dict[str, float]
-"""The figures of one run by name: wall seconds, CPU seconds, the first token's median seconds, decode seconds."""
+"""The figures of one run by name: elapsed seconds (`wall_s`), CPU seconds (`cpu_s`), the median seconds to the first
+token (`first_s`), the seconds from the last request's first token to the end (`decode_s`), the memory of the tenant or
+of the peer in MB (`rss_mb`), and, of a tenant, the CPU seconds for making masks before the run (`prepare_cpu_s`)."""
 
 
 def question(number: int) -> str:

@@ -1,8 +1,9 @@
 """Runs a random mix of requests through the engine, over mTLS, with a provider that is killed now and then.
 
-Requests join, are cancelled, and name one of more adapters than the device has slots for, so that adapters are loaded
-all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a mask row
-was sent twice, or if a request, an adapter's slot or KV memory was still held at the end.
+Requests join and are cancelled at random. They use more adapters than the device has slots, so that adapters are loaded
+all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a masked row
+was sent twice, if a request failed for another reason than the provider's absence, or if a request, an adapter's slot
+or KV memory was still held at the end.
 
 An answer is right if its tokens are those of `client.generate` with the same prompt and adapter, up to the first token
 whose two largest logits are closer than MARGIN times the error of a logit. This error is measured as the largest
@@ -73,8 +74,8 @@ class Mix:
 
     @property
     def is_good(self) -> bool:
-        """Returns whether nothing was wrong, sent twice or left over. There must also be right answers and cancelled
-        ones, and adapters must have changed answers."""
+        """Returns whether nothing was wrong, sent twice or left over, and no other error came. There must also be more
+        than ten right answers and at least one cancelled answer, and adapters must have changed answers."""
         wrong = self.wrong or self.other or self.rows_twice or any(self.left)
         return not wrong and self.right > 10 and self.cancelled > 0 and self.distinct > len(PROMPTS)
 
@@ -86,7 +87,7 @@ class SentRows:
     """Keeps a fingerprint of each masked row that is sent: its first eight bytes, which are as good as random."""
 
     def __init__(self) -> None:
-        """Watches all tenants' connections of this process from now on."""
+        """Watches the rows that all gRPC and tensor-port connections of this process send from now on."""
         from wire.frame import Purpose
         from wire.transport.grpc_connection import GrpcConnection
 
@@ -101,7 +102,7 @@ class SentRows:
         GrpcConnection.submit = watched  # type: ignore[method-assign]
 
     def counts(self) -> tuple[int, int]:
-        """Returns the number of rows, and how many of them equal an earlier one."""
+        """Returns the number of rows, and how many of them have the fingerprint of an earlier row."""
         import numpy as np
 
         rows = np.concatenate(self._parts)
@@ -193,7 +194,7 @@ def opened(folder: Path, url: str) -> Iterator[TenantClient]:
 
 
 def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mix:
-    """Runs the mix for a time, and returns the results."""
+    """Runs the mix for `seconds`, killing the provider every `kill_every_s` seconds, and returns the results."""
     result, chance = Mix(), random.Random(seed)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

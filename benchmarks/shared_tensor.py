@@ -1,21 +1,21 @@
-"""Carries requests as the paper does on one host: ZeroMQ carries small control messages, and the rows of a request and
-of its reply are in one tensor that both processes map. It is for comparison with `ipc:` only.
+"""Carries requests as the Symbiosis paper does on one host: ZeroMQ carries small control messages, and the rows of a
+request and of its reply are in one tensor that both processes map. This carrier is for comparison with `ipc:` only.
 
 Each tenant has one shared tensor of (rows × the wider of input and output) four-byte numbers, which is allocated before
-the first request and enlarged on demand. So one request of a tenant is under way at a time: `submit` first waits for
-the reply to the last one. Manifest and bundle come by the provider's socket (`wire.transport.ipc.connection`).
+the first request and enlarged on demand. So a tenant has one request under way at a time: `submit` first waits for the
+reply to the previous request. Manifest and bundle come by the provider's socket (`wire.transport.ipc.connection`).
 
     python -m benchmarks.shared_tensor serve OPTIONS...     `provider serve OPTIONS...`, which needs --ipc DIR
-    use()                                                   lets `TenantClient("ipc:DIR", ...)` use the shared tensor
+    use()                                                   makes `TenantClient("ipc:DIR", ...)` use the shared tensor
     reach("shared:DIR")                                     calls `use` and returns "ipc:DIR"; returns other URLs as is
 
-Guarantees: a payload is copied into shared memory when its mask has been added, so plain rows are never there (without
-a mask, the provider may read them anyway). A reply is copied out before it is checked, since the provider may change it
-later. The memory is a file that nobody can shrink (F_SEAL_SHRINK), since reading a page that was cut off would kill
-this process; the provider checks this seal and the file's size before it maps the file. Only processes of one user
-may connect.
+Guarantees: a payload is copied into shared memory after its mask has been added, so plain rows are never there (without
+a mask, the provider may read them anyway). A reply is copied out before it is checked, since the provider may change
+the shared memory later. The memory is a file that nobody can shrink (F_SEAL_SHRINK), since reading a page that was cut
+off would kill the process that reads. The provider checks this seal and the file's size before it maps the file. Only
+processes of one user may connect.
 
-Not guaranteed: that the tenant is enrolled. There are no certificates on this way, no quotas, no deadlines but the
+Not guaranteed: that the tenant is enrolled. This carrier has no certificates, no quotas, no deadlines except the
 tenant's own, and no retries.
 """
 
@@ -55,7 +55,7 @@ from wire.transport.ipc.folder import check_folder
 
 SCHEME = "shared:"
 LISTENER_NAME = "shared-tensor.sock"
-"""The socket's name in the provider's folder at which a tenant hands over its memory."""
+"""The name of the socket, in the provider's folder, over which a tenant hands over its memory."""
 FIRST_ROWS = 512
 """The number of rows for which a shared tensor has room at the start: two sequences of 256 tokens."""
 _CARRIER = "shared tensor"
@@ -65,15 +65,15 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class SharedTensor:
-    """Maps the memory that a tenant and the provider share. The two take turns: whoever got the last message may use
-    the memory. A peer that does not keep to this changes numbers, and nothing else."""
+    """Maps the memory that a tenant and the provider share. The two processes take turns: the process that received the
+    last message may use the memory. A process that writes out of turn can only change numbers of rows or replies."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes over the memory's descriptor, and maps nothing yet.
 
         Raises:
-            OSError: the descriptor is of no memory that can be sealed.
-            MalformedFrame: the memory could be cut off while it is being read.
+            OSError: the descriptor is not of memory that can be sealed.
+            MalformedFrame: the memory lacks the seals that keep others from shrinking it.
         """
         self.descriptor, self.num_bytes = descriptor, 0
         self._map: mmap.mmap | None = None
@@ -82,7 +82,7 @@ class SharedTensor:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedTensor:
-        """Allocates memory, which can grow but never shrink."""
+        """Allocates at least `num_bytes` of shared memory, which can grow but never shrink, and maps it."""
         descriptor = os.memfd_create("veilbase-tensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         made = cls(descriptor)
@@ -96,10 +96,10 @@ class SharedTensor:
             self.follow(num_bytes)
 
     def follow(self, num_bytes: int) -> None:
-        """Maps `num_bytes` bytes, to which the peer says that the memory has grown.
+        """Maps the memory with its new size of `num_bytes`; does nothing if this size is mapped already.
 
         Raises:
-            MalformedFrame: the memory is smaller than that, or too large.
+            MalformedFrame: the memory is smaller than `num_bytes`, or `num_bytes` is 0, negative or above the limit.
         """
         if num_bytes == self.num_bytes:
             return
@@ -129,7 +129,7 @@ class SharedTensor:
 
 
 class _Asked:
-    """Stands for the request that was sent last, or for one whose reply was copied out."""
+    """Holds one request: its deadline while it is under way, and then its reply or error."""
 
     def __init__(self, owner: SharedTensorConnection, number: int, call: Call, shape: tuple[int, int]) -> None:
         self.number, self.call, self.shape = number, call, shape
@@ -138,7 +138,11 @@ class _Asked:
         self._owner = owner
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, or raises this request's one error."""
+        """Waits for the reply if necessary, and returns it.
+
+        Raises:
+            VeilbaseError: the request failed.
+        """
         if self.outcome is None:
             self._owner.settle(self)
         if isinstance(self.outcome, torch.Tensor):
@@ -153,11 +157,11 @@ class SharedTensorConnection(ipc.IpcConnection):
 
     @property
     def carrier(self) -> str | None:
-        """Returns "shared tensor" once there is one."""
+        """Returns "shared tensor" once the first request has set up the shared memory, None before."""
         return None if self._channel is None else _CARRIER
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        """Sends one request, when the reply to the one before has come; see `Connection.submit`."""
+        """Waits for the reply to the previous request, and then sends this request; see `Connection.submit`."""
         self._check_usable()
         payload.check(call)
         manifest = self.manifest()
@@ -189,7 +193,8 @@ class SharedTensorConnection(ipc.IpcConnection):
 
 
 class _Channel:
-    """Holds what is open at the tenant's end: the memory, ZeroMQ's socket, and the connection that ends with it."""
+    """Holds the shared memory, the ZeroMQ socket, and the plain Unix socket over which the memory was handed over. They
+    are open as long as the tenant's connection."""
 
     def __init__(self, folder: Path, owner: int, num_bytes: int) -> None:
         self._memory = SharedTensor.create(num_bytes)
@@ -215,7 +220,12 @@ class _Channel:
         return next(self._numbers)
 
     def send(self, asked: _Asked, payload: Payload) -> None:
-        """Copies a payload into the memory, and tells the provider."""
+        """Copies a payload's rows into the memory, and sends the provider a control message. A seed is not copied,
+        since it is in the message itself.
+
+        Raises:
+            LimitExceeded: the rows or the reply would need more than `_MOST_BYTES`.
+        """
         rows, (num_rows, reply_cols) = payload.rows(asked.call), asked.shape
         memory, cols = self._memory, payload.cols
         if num_rows * max(cols, reply_cols) * ITEM_BYTES > _MOST_BYTES:
@@ -236,7 +246,8 @@ class _Channel:
         self._asked = asked
 
     def settle(self) -> None:
-        """Waits for the reply to the request that was sent last, and copies the reply out of the memory."""
+        """Waits for the reply to the request that was sent last, and copies the reply out of the memory into the
+        request's `outcome`. If the request failed, the error becomes the outcome; it is not raised."""
         asked, self._asked = self._asked, None
         if asked is None:
             return
@@ -259,7 +270,7 @@ class _Channel:
         return control.read_reply(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Ends the channel; a request that waits fails."""
+        """Closes the sockets and the memory; a request that still waits for its reply fails with `Unavailable`."""
         asked, self._asked = self._asked, None
         if asked is not None:
             asked.outcome = Unavailable("the connection was closed")
@@ -270,12 +281,14 @@ class _Channel:
 
 
 def use() -> None:
-    """Lets every `ipc:DIR` of this process, which has not connected yet, send its requests through shared memory."""
+    """Makes every connection to an `ipc:DIR` that this process opens from now on send its requests through shared
+    memory."""
     ipc.IpcConnection = SharedTensorConnection  # type: ignore[misc]
 
 
 def reach(url: str) -> str:
-    """Returns the URL for a `TenantClient` in this process; for `shared:DIR` the client will use shared memory."""
+    """Returns the URL to give to a `TenantClient` in this process. For `shared:DIR` this is `ipc:DIR`, after a call of
+    `use`; any other URL is returned as it is."""
     if not url.startswith(SCHEME):
         return url
     use()

@@ -35,7 +35,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class SharedTensorPort:
-    """Takes tenants' memory at a socket in the provider's folder; each tenant has one thread."""
+    """Accepts tenants' shared memory at a Unix socket in the provider's folder, and computes the products that these
+    tenants request. Each tenant has one thread."""
 
     def __init__(self, folder: Path, service: ProviderService, busy_poll_s: float = MOST_S) -> None:
         """Listens, and starts the thread that accepts tenants.
@@ -103,7 +104,9 @@ class SharedTensorPort:
                 control_socket.send_multipart(answer)
 
     def _answer(self, tenant: str, memory: SharedTensor, parts: list[bytes]) -> tuple[list[bytes], bool]:
-        """Returns the answer to a control message, and whether request and reply are small."""
+        """Computes the product that a control message requests, and writes it into the shared memory. Returns the
+        message for the tenant, and whether request and reply are small; if the request fails, returns a message with
+        the error's code, and False."""
         header, num_bytes, _, seed = control.read_request(parts)
         try:
             memory.follow(num_bytes)
@@ -173,10 +176,10 @@ def serve(arguments: list[str]) -> None:
     from provider.net import server as module
 
     class SharingServer(module.Server):
-        """Has a shared tensor's port in the folder of `--ipc` too."""
+        """Opens a `SharedTensorPort` in the folder of `--ipc`, beside the other ports."""
 
         def start(self, *given: object, **named: object) -> ProviderService:
-            """Starts the service and all ports."""
+            """Starts the service and all ports. Raises SystemExit if there is no `--ipc` folder."""
             service = super().start(*given, **named)  # type: ignore[arg-type]
             if self.ipc is None:
                 raise SystemExit("a shared tensor needs --ipc DIR")

@@ -33,7 +33,7 @@ class Replayer:
         calls: the requests, as (call, number of rows), which are sent in this order and then again from the first.
         request_class: the class of all requests.
         think_s: pause from a reply to the next request, in seconds.
-        in_flight: number of requests without a reply at any time.
+        in_flight: the largest number of requests that are under way at the same time.
         begins_s: the time of the first request, in seconds.
         sends: a function that says whether the tenant sends at a given time; if not, it is called again after
             `_LOOK_S`.
@@ -58,6 +58,8 @@ class Outcome:
         latencies_s: seconds from arrival to reply of each request, by tenant.
         batch_requests: number of requests in each product.
         busy_s: seconds of product time, by tenant; the time of a shared product is split by rows.
+
+    Products that began during the warm-up do not count, nor do the replies to their requests.
     """
 
     seconds: float

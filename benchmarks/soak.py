@@ -49,7 +49,8 @@ class Soak:
         answered: number of correct replies.
         refused: number of requests that were refused because of a quota.
         wrong: number of wrong replies.
-        lost: number of requests that got neither a reply nor a refusal.
+        lost: number of requests that got neither a reply nor a refusal; a tenant that got stuck or failed counts as
+            one.
         deaths: number of processes killed.
         rss_mb, threads, files: the provider's resident memory in MB, its threads and its open files, once a second.
         left: (open streams, queued requests) at the provider after the end.
@@ -73,7 +74,8 @@ class Soak:
 
     @property
     def is_good(self) -> bool:
-        """Returns whether nothing was lost, wrong or left over, and memory, threads and open files did not grow."""
+        """Returns whether there were replies, nothing was lost, wrong or left over, memory grew by less than 64 MB, and
+        the number of threads grew by at most 8 and that of open files by at most 16."""
         quarter = max(1, len(self.threads) // 4)
         steady = max(self.threads[-quarter:]) <= max(self.threads[: 2 * quarter]) + 8
         steady &= max(self.files[-quarter:]) <= max(self.files[: 2 * quarter]) + 16
@@ -231,7 +233,8 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
 
 
 def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S) -> Soak:
-    """Starts a provider, runs the tenants against it for `seconds`, and returns the results."""
+    """Starts a provider, runs the tenants against it for `seconds`, and returns the results. Every `kill_every_s`
+    seconds, one process of tenants is killed and replaced by a new one."""
     from provider.operations.status import look
 
     found, rng = Soak(), random.Random(1)

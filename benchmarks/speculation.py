@@ -44,8 +44,8 @@ BAR = 4.0
 
 
 class _FirstToken:
-    """Holds the engine at the first token of an answer until `go` is set. It is a logits processor that changes
-    nothing."""
+    """Stops the engine before it chooses the first token of an answer, until `go` is set. It is a logits processor that
+    changes no logits."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ class _Decoding:
         self._held.reached.wait()
 
     def run(self) -> None:
-        """Waits for the end of the answer."""
+        """Lets the engine compute the rest of the answer, waits for its end, and writes the record."""
         before = self._client.traffic.calls
         self._held.go.set()
         text = self._answer.result()
@@ -125,8 +125,9 @@ def run(
         rounds: the number of measured rounds.
 
     Returns:
-        The measured round trip in milliseconds, and for each engine its text, passes, seconds and, as `ratio`, the
-        median over the rounds of its tokens per second in multiples of those of the first engine.
+        The measured round trip in milliseconds; and for each engine its text, its number of passes, the median seconds,
+        the number of new tokens and, as `ratio`, its tokens per second divided by those of the first engine, as the
+        median over the rounds.
 
     Raises:
         NoNamespaces: this user or kernel cannot make two hosts.
@@ -159,7 +160,8 @@ def run(
 
 
 def report(measured_ms: float, mask: str, num_drafted: int, found: dict[str, dict[str, Any]]) -> None:
-    """Prints the results as a table, and whether prompt lookup reaches its bar."""
+    """Prints the results as a table, and the ratio of prompt lookup to no speculation beside its target, if both were
+    measured."""
     print(f"| mask {mask}, round trip {measured_ms:.1f} ms | rows a pass | passes | s | tokens/s | ratio |\n"
           "|---|---|---|---|---|---|")  # fmt: skip
     for draft, each in found.items():

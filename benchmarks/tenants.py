@@ -67,7 +67,7 @@ def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> flo
 
 def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS, carrier: str = "") -> dict[int, Found]:
     """Returns the results by number of tenants, and prints a line of the table for each number. For `carrier` see
-    `Providers`."""
+    `Providers.of`."""
     found = {}
     with ExitStack() as stack:
         sides = _Sides(stack, ("provider", "local"), max(numbers), carrier)
@@ -96,8 +96,8 @@ def _one_after_the_other(number: int, rounds: int, carrier: str) -> Found:
 
 
 class _Sides:
-    """Runs the processes of one side or of both sides. A side is `provider` for tenants or `local` for the peer. Both
-    sides take turns."""
+    """Runs the processes of one side or of both sides. The side `provider` has tenants and their provider, and the side
+    `local` has local processes. If there are both sides, they take turns."""
 
     def __init__(self, stack: ExitStack, which: Sequence[str], most: int, carrier: str) -> None:
         self._stack, self._workers = stack, {side: list[Worker]() for side in which}

@@ -1,7 +1,7 @@
-"""Compares calls on the provider's stream with a raw-bytes gRPC echo over the same mutual TLS, with a Unix socket, and
-with the paper's shared tensor.
+"""Compares calls to a provider by each carrier with a raw-bytes gRPC echo over the same mutual TLS.
 
-The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
+The carriers are the tensor port, gRPC, a Unix socket (ipc), and the shared tensor of the Symbiosis paper. The echo is
+the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
 measured with IN_FLIGHT tensors in flight on each side. They are also measured with one tensor in flight, which shows
 the fixed cost of a call.
@@ -36,7 +36,8 @@ SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
 CARRIERS = ("", ", by gRPC", ", by ipc", ", by shared tensor")
-"""The ends of names of providers that tenants reach in another way than by the tensor port."""
+"""The endings of the names in `KINDS`, which say by which carrier a tenant reaches the provider. The empty ending is
+the tensor port."""
 KINDS = tuple(f"{what}{carrier}" for what in ("real", "identity") for carrier in CARRIERS)
 """The kinds of provider: `real` computes products, `identity` returns the rows."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
@@ -190,11 +191,13 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 
 def run(repeats: int = 7) -> dict[str, Any]:
-    """Returns the medians, over paired rounds, of several figures, by the figure's name.
+    """Returns the medians, over the rounds, of several figures, by the figure's name.
 
-    `small_us` and `above_echo_us` are the microseconds of a small call and its excess over the echo. `share` and `share
-    by gRPC` are the goodput of large calls divided by the echo's, `mb_per_s` is this goodput in MB/s, and `ipc` and
-    `shared tensor` are the times of large calls in these ways divided by those on the tensor port.
+    `small_us` and `above_echo_us` hold, by kind of provider, the microseconds of a small call and its excess over the
+    echo; `small_us` also has those of the echo itself, as `echo`. The other figures are of large calls, by (size in
+    MiB, number in flight). `share` and `share by gRPC` are the goodput on the tensor port and by gRPC, divided by the
+    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` and `shared tensor` are the times of calls by
+    these carriers, divided by the times on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -238,7 +241,7 @@ def check_carriers(carriers: Mapping[str, str | None]) -> None:
     """Checks that the stream of each kind in `KINDS` was carried as the kind's name says.
 
     Raises:
-        RuntimeError: the tensor port could not be reached, so that gRPC was measured in its place.
+        RuntimeError: another carrier was measured; for example, gRPC replaces a tensor port that cannot be reached.
     """
     for name, carrier in carriers.items():
         expected = name.rpartition("by ")[2] if ", by " in name else "tensor port"

@@ -1,10 +1,10 @@
 """Measures the memory and traffic of one LoRA step in windows of tokens, beside local transformers + PEFT.
 
 Each side takes one step, on one row of TOKENS tokens, in a fresh process, after a step on 64 tokens. The figure for
-memory is by how much the process's resident memory rises during the step, so weights, adapters and libraries do not
-count. malloc returns freed blocks of 64 KiB and more to the system at once, since otherwise the figure would depend on
-what malloc keeps. The provider is a separate process, over mTLS loopback. There is no mask: the masks of `lattice` are
-in a pool that does not grow with a step. An example of the command is
+memory is the peak of the process's resident memory during the step, less the resident memory before it, so weights,
+adapters and libraries do not count. malloc returns freed blocks of 64 KiB and more to the system at once, since
+otherwise the figure would depend on what malloc keeps. The provider is a separate process, over mTLS loopback. There is
+no mask, since the masks of `lattice` are in a pool whose size does not depend on the step. An example of the command is
 `python -m benchmarks.windows --tokens 4096 --sides local 256`.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.common import local_model, provider
 SIDES = ("local", "remote", "512", "256")
 """The sides that are measured by default. `local` is transformers + PEFT, and `remote` uses a provider; both compute
 the whole row at once. A number is a remote side that computes the row in windows of this number of tokens. With an `r`
-after the number, the provider's replies in a window's first forward pass are kept on disk for the window's second."""
+after the number, the provider's replies in a window's first forward pass are kept on disk for its second one."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 16
@@ -41,7 +41,8 @@ def fix_malloc() -> None:
 
 
 def memory_mb(name: str) -> float:
-    """Returns a number of /proc/self/status in MB: VmRSS for the resident memory, VmHWM for its peak."""
+    """Returns a number of /proc/self/status, in units of 1000 KiB: VmRSS for the resident memory, VmHWM for its peak.
+    Returns NaN if there is no line with this name."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1000
@@ -78,8 +79,9 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
 def measure(
     model: Any, num_tokens: int, window_tokens: int | None, client: Any = None, replies: Any = None
 ) -> dict[str, float]:
-    """Takes one step and returns its figures: `MB` of memory, `seconds`, `loss` and, if there is a client, `up` and
-    `down`, the traffic in MB per token."""
+    """Gives a model a LoRA adapter, takes a step on `_WARM_TOKENS` tokens and then the step that is measured. Returns
+    the figures of this step: `MB` of memory, `seconds`, `loss` and, if there is a client, `up` and `down`, the traffic
+    in MB per token."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -31,7 +31,7 @@ EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible
 
 
 def run_provider() -> tuple[subprocess.Popen[str], str]:
-    """Starts `provider serve --tls` on a free port; returns the process and its URL."""
+    """Starts `provider serve --tls` on a free port, and waits until it answers; returns the process and its URL."""
     command = [
         sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(WORK / "provider"),
         "--record", str(WORK / "recording"), "--record-limit", "32MiB", "--record-layers", "*layers.0.self_attn.q_proj",
@@ -65,8 +65,8 @@ def _print_rows(rows: list[list[int]]) -> None:
 
 
 def keep_unmasked(client: Any, question: str) -> None:
-    """Writes the first rows that mask='off' would send to a file, for `what_the_provider_saw`. Only a demo does
-    this."""
+    """Writes the first numbers of the first rows that mask='off' would send to a file, for `what_the_provider_saw`. A
+    real tenant does not do this."""
     import torch
 
     from tenant_sdk.adapters import adapted_model
@@ -92,7 +92,12 @@ def print_privacy(client: Any) -> None:
 
 
 def tenant(url: str) -> None:
-    """Fine-tunes and asks the held-out questions; this function runs in the second process."""
+    """Asks the held-out questions, fine-tunes, and asks them again; this function runs in the tenant's process.
+
+    Raises:
+        SystemExit: the adapted model got more than one question wrong, or its loss on training rows is not below half
+            of the base model's.
+    """
     import tenant_sdk
 
     tenant_sdk.tune()  # before torch and grpc are imported
@@ -141,7 +146,7 @@ def tenant(url: str) -> None:
 
 
 def main() -> None:
-    """Runs both processes, and prints what each did."""
+    """Runs the provider and the tenant, each in its own process, and then prints what the provider saw."""
     began = time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)

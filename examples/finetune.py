@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
 def main() -> None:
-    """Trains an adapter, then asks it one question."""
+    """Trains an adapter, then asks the adapted model one question."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="inproc:smollm2-135m")
     parser.add_argument("--identity", help="folder made by `provider enroll`")

@@ -3,9 +3,10 @@
     python examples/ipc.py                      # SmolLM2-135M, two steps of fine-tuning and an answer
     python examples/ipc.py --mask off --max-steps 1
 
-Each side is a process. Both prove who they are by their certificates, as over a network, and then send frames
-unencrypted: only the two processes, root and the provider's own user can read these, who see masked rows. The provider
-has its ports for other hosts all the same. docs/operations.md, "On one host", says how to run the two yourself.
+Each side is a process. Both prove who they are by their certificates, as over a network. After that, frames are not
+encrypted. Only the two processes, root and the provider's own user can read the frames, whose rows are masked (unless
+the mask is off). The provider also opens its ports for other hosts. docs/operations.md, "On one host", says how to run
+the two processes yourself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 @contextlib.contextmanager
 def provider(root: Path, model: str) -> Iterator[str]:
-    """Starts `provider serve --tls --ipc` with an enrolled tenant; yields the tenant's URL."""
+    """Starts `provider serve --tls --ipc` and enrols the tenant acme, whose identity is in `root`/acme; yields the URL
+    for the tenant, and ends the provider after the `with` block."""
     state, folder = root / "state", root / "ipc"
     options = ["--tls", "--port", "0", "--model", model, "--state", str(state), "--ipc", str(folder)]
     with (root / "provider.log").open("w") as log:
@@ -48,7 +50,7 @@ def provider(root: Path, model: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Serves, trains an adapter, and asks it one question."""
+    """Starts a provider, trains an adapter through it, and asks the adapted model one question."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a folder, a GGUF file, a hub id or smollm2-135m")
     parser.add_argument("--mask", default="lattice", help="lattice, pad, gaussian-pool or off")

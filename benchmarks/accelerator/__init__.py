@@ -9,7 +9,7 @@
 
 Models have the shape of real ones and random weights, so that a machine without a network can make them. Without a CUDA
 device nothing is measured. `--device cpu --quick` runs the same code on the CPU with small shapes, which says nothing
-about speed. benchmarks/carry.py takes along what a bare GPU machine lacks.
+about speed. benchmarks/carry.py packs what a bare GPU machine lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BUDGET_S = 460.0
 """The seconds after which no further part begins. With the last part's own time, the command takes under eight
 minutes."""
 NOT_POSSIBLE = 2
-"""The same exit code as in benchmarks/__main__.py, which imports this module."""
+"""The exit code if there is no CUDA device. It must equal the constant of this name in benchmarks/__main__.py, which
+cannot be imported here, since it imports this package."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Setting:
 
     @property
     def left_s(self) -> float:
-        """Returns the seconds that are left of the budget."""
+        """Returns the seconds that are left of `BUDGET_S`; negative once the budget is used up."""
         return BUDGET_S - (time.monotonic() - self.began_s)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs all parts; exits with NOT_POSSIBLE if there is no such device, and with 1 if a number was wrong."""
+    """Runs the parts and exits: with 0 if all compared numbers were right, with 1 if one was wrong, and with
+    NOT_POSSIBLE if there is no CUDA device and `--device cpu` was not given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")
     parser.add_argument("--device", default="cuda:0", help="cpu runs the code and measures nothing")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the code")

@@ -1,10 +1,10 @@
-"""Measures a fine-tuning step and decode with tenant and provider on one device, against local models on that device;
-and step time and memory by the number of adapters that are trained at once.
+"""Measures fine-tuning and decode with tenant and provider on one device, against local models on that device.
 
-Each side runs in a process of its own, and the sides take turns. The provider is `provider serve --device`, reached
-over mTLS loopback. Tenants run attention and adapters on the device, and `trust_same_gpu` lets them make masks there.
-The second comparison is the one that papers on shared base models draw: adapters on one shared base against as many
-copies of the model, on one GPU.
+The first comparison is of the time of a fine-tuning step and of a token of decode. The second one is of step time and
+memory by the number of adapters that are trained at once: adapters on one shared base, against as many copies of the
+model on one GPU. Papers on shared base models make this comparison. Each side runs in a process of its own. In the
+first comparison the sides take turns. The provider is `provider serve --device`, reached over mTLS loopback. Tenants
+run attention and adapters on the device, and `trust_same_gpu` lets them make masks there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SIZES = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 32,
     "num_key_value_heads": 4, "vocab_size": 32_000, "max_position_embeddings": 2048,
 }  # fmt: skip
-"""The shape of TinyLlama-1.1B with 6 of its 22 blocks, so that hints are fetched in the time that there is."""
+"""The shape of TinyLlama-1.1B with 6 of its 22 blocks, so that the time to fetch hints fits into the benchmark's
+budget."""
 QUICK_SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128,
@@ -69,8 +70,8 @@ def compare(setting: Setting) -> bool:
 
 
 def by_adapters(setting: Setting) -> bool:
-    """Prints seconds a step and device memory by the number of adapters. Returns True, which says
-    that no result was wrong: this part checks none."""
+    """Prints the milliseconds of a step and the device memory by the number of adapters. Returns True, which says that
+    no result was wrong: this part checks none."""
     print("| adapters | side | ms a step of all | tokens/s | GB of the device |\n|---|---|---|---|---|")
     tokens = math.prod(QUICK_SHAPE if setting.is_quick else SHAPE)
     for side, detail in (("remote", "off"), ("local", "bfloat16")):
@@ -107,7 +108,8 @@ def _used_gb(device: str) -> float:
 
 @contextmanager
 def _site(setting: Setting) -> Iterator[tuple[Path, str]]:
-    """Saves the model, and serves it on the device; yields the folder of everything, and the provider's URL."""
+    """Saves the model, and serves it on the device. Yields the folder of the model and of the tenant's identity, and
+    the provider's URL."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_model(setting, folder / "model")

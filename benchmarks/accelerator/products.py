@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 PEER = "bf16"
 BARS = {"ring": 2.5, "ring, 24 bits": 2.0, "decode": 1.5}
-"""The targets: the ring product may take at most this many times as long as the bf16 product."""
+"""The targets: a ring product may take at most this many times as long as the bf16 product. `ring` and `ring, 24 bits`
+are for the large product, and `decode` is for the product `ring` with 1 and 8 rows."""
 SIZE, QUICK_SIZE = 4096, 128
 BLOCK = ((4096, 12_288), (4096, 4096), (4096, 22_016), (11_008, 4096))
 """The shapes of the layer groups of one block of Llama-2-7B: q, k, v; o; gate, up; down."""
@@ -46,7 +47,8 @@ def run(setting: Setting) -> bool:
 
 
 def kernels(device: str) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the ring products that a device can compute, by name: what the provider uses, and the others."""
+    """Returns functions for the ring products that a device can compute, by name. The provider uses `ring`; the others
+    are for comparison."""
     import torch
 
     from wire.ring import coding, product_cuda, product_triton
@@ -93,8 +95,9 @@ class _Products:
         return found
 
     def wrong_numbers(self) -> int:
-        """Returns how many numbers differ from int64 products on the CPU, in a sample of rows, for every kernel, and
-        for the transposed weight of square shapes too."""
+        """Returns how many numbers differ from int64 products mod 2^32 on the CPU, in a sample of rows, for every
+        kernel, and for the transposed weight of square shapes too. Of `ring, 24 bits`, only the lowest 24 bits are
+        compared."""
         import torch
 
         wrong = 0

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Runs the chosen parts that have no results yet."""
+    """Runs the chosen parts, and saves their results. Parts that have results are run only with `--again`."""
     scratch = given.scratch or Path(tempfile.mkdtemp(prefix="veilbase-placement-"))
     scratch.mkdir(parents=True, exist_ok=True)
     try:

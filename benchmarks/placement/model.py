@@ -43,8 +43,8 @@ LORAS = {
     "LoRA 3": Lora(8, "all-linear"),
     "LoRA 4": Lora(64, "all-linear"),
 }
-"""Four adapters, small and large, on few and on all layers. They are our own choice: the paper's Table 2 was not at
-hand."""
+"""Four adapters, small and large, on few and on all layers. They are our own choice, since the Symbiosis paper's Table
+2 was not at hand."""
 
 
 def make_model(shape: str, folder: Path) -> Path:

@@ -1,5 +1,5 @@
-"""Holds the parts of the benchmark. Each part repeats some figures or a table of the paper, and returns rows of results
-that can be saved as JSON."""
+"""Holds the parts of the benchmark. Each part repeats some figures or a table of the Symbiosis paper, and returns rows
+of results that can be saved as JSON."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MASKED, PLACED = (1, 2), (1, 2)
 """The numbers of clients with `lattice`, and at each place of Figures 13 to 17."""
 OTHER_HOST, ROUND_TRIP_MS = "other host", 1.0
 LEAST_MB = 6000
-"""The memory in MB that has to be free before a further process is started, which takes at most 3,000: the machine may
-have other work."""
+"""The memory in MB that must be free before a further process is started. A process takes at most 3,000 MB; the rest is
+for other work of the machine."""
 Rows = list[dict[str, Any]]
 SAY = print
-"""Tells the user how far a part is."""
+"""The function that tells the user how far a part is."""
 
 
 def _names(most: int) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ def few_clients(site: Site) -> Rows:
 
 
 def masked_clients(site: Site) -> Rows:
-    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. Compare with the local processes of
-    `few_clients`."""
+    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. There are no local processes, since
+    `few_clients` measures them."""
     with ExitStack() as stack:
         add, pids = _tenants(stack, site, max(MASKED), "lattice")
         return _grown(site, {"side": "provider", "mask": "lattice"}, MASKED, add, pids)
@@ -116,7 +116,8 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def loras(site: Site) -> Rows:
-    """Measures one client with each of the four adapters, in turns with a local process that trains the same one."""
+    """Measures one client with each adapter of `LORAS`, and after it a local process that trains the same adapter
+    (Table 2)."""
     rows: Rows = []
     with served(site, _names(1)) as one:
         for name, lora in LORAS.items():
@@ -135,11 +136,10 @@ def loras(site: Site) -> Rows:
 
 def places(site: Site) -> Rows:
     """Measures one and two clients in each place, with a provider of one process and with one of two shards (Figures 13
-    to 17).
+    to 17), and one and two local processes.
 
-    The places are the provider's host, by its socket, by the shared tensor and by TCP, and another host, which is a
-    network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. Where namespaces cannot be made, the other
-    host is left out.
+    On the provider's own host, clients reach it by its Unix socket, by the shared tensor or by TCP. The other host is a
+    network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. It is left out if namespaces cannot be made.
     """
     rows: Rows = []
     with ExitStack() as stack:
@@ -182,8 +182,9 @@ def _at_each_place(site: Site, one: Served, hosts: Hosts | None, shards: int) ->
 
 
 def slow_device(site: Site) -> Rows:
-    """Measures one client whose core, or whose provider's core, is shared with a busy loop, and a local process (Figure
-    18). Client and provider have a core each. `loop_share` is the share of the core that the loop had."""
+    """Measures one client and one local process, each with and without a busy loop on its core, and the client with a
+    busy loop on the provider's core (Figure 18). Client and provider have a core each. In the rows, `loop_share` is the
+    share of the core that the loop had."""
     rows: Rows = []
     tenant_core, provider_core = sorted(os.sched_getaffinity(0))[:2]
     with ExitStack() as stack:

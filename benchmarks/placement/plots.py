@@ -1,4 +1,4 @@
-"""Draws the results of the parts as one SVG file of Figures 10 to 12 and one of the other figures."""
+"""Draws the results of the parts: one SVG file has Figures 10 to 12, and the other has Figures 13 to 18."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def read(folder: Path) -> Found:
 
 
 def pairs(found: Found, mask: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns, for each number of clients of Figures 10 to 12 with a mask, the row of the provider and that of as many
-    local processes."""
+    """Returns, for each number of clients that was measured for Figures 10 to 12 with `mask` and locally, the row of
+    the provider's side and the row of as many local processes."""
     rows = [row for name in FIGURES_10_TO_12 if name in found for row in found[name]["rows"]]
     local = {row["clients"]: row for row in rows if row["side"] == "local"}
     ours = [row for row in rows if row["side"] == "provider" and row["mask"] == mask]
@@ -71,7 +71,8 @@ def _scaling(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> No
 
 
 def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Prints how many clients fit into the memory of the largest number of local processes."""
+    """Prints how many clients, with their provider, fit into the memory that the largest measured number of local
+    processes takes. Prints nothing if fewer than two numbers of clients were measured."""
     if len(rows) < 2:
         return
     (first, _), (last, local) = rows[0], rows[-1]

@@ -1,8 +1,8 @@
 """Starts the processes of both sides, lets them take steps at the same time, and measures time and memory.
 
-Memory is a process's PSS, in which a page that n processes share counts as 1/n, plus what its resident memory was above
-its present one at its highest during the steps. So it is the peak of a step, and the sum over processes is an upper
-bound: not all processes have their peaks at the same moment.
+A process's memory is its peak during the steps. This is computed from its present PSS, in which a page that n processes
+share counts as 1/n: to it is added the amount by which resident memory was higher at its peak than it is now. The sum
+over processes is an upper bound, since not all processes have their peaks at the same moment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from benchmarks.common import Worker, child_pids, processor_s, provider, pss_mb
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
 TRANSPORTS = ("tcp", "ipc", "shared-tensor", "inproc")
-"""The ways from a tenant to its provider: TLS on the tensor port, the socket of one host, the paper's shared tensor
-(`benchmarks.shared_tensor`), or one process for both."""
+"""The ways from a tenant to its provider: TLS on the tensor port, a Unix socket on the same host, the shared tensor of
+the Symbiosis paper (`benchmarks.shared_tensor`), or the provider inside the tenant's process."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8")
 
@@ -189,8 +189,8 @@ def on_core(job: Job, core: int | None) -> Job:
 
 
 def machine() -> dict[str, Any]:
-    """Returns the processor's name, the number of cores that this process may use, and the instructions that matter for
-    products: AVX2, AVX-512, VNNI, bfloat16."""
+    """Returns the processor's name, the number of cores that this process may use, and which of the instruction sets
+    that matter for products the processor has: AVX2, AVX-512, VNNI, bfloat16, AMX."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set(fields.get("flags", "").split())

@@ -30,14 +30,14 @@ class Job:
         model: the folder of the model.
         url: the provider's URL for a tenant; empty for a local process, which runs transformers + PEFT.
         identity: the folder of the tenant's identity; None for a local process or a provider in the tenant's process.
-        has_shared_tensor: whether an ipc: URL stands for the paper's shared tensor.
+        has_shared_tensor: whether requests to an ipc: URL go by the shared tensor (`benchmarks.shared_tensor`).
         mask: the tenant's mask.
         cache: the tenant's folder for bundles and hints.
         rank, targets: the LoRA adapter.
         is_mapped: whether a local process leaves its weights in the mapped checkpoint, as transformers does on a CPU,
-            so that all such processes share them; by default it has a copy of its own, as it would on an accelerator.
+            so that all such processes share them; by default it copies the weights, as it would to an accelerator.
         core: the only core that the process may use; None allows all.
-        report: the file to which a tenant writes its calls and bytes after each step; None writes nothing.
+        report: the file to which a tenant writes, after each step, that step's calls and MB; None writes nothing.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Job:
 
     @classmethod
     def from_argument(cls, text: str) -> Job:
-        """Reads the argument of this process."""
+        """Returns the job in a text that `as_argument` made."""
         fields = json.loads(text)
         if isinstance(fields["targets"], list):
             fields["targets"] = tuple(fields["targets"])
@@ -103,7 +103,7 @@ def run_local(job: Job) -> None:
 
 
 def run_tenant(job: Job) -> None:
-    """Takes a tenant's steps, whose activations are in bfloat16 as well."""
+    """Takes a tenant's steps, with activations in bfloat16 as in `run_local`."""
     import tenant_sdk
 
     tenant_sdk.tune()

@@ -114,7 +114,8 @@ class StateDir:
             now: the present time with a time zone, for tests; None reads the clock.
 
         Raises:
-            StateDamaged: the directory is unreadable, incomplete or writable by other users, or its CA has expired.
+            StateDamaged: the directory is missing and `create` is False; the directory is unreadable, incomplete or
+                writable by other users; or its CA has expired.
         """
         self.path = Path(path)
         self.ca_key_path = self.path / "ca_key.pem"
@@ -192,8 +193,8 @@ class StateDir:
 def issue_server_certificate(
     state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
 ) -> tuple[bytes, bytes, bytes]:
-    """Issues a certificate for the provider's server. The certificate is kept in memory only, and a new one is issued
-    at each start.
+    """Issues a certificate for the provider's server, which is valid for `SERVER_LIFETIME`, or until the CA expires if
+    that is earlier. This function writes nothing to disk; a provider with the CA's key calls it at each start.
 
     Args:
         state: the provider's state directory.

@@ -1,11 +1,13 @@
-"""Serves tenants with a certificate and a copy of the registry that were made elsewhere, without the CA's key.
+"""Lets a provider serve tenants without the key of the certificate authority (CA): with a server certificate and a copy
+of the registry of tenants that were made on another host.
 
-`export_registry` and `export_server_identity` run where the CA is. `FrontIdentity` reads what they wrote, on the host
-of a provider that must not be able to let anyone in: one whose products are computed in a cluster, for example.
+`export_registry` and `export_server_identity` run on the host of the CA. `FrontIdentity` reads the files that they
+wrote. It runs on the host of a provider that must not be able to enroll tenants, for example a provider whose products
+are computed in a cluster.
 
-Guarantees: the copy is signed by the CA, and counts for a bounded time only, so that whoever carries it can neither
-change it nor hold back a revocation for longer than that. `FrontIdentity` refuses to start where a CA's key can be
-read. It cannot enroll or revoke anyone.
+Guarantees: the copy is signed by the CA, so it cannot be changed on its way. It counts for a bounded time only, so a
+revocation cannot be held back for longer. `FrontIdentity` refuses to start if it can read a CA's key in its own folder,
+beside one of its files or in the default state directory. It cannot enroll or revoke anyone.
 """
 
 from __future__ import annotations
@@ -114,9 +116,9 @@ def export_server_identity(state: StateDir, out_dir: Path, host: str, names: Seq
 
 
 class FrontIdentity:
-    """Holds what a provider without the CA's key serves with: a server certificate, and the place of a registry copy.
+    """Holds a server certificate and the path of a registry copy, for a provider without the CA's key.
 
-    It takes the place of a `StateDir` at `provider.net.server.Server`.
+    `provider.net.server.Server` takes it in place of a `StateDir`.
     """
 
     def __init__(self, files: FrontFiles, folder: Path, *, now: datetime | None = None) -> None:
@@ -128,7 +130,8 @@ class FrontIdentity:
             now: the present time, for tests; None reads the clock.
 
         Raises:
-            StateDamaged: a CA's key can be read here, a file cannot be used, or the copy is too old.
+            StateDamaged: a CA's key can be read in a folder of these files, in `folder` or in the default state
+                directory; a file or `folder` cannot be used; or the copy is too old.
         """
         self.path, self.tenants_path, self._files = folder, files.registry, files
         self._newest: _Copy | None = None
@@ -188,11 +191,13 @@ class FrontIdentity:
         return key_pem, certificate.public_bytes(encoding), ca.public_bytes(encoding)
 
     def read_registry(self, data: bytes) -> tuple[list[TenantRecord], datetime]:
-        """Reads a registry copy: its records, and the time from which they no longer count. If an earlier call read a
-        copy that was made later, that one counts, so that nobody can take back a revocation with an old copy.
+        """Returns the records in a registry copy, and the time from which they no longer count. If an earlier call read
+        a copy that was made later, the records and the time of that copy are returned, so that nobody can undo a
+        revocation with an old copy.
 
         Raises:
-            ValueError: the copy is damaged, was not signed by the CA, or was made in the future.
+            ValueError: the copy is damaged, was not signed by the CA, or is dated more than `BACKDATE` after the
+                present.
         """
         signature, _, body = data.partition(b"\n")
         public = self._ca.public_key()
@@ -211,14 +216,15 @@ class FrontIdentity:
 
 
 def _places(files: FrontFiles, folder: Path) -> set[Path]:
-    """Returns the folders in which a CA's key is looked for: those of the files, also behind symbolic links, and the
-    one in which `provider` keeps a CA if it is not told otherwise."""
+    """Returns the folders in which to look for a CA's key: `folder`, the folders of the files and of the files to which
+    these are symbolic links, and the default state directory."""
     paths = [files.server_cert, files.server_key, files.registry]
     return {folder, DEFAULT_STATE.expanduser(), *(one.parent for path in paths for one in (path, path.resolve()))}
 
 
 def _certificates(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
-    """Returns the server's and the CA's certificate of a file."""
+    """Returns the server's certificate and the CA's certificate from a file; raises StateDamaged if the file does not
+    hold exactly two certificates."""
     with contextlib.suppress(ValueError, x509.InvalidVersion):
         certificate, ca = x509.load_pem_x509_certificates(_read(path))
         return certificate, ca

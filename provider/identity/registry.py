@@ -75,7 +75,8 @@ class TenantRecord(BaseModel):
     enrolled_at: AwareDatetime
     revoked_at: AwareDatetime | None
     role: Literal["tenant", "shard"] = "tenant"
-    """A shard is a host that an earlier release let join; its certificate is refused now."""
+    """The kind of host that the certificate was issued to. An earlier release also enrolled hosts of shards; their
+    certificates are refused now."""
 
     def is_live(self, now: datetime) -> bool:
         """Returns whether the certificate is neither revoked nor expired."""
@@ -95,8 +96,8 @@ class RegistryPlace(Protocol):
 
 
 ReadRegistry = Callable[[bytes], tuple[list[TenantRecord], datetime | None]]
-"""Reads a registry's file: the records, and the time from which they no longer count, or None. It raises ValueError if
-the file is malformed."""
+"""A function that gets the contents of a registry's file, and returns the records and the time from which they no
+longer count, or None if they always count. It raises ValueError if the file is malformed."""
 
 
 def enroll(
@@ -206,8 +207,9 @@ _Stamp = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Holds what was read from a registry's file; without `records`, the file is missing or malformed. From `ends_at`
-    on, which is `ends_at_s` on the monotonic clock, the records no longer count."""
+    """Holds what was read from a registry's file, by serial number; `records` is None if the file is missing or
+    malformed. From `ends_at` on, which is `ends_at_s` on the monotonic clock, the records no longer count. If `ends_at`
+    is None, they always count, and `ends_at_s` has no meaning."""
 
     stamp: _Stamp | None
     records: dict[int, TenantRecord] | None
@@ -225,7 +227,7 @@ class RevocationList:
     If file descriptors run out, a spare descriptor is used to read the file. If the file still cannot be read, or if
     the disk fails, the records that were read last count for `HELD_OVER_S` seconds. After that, every check raises
     `RegistryUnreadable` until the file can be read again. While the file is a copy that is too old, every check raises
-    it too, so that tenants wait for a new copy and are not told that they were revoked.
+    `RegistryUnreadable` too, so that tenants wait for a new copy and are not told that they were revoked.
     """
 
     def __init__(
@@ -314,7 +316,8 @@ class RevocationList:
         return read.records
 
     def _is_too_old(self, read: _Snapshot) -> bool:
-        """Asks both clocks, since the clock of the day can be set back."""
+        """Returns whether the records of a snapshot no longer count, by the wall clock or by the monotonic clock. The
+        wall clock alone is not enough, since it can be set back."""
         ends_at = read.ends_at
         return ends_at is not None and (self._clock() >= ends_at or self._monotonic() >= read.ends_at_s)
 

@@ -1,7 +1,9 @@
-"""Builds and reads the client bundle: files that hold all of a model except the base layers' weights.
+"""Builds and reads the client bundle: files that hold all of a model except the base layers' weights, and the scales
+and column norms of these weights.
 
 Guarantees: no file holds code or a pickle. Every file name is in `wire.manifest.BUNDLE_FILE_NAMES`. No file holds a
-path of this machine. The files disappear however the process ends, since each file is unlinked once it is open.
+path of this machine. Once the bundle is built, its files disappear however the process ends, since each file is open
+and already unlinked.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def resolve(model: str) -> ModelSource:
     """Finds the model that `--model` names: a built-in model, a GGUF file, a Hugging Face folder or a hub id.
 
     Raises:
-        ConfigurationError: `model` is none of these.
+        ConfigurationError: `model` is none of these, the built-in model is not installed, or the folder has no
+            config.json. Whether a hub id exists is found out by `load`.
     """
     if model in _BUILT_IN:
         return _built_in(model)
@@ -148,7 +149,8 @@ def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
 
 
 def _make_public(model: Any, model_id: str) -> None:
-    """Removes this machine's paths and the GGUF loader's settings from a model's config, since tenants receive it."""
+    """Removes this machine's paths, the GGUF loader's settings and names of code to run from a model's config, since
+    tenants receive the config."""
     model.name_or_path = model_id
     config = model.config
     config._name_or_path = model_id
@@ -176,7 +178,8 @@ def _gguf_parsed_once() -> Iterator[None]:
 
 
 def _hush() -> None:
-    """Turns off transformers' progress bars and notices for the rest of the process."""
+    """Turns off transformers' progress bars and notices for the rest of the process; also turns off the threads of
+    tokenizers, unless TOKENIZERS_PARALLELISM is set."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -186,7 +189,8 @@ def _hush() -> None:
 
 @contextmanager
 def _no_gguf_bar() -> Iterator[None]:
-    """Disables the GGUF loader's progress bar, which has no switch of its own."""
+    """Disables all progress bars of tqdm while this context is open, since the GGUF loader's bar has no switch of its
+    own."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     original = tqdm.__init__

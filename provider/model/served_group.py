@@ -17,14 +17,15 @@ from wire.ring import kernels
 
 @dataclass(frozen=True, eq=False)
 class ServedGroup:
-    """Holds the weights of one group of layers, whose columns are concatenated into one matrix.
+    """Holds the weights of one group of layers; the columns of the layers' weights are concatenated into one matrix.
 
     Attributes:
         info: the group's entry in the manifest.
         quantised: W̃, the quantised weight; shape (in_features, out_features), int8, contiguous.
         alpha: α, the scale of each column of W̃; shape (out_features,), float32.
         bias: shape (out_features,), float32, with zeros for a layer without bias; None if no layer has a bias.
-        native: W, the original weight; shape of W̃, dtype of the checkpoint; None unless native weights are served.
+        native: W, the original weight; shape of W̃; dtype of the checkpoint, or float32 if the layers' dtypes differ;
+            None unless native weights are served.
     """
 
     info: GroupInfo

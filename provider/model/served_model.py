@@ -1,4 +1,5 @@
-"""Serves a model without a network; the service behind the ports and the embedded provider both use this."""
+"""Serves a model without a network. The service behind the provider's ports uses this module, and so does a provider
+inside a tenant's process."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """Computes products of one model, and records requests if there is a recorder.
+    """Computes products of one model, and passes requests and replies on to the recorder, if there is one.
 
     It is safe under threads, and implements `wire.transport.inproc.Handler`.
     """
@@ -45,7 +46,7 @@ class ServedModel:
         return self.served.manifest
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file."""
+        """Yields the chunks of one bundle file; see `provider.model.bundle.Bundle.read`."""
         return self.served.bundle.read(file_name)
 
     def check(self, call: Call, cols: int) -> int:
@@ -97,8 +98,8 @@ class ServedModel:
         return {group.info.id: group.fingerprint() for group in self.served.groups}
 
     def take_weights(self) -> list[ServedGroup]:
-        """Hands the weights over to whatever computes with them; nothing here refers to them any more. The manifest,
-        the bundle and the fingerprints are kept."""
+        """Returns the weights, for the caller to compute with, and drops this object's references to them. The
+        manifest, the bundle and the fingerprints are kept."""
         groups = list(self.served.groups)
         self.let_weights_go()
         return groups

@@ -106,9 +106,10 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
         layers: the layers from `base_layers`.
 
     Returns:
-        Groups of layer names, in order of execution. Every served layer is in exactly one group. The layers of a group
-        got the same tensor object as input, at the same version. A layer that never ran, or ran more than once, is a
-        group of its own.
+        Groups of layer names, in order of execution; layers that never ran come last. Every served layer is in exactly
+        one group. The layers of a group, at most `_MAX_MEMBERS`, got the same tensor object as input, at the same
+        version. A layer that never ran, or ran more than once, is a group of its own. If the model's forward pass
+        fails, every layer is a group of its own, and layers with their own forward method are not served.
 
     Raises:
         ConfigurationError: none of the layers can be served.
@@ -131,7 +132,8 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
 
 
 class _Trace(TorchDispatchMode):
-    """Watches one forward pass: each layer's input, every use of a layer's weight, and every change in place.
+    """Watches one forward pass: each layer's input, every use of a layer's weight, and every change of the model's
+    tensors in place.
 
     Attributes:
         calls: by layer name, the input tensor of each call and the version of that tensor.
@@ -277,7 +279,7 @@ def _group(names: list[str], calls: dict[str, list[tuple[torch.Tensor, int]]]) -
 
 def group_name(names: tuple[str, ...]) -> str:
     """Returns the name of a group, such as `model.layers.0.self_attn.q_proj+k_proj+v_proj`: the common beginning of the
-    layers' names, then the remainders of the names, joined by `+`."""
+    layers' names, then the remainders of the names, joined by `+`. The name is cut off after `_MAX_NAME` characters."""
     parts = [name.split(".") for name in names]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):

@@ -70,7 +70,8 @@ def serve_model(
         The model's manifest, weights and bundle.
 
     Raises:
-        ConfigurationError: there is no layer to serve, a weight cannot be quantised, or the disk cannot be written.
+        ConfigurationError: there is no layer to serve, there are more than `MAX_GROUPS` groups, a weight cannot be
+            quantised, or the disk cannot be written.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     loaded.model = loaded.tokenizer = None
@@ -126,7 +127,8 @@ def _warn_of_other_weights(model: nn.Module) -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory to the system. For SmolLM2, 540 MB were freed, and without this call glibc kept 400 MB."""
+    """Returns freed memory to the system. When SmolLM2-135M had been prepared, 540 MB were free, of which glibc kept
+    400 MB without this call."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Other libraries than glibc may lack it.
     if trim is not None:

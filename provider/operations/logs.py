@@ -14,7 +14,7 @@ FIELDS = ("tenant", "stream", "request")
 
 
 def configure(log_format: LogFormat) -> None:
-    """Sends every log line of this process to stderr, in the given format."""
+    """Sends this process's log lines of level INFO and above to stderr, in the given format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -38,7 +38,8 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns a record as one line, followed by the traceback if the record has one."""
+        """Returns a record as one line. If the record has a traceback, this follows on further lines, and the fields
+        come after the traceback."""
         line = super().format(record)
         names = " ".join(f"{name}={value}" for name, value in _named(record).items())
         return f"{line} {names}" if names else line

@@ -130,5 +130,5 @@ def wait_name(request_class: RequestClass) -> str:
 
 def latency_name(request_class: RequestClass) -> str:
     """Returns the name of the histogram that shows how many seconds requests of a class spend inside the provider, from
-    arrival to reply."""
+    their arrival until their last product is computed; the time to send the reply does not count."""
     return f"latency_{request_class.name.lower()}"

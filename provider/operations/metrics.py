@@ -1,7 +1,8 @@
 """Collects the provider's counts as Prometheus metrics, each time that the metrics are read.
 
 Guarantees: at most `MAX_TENANTS` tenants are named, and all others are added up under the label `OTHER`. No label holds
-a value of a tensor, or a text that a tenant chose. Reading the metrics does not slow down requests.
+a value of a tensor, or a text that a tenant chose. While the metrics are read, requests go on: a counter is locked only
+while it is copied.
 """
 
 from __future__ import annotations

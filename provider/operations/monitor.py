@@ -1,8 +1,9 @@
 """Runs the servers for the operator: metrics over HTTP, on a loopback port and on a socket in the state directory, and
 gRPC's health service.
 
-Guarantees: the ports can be reached from this machine only, and the socket only by its owner, since the state directory
-has mode 0700. The HTTP servers accept GET only. Reading the metrics blocks no tenant's requests.
+Guarantees: the ports can be reached from this machine only, and the socket only by its owner if the state directory
+has mode 0700, with which the provider creates it. The HTTP servers accept GET only. While the metrics are read,
+requests go on: a counter is locked only while it is copied.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Monitor:
             The number of the port that was opened.
 
         Raises:
-            ConfigurationError: the port is taken.
+            ConfigurationError: the port cannot be opened, for example because it is taken.
         """
         try:
             server = _TcpServer(("127.0.0.1", port), _handler(self._metrics))
@@ -107,7 +108,7 @@ class Monitor:
             The number of the port that was opened.
 
         Raises:
-            ConfigurationError: the port is taken.
+            ConfigurationError: the port cannot be opened, for example because it is taken.
         """
         servicer = health.HealthServicer()
         server = grpc.server(ThreadPoolExecutor(4, "veilbase-health"), options=[("grpc.so_reuseport", 0)])
@@ -129,7 +130,7 @@ class Monitor:
             self._servicer.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Stops all servers and removes the socket."""
+        """Stops all servers, and removes the socket unless another provider has opened one at its path."""
         self._closed.set()
         for server in self._servers:
             server.shutdown()
@@ -144,8 +145,9 @@ class Monitor:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Returns what tells a file from one that took its path later. A file system may give the later one the same inode
-    number, so the time of the last change of its contents counts as well; a socket's does not change."""
+    """Returns a file's inode number and modification time, which tell the file from another file that has the same path
+    later. The inode number alone is not enough, since a file system may use it again. A socket's modification time does
+    not change while the socket is in use."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -160,7 +162,8 @@ def read_metrics(folder: Path) -> str:
         The metrics in Prometheus' text form.
 
     Raises:
-        ConfigurationError: no provider is running with this state directory.
+        ConfigurationError: the provider's socket in the directory cannot be reached, which normally means that no
+            provider is running with it; or nothing came for `_TIMEOUT_S` seconds.
     """
     try:
         with socket.socket(socket.AF_UNIX) as client:

@@ -1,11 +1,11 @@
-"""Records exactly what a provider sees, for security evaluation (docs/operations.md, "Recording").
+"""Records the requests that a provider gets and its replies, for security evaluation (docs/operations.md, "Recording").
 
-Guarantees: manifest.json describes the served model. index.jsonl has one line per request, numbered by `seq`, in the
-order in which requests got a reply, failed or were cancelled. Requests that are refused before they are queued, for
-example because they are malformed or over quota, are left out. Tensors are written up to the size limit; from the first
-tensor beyond the limit on, each line of the index says that its tensors are missing. A full disk ends the recording,
-but not the serving. end.json is written at the end and holds the number of lines; if it is missing, the recording was
-cut off or is still going on.
+Guarantees: manifest.json describes the served model. index.jsonl has one line per request to a recorded layer group,
+numbered by `seq`, in the order in which requests got a reply, failed or were cancelled. Requests that are refused
+before they are queued, for example because they are malformed or over quota, are left out. Tensors are written up to
+the size limit; from the first request beyond the limit on, each line of the index says that its tensors are missing. A
+full disk ends the recording, but not the serving. end.json is written at the end; it holds the number of lines, and
+whether the recording failed. If end.json is missing, the recording was cut off or is still going on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Recorder:
         )  # fmt: skip
 
     def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor | None) -> None:
-        """Writes one request and its reply; several threads may call this at once.
+        """Writes one request and its reply; several threads may call this at once. Does nothing if the request's layer
+        group is not recorded, or once a write has failed or the recording has ended.
 
         Args:
             tenant: the tenant's name.

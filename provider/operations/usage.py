@@ -38,7 +38,8 @@ class Usage(BaseModel):
             request's class.
         bytes_up, bytes_down: the bytes in the payloads of these requests, and in the payloads of the replies.
         seconds: the tenant's share of the time of products, in seconds; the time of a product that several tenants
-            share is split by their rows.
+            share is split by their rows. Of a small product that is computed beside a large one, the processor time
+            counts.
         errors: the number of requests that were refused or failed, by the name of the error's code.
     """
 
@@ -168,7 +169,7 @@ class UsageBook:
 
     def save(self) -> bool:
         """Adds the counts since the last save to the file and returns True; if this fails, logs an error and returns
-        False."""
+        False. Without a file, does nothing and returns True."""
         if self._path is None:
             return True
         with self._saving:

@@ -39,9 +39,10 @@ class Command:
 
     Attributes:
         operation: the operation.
-        call: the call whose product the ranks compute.
+        call: the call whose product the ranks compute; a placeholder if the operation is not PRODUCT.
         num_rows, cols: the shape of the rows; `cols` is 0 if `rows` is a seed.
         rows: the rows if there are few of them, or the seed of the rows; None if the rows follow in a separate message.
+            It has no meaning if the operation is not PRODUCT.
     """
 
     operation: Operation
@@ -78,7 +79,7 @@ class Command:
         """Returns the command in a message that `pack` made; the command's rows are a view of the message.
 
         Raises:
-            ValueError: the message is not a command.
+            ValueError: the message names an operation, direction, arithmetic or purpose that does not exist.
         """
         operation, group, direction, arithmetic, purpose, num_rows, cols, first_row, seed = _HEAD.unpack(
             numbers[:_HEAD_NUMBERS].numpy().tobytes()

@@ -133,7 +133,8 @@ def follow(ranks: Ranks, sharding: Sharding) -> None:
         sharding: this rank's share of the weights.
 
     Raises:
-        RankLost: rank 0 is gone, or sent nothing within the timeout.
+        RankLost: rank 0 is gone, or sent nothing within the timeout; or another rank is gone or too late during a
+            product.
     """
     while True:
         command = Command.unpack(ranks.hear(torch.empty(NUM_NUMBERS, dtype=torch.int32)))

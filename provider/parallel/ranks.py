@@ -126,7 +126,8 @@ class Ranks:
 
 
 def _stay_on_loopback() -> None:
-    """Makes gloo listen on loopback if all ranks are on this machine; by default gloo uses the host name's address."""
+    """Makes gloo listen on loopback if all ranks are on this machine; by default gloo uses the host name's address. If
+    GLOO_SOCKET_IFNAME is set, its value is kept."""
     environment = os.environ
     if environment.get("LOCAL_WORLD_SIZE", "0") == environment.get("WORLD_SIZE"):
         names = {name for _, name in socket.if_nameindex()}.intersection(_LOOPBACK_NAMES)

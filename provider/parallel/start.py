@@ -60,8 +60,8 @@ class ParallelModel(ServedModel):
 
 
 def meet(timeout_s: float) -> Ranks:
-    """Waits until all ranks are connected. A signal during the wait ends this process at once, since no work has to be
-    finished.
+    """Waits until all ranks are connected. SIGTERM or SIGINT during the wait ends this process at once, since no work
+    has to be finished.
 
     Raises:
         ConfigurationError: the ranks cannot connect.
@@ -72,8 +72,8 @@ def meet(timeout_s: float) -> Ranks:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets signals end the process at once during the `with` block; a handler in Python would run only after the call
-    into torch returns."""
+    """Lets SIGTERM and SIGINT end the process at once during the `with` block; a handler in Python would run only after
+    the call into torch returns. Outside the main thread, which alone may set handlers, this changes nothing."""
     if threading.current_thread() is not threading.main_thread():  # Only the main thread may set handlers.
         yield
         return
@@ -106,8 +106,8 @@ def lead(
 
 
 def help_out(settings: ProviderSettings) -> None:
-    """Runs a rank other than 0: loads this rank's share of the weights, and computes parts of products until rank 0
-    stops.
+    """Runs a rank other than 0: loads the model, keeps only this rank's share of the weights, and computes parts of
+    products until rank 0 stops.
 
     Args:
         settings: the settings, which must be the same as on rank 0.

@@ -24,7 +24,8 @@ class ShardedModel(ServedModel):
         """Starts the processes, and lets this process's own copy of the weights go.
 
         Raises:
-            ConfigurationError: there are more shards than groups, or a process did not start.
+            ConfigurationError: there are more shards than groups, the weights cannot be written to disk, or a process
+                did not start.
         """
         super().__init__(served)
         self._shards = LocalShards.start(served, num_shards, 1)
@@ -39,7 +40,7 @@ class ShardedModel(ServedModel):
 
         Raises:
             UnknownLayer, InvalidTensor: the request is not valid.
-            RemoteFault: the process was lost twice, or can no longer be started.
+            RemoteFault: the product failed, or the process was lost twice or can no longer be started.
         """
         check_rows(call, rows)
         process = self._process_of.get(call.group)

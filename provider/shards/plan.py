@@ -12,7 +12,8 @@ from wire.manifest import GroupInfo
 
 
 def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, ...], ...]:
-    """Splits the groups, in their order, into runs of about the same size.
+    """Splits the groups, in their order, into runs, so that the largest run is as small as possible. The size of a run
+    is the number of its weights.
 
     Args:
         groups: the groups of the manifest.

@@ -1,8 +1,8 @@
 """Runs in a shard's process: maps the shard's weights, and computes products of rows in shared memory.
 
 The process gets messages only from the provider's process that started it, the front. Their socket is in a folder that
-only this user can open. The process ends when its pipe to the front is closed. It ignores signals, since the front
-handles them.
+only this user can open. The process ends when its pipe to the front is closed. It ignores SIGINT, SIGTERM and SIGHUP,
+since the front handles them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class Worker:
 
     def answer(self, parts: list[bytes]) -> list[bytes]:
         """Computes the product that a message requests, writes the product to the shared memory, and returns the
-        reply's message."""
+        reply's message. If the product fails, returns a message with the error's code.
+
+        Raises:
+            MalformedFrame: the message is not one of `control.request`.
+            ReplicaLost: the device of this process is lost.
+        """
         header, request_bytes, reply_bytes, seed = control.read_request(parts)
         try:
             self._requests.follow(request_bytes)
