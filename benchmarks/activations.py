@@ -203,7 +203,7 @@ def peaks(
 
 def times(tokens: int, variants: Sequence[str], url: str, folder: str, repeats: int) -> dict[str, dict[str, float]]:
     """Returns, for each of those `variants` that are in TIMED, the median `seconds` of a step with LoRA, and `ratio`,
-    the median of its time divided by that of `chunked`. If any variant is timed, `chunked` must be among them."""
+    the median of its time divided by that of `chunked`, if that is among them."""
     with ExitStack() as stack:
         workers = {
             one: stack.enter_context(Worker("benchmarks.activations", "time", one, str(tokens), url, folder))
@@ -211,8 +211,10 @@ def times(tokens: int, variants: Sequence[str], url: str, folder: str, repeats: 
             if one in variants
         }
         seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
-    to_plain = ratios(seconds, "chunked")
-    return {name: {"seconds": statistics.median(each), "ratio": to_plain[name]} for name, each in seconds.items()}
+    found = {name: {"seconds": statistics.median(each)} for name, each in seconds.items()}
+    for name, ratio in (ratios(seconds, "chunked") if "chunked" in seconds else {}).items():
+        found[name]["ratio"] = ratio
+    return found
 
 
 def add_result(file: Path, method: str, tokens: int, variant: str, found: dict[str, float]) -> None:
