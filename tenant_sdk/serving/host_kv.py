@@ -17,7 +17,8 @@ from wire.errors import ConfigurationError
 
 DEVICE_ROWS = 32
 """From so many rows of a request on, attention is computed on the device. The number comes from the arithmetic in
-docs/long-context.md: with so many rows, a host with 32 cores takes as long for the products as a link for the KV."""
+docs/long-context.md: with so many rows, a host with 32 cores takes as long to compute the products as the link to the
+device takes to send the KV."""
 
 
 def kv_place(asked: str | None, model_device: torch.device) -> torch.device:

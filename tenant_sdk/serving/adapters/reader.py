@@ -62,6 +62,7 @@ class AdapterReader:
 
         Raises:
             ConfigurationError: the adapter cannot be used. The reason is remembered while the files stay as they are.
+            VeilbaseError: a call to the provider failed, which a DoRA adapter needs. This is not remembered.
         """
         stamp = origin.folder.stamp(origin.name, origin.subfolder)
         try:
