@@ -39,7 +39,7 @@ class Answer:
         self.mean_hidden: torch.Tensor | None = None
         """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU. It is
         None until the answer is done, if the request failed or was cancelled, and for a request without `pools`. A mask
-        such as `lattice` leaves a small error in it, which anyone who knows the prompt can compute from this mean."""
+        such as `lattice` leaves a small error in it, which anyone who knows the prompt and the model can compute."""
         self.finish_reason: FinishReason | None = None
         self._cancel = cancel
         self._changed = threading.Condition()

@@ -207,8 +207,8 @@ class Engine:
             adapter: the adapter's name in the store; None means the base model.
             max_new_tokens: the length limit of the answer; None means 128, or fewer if the context leaves fewer.
             do_sample: whether tokens are drawn; otherwise the likeliest token is taken.
-            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings; the
-                same holds for the next three arguments.
+            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings, or
+                transformers' default if they have none; the same holds for the next three arguments.
             top_k: the number of likeliest tokens among which one is drawn; 0 means all tokens.
             top_p: the total probability of the likeliest tokens among which one is drawn.
             repetition_penalty: a factor; above 1, it makes repetitions rarer.

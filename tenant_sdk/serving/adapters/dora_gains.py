@@ -1,7 +1,8 @@
 """This module turns a DoRA adapter's magnitudes into gains, the factors by which DoRA multiplies a layer's outputs.
 
-The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ. An adapter that is served
-does not change, so its gains are computed once, when it is brought into host memory.
+The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ, where W is the base
+weight, shape (inputs, outputs), and s LoRA's scaling. An adapter that is served does not change, so its gains are
+computed once, when it is brought into host memory.
 
 Guarantees: for layers at the provider, the calls depend on which layers the adapter has and on its ranks, and on
 nothing else. Their rows are masked as all others are, with masks that are used once. Gains are finite and bounded,

@@ -43,7 +43,14 @@ class Stack:
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Allocates memory without writing to it. On a CPU, the system then gives memory only to slots that are
-        written."""
+        written.
+
+        Args:
+            num_slots, rank: the number of slots, and their rank.
+            shape: (inputs, outputs) of the layer.
+            dtype, device: dtype and device of the factors.
+            bias: the layer's bias, which DoRA's gains do not multiply; None if the layer has none.
+        """
         inputs, outputs = shape
         whole = torch.empty(num_slots, rank * (inputs + outputs), dtype=dtype, device=device)
         self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
