@@ -90,7 +90,8 @@ class Kind:
         patterns: the settings that are tables of patterns, each with the check of its values.
         training: further settings that change nothing once the adapter is trained.
         changes_inputs: whether all layers of this kind call their base layers with changed inputs.
-        shapes_on_meta: whether PEFT can make the layers without memory, to learn their shapes.
+        shapes_on_meta: whether PEFT can make the layers on torch's meta device, which takes no memory, so that their
+            shapes can be read.
         always: settings of training that PEFT requires, each with a value that PEFT accepts.
     """
 

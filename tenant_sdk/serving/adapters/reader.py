@@ -30,7 +30,7 @@ class Limits:
 
     Attributes:
         dtype: the dtype of LoRA adapters in host memory.
-        numbers: the ranks that have slots.
+        numbers: the numbering of the slots, which tells which ranks have slots.
         fixed_inputs: the layers whose inputs no adapter may change.
     """
 
