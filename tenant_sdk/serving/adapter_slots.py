@@ -46,8 +46,8 @@ class Ticket(Protocol):
 class AdapterSlots(Protocol):
     """Defines what the engine needs from a store of adapters. Only the engine's thread calls `in_step`.
 
-    A store's constructor takes a function that wakes the engine. The store calls this function, from any thread,
-    whenever a ticket becomes ready or fails.
+    A store that loads adapters is made with a function that wakes the engine (`engine.MakeSlots`). The store calls this
+    function, from any thread, whenever a ticket becomes ready or fails.
     """
 
     def reserve(self, name: str) -> Ticket:

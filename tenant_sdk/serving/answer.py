@@ -32,13 +32,14 @@ class Answer:
         """
         self.num_prompt_tokens = num_prompt_tokens
         self.num_reused_tokens = 0
-        """The first tokens of the prompt whose keys and values were kept from an earlier request (`prefix_bytes`)."""
+        """The number of the prompt's first tokens whose keys and values were kept from an earlier request
+        (`prefix_bytes`)."""
         self.token_ids: list[int] = []
         """The tokens of the answer so far. The list grows until the answer is done."""
         self.mean_hidden: torch.Tensor | None = None
-        """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU; None
-        until the answer is done, and for a request without `pools`. Under a mask that leaves an error it shows that
-        error to whoever knows the prompt."""
+        """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU. It is
+        None until the answer is done, if the request failed or was cancelled, and for a request without `pools`. A mask
+        such as `lattice` leaves a small error in it, which anyone who knows the prompt and the model can compute."""
         self.finish_reason: FinishReason | None = None
         self._cancel = cancel
         self._changed = threading.Condition()

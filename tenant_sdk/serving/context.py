@@ -9,7 +9,7 @@ from wire.errors import ConfigurationError
 
 
 class ContextLimit:
-    """Holds the most tokens of a request."""
+    """Holds the largest number of tokens that a request may have, prompt and answer together."""
 
     def __init__(self, max_context: int | None, model_context: int, bucket: int | None) -> None:
         """Checks the engine's limit.
@@ -35,11 +35,11 @@ class ContextLimit:
         """Returns the length limit of an answer, in tokens.
 
         Args:
-            asked: the limit that the user gave, or None.
+            asked: the limit that the user gave; None means 128, or fewer if there is less room.
             num_prompt: the number of tokens of the prompt.
 
         Raises:
-            ConfigurationError: there is no room for the limit that was asked for, or for any answer.
+            ConfigurationError: `asked` is not a whole number above 0, or there is no room for it, or for any answer.
         """
         if asked is not None:
             positive("max_new_tokens", asked)

@@ -18,8 +18,9 @@ and answers end, as far as their lengths and number show in these sums. The prov
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, the only such effect is on when an
 answer ends. A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
-stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission and limit show.
-The time at which a request is admitted depends on lengths, limits and the ends of other requests, never on texts.
+stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission, its limit and a
+`cancel` show. The time at which a request is admitted never depends on its own text. It depends on lengths, limits,
+callers, the loading of its adapter, and the ends of other requests.
 
 With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
 shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
@@ -125,6 +126,7 @@ class Engine:
 
         Raises:
             ConfigurationError: the model cannot be served in this way, or a setting is impossible.
+            VeilbaseError: the provider did not deliver the model or the mask's hints.
         """
         self._client = client
         positive("max_waiting", max_waiting)
@@ -205,27 +207,28 @@ class Engine:
             adapter: the adapter's name in the store; None means the base model.
             max_new_tokens: the length limit of the answer; None means 128, or fewer if the context leaves fewer.
             do_sample: whether tokens are drawn; otherwise the likeliest token is taken.
-            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings; the
-                same holds for the next three arguments.
+            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings, or
+                transformers' default if they have none; the same holds for the next three arguments.
             top_k: the number of likeliest tokens among which one is drawn; 0 means all tokens.
             top_p: the total probability of the likeliest tokens among which one is drawn.
             repetition_penalty: a factor; above 1, it makes repetitions rarer.
-            seed: the seed of this answer's own random numbers.
+            seed: the seed of this answer's own random numbers; None takes an unpredictable seed.
             stop: strings at which the text ends, and which it does not include; at most 4,096 characters together.
             eos_token_id: tokens at which the text ends; None means those of the model.
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
-            fixed_length: whether the rows go on to the length limit after the text has ended.
+            fixed_length: whether the rows go on to the length limit after the text has ended. Such a request neither
+                uses nor leaves a kept prompt, and is refused by an engine with speculation.
             on_text: called in the engine's thread with each piece of text; it must return quickly.
-            caller: the party that the request is for. The engine shares its running requests among callers, and keeps
-                prompts (`prefix_bytes`) for each caller separately.
+            caller: the party that the request is for. Of the waiting requests, those of the caller with the fewest
+                running requests are admitted first. Prompts (`prefix_bytes`) are kept for each caller separately.
             pools: whether the answer also gets the mean of the last hidden states of the prompt's tokens
-                (`Answer.mean_hidden`). Such a request reuses no kept prompt.
+                (`Answer.mean_hidden`). Such a request neither uses nor leaves a kept prompt.
 
         Returns:
             The handle of the answer.
 
         Raises:
-            ConfigurationError: a prompt, adapter, length or setting is invalid.
+            ConfigurationError: a prompt, adapter, length or setting is invalid, or the engine was closed.
             QuotaExceeded: too many requests wait.
             VeilbaseError: the engine has failed; the error states the reason.
         """
@@ -246,7 +249,7 @@ class Engine:
         return self._enter(encoded, ending, sampler, adapter, on_text, caller, pools)
 
     def status(self) -> EngineStatus:
-        """Returns the numbers of running and waiting requests."""
+        """Returns the numbers of running and waiting requests, and the bytes of their keys and values."""
         return self._loop.status()
 
     def explain(self) -> str:

@@ -25,7 +25,7 @@ _ENDS_EARLIER = (
     "show. The number of steps of an answer shows how many drafted tokens were accepted, so how well its text can be "
     "foretold, or how much it copies"
 )
-"""What shows of the ends of answers with speculation, which does not go with fixed_length."""
+"""The line about the ends of answers for an engine with speculation, which refuses fixed_length."""
 
 
 _HITS = (

@@ -1,10 +1,10 @@
 """This module decides where keys and values (KV) are kept and where attention over them is computed, if the tenant's
-model is on a device.
+model is on a device such as a GPU.
 
 KV of long requests may take more memory than the device has, and host memory is larger. With `kv_device="cpu"` all KV
 is in host memory. Attention of a few rows, such as an answer's row, is computed there: it reads each number only once,
 so on a host with enough cores, sending the numbers to the device would take longer. Attention of many rows, such as a
-prompt's, is computed on the device, to which the KV of one request and layer is sent. None of this was run on a device.
+prompt's, is computed on the device, to which the KV of one request and layer is sent. None of this was tested on a GPU.
 
 Source: "Symbiosis: Multi-Adapter Inference and Fine-Tuning" (2025), section 3.4, keeps KV on the host in this way.
 """
@@ -17,7 +17,8 @@ from wire.errors import ConfigurationError
 
 DEVICE_ROWS = 32
 """From so many rows of a request on, attention is computed on the device. The number comes from the arithmetic in
-docs/long-context.md: with so many rows, a host with 32 cores takes as long for the products as a link for the KV."""
+docs/long-context.md: with so many rows, a host with 32 cores takes as long to compute the products as the link to the
+device takes to send the KV."""
 
 
 def kv_place(asked: str | None, model_device: torch.device) -> torch.device:

@@ -1,8 +1,9 @@
 """This module keeps the keys and values (KV) of one request, in memory of the largest size that the request may need.
 
 Guarantees: the bytes of a request are known before the request is admitted (`KvLayout.bytes_for`) and are never
-exceeded. A layer with a sliding window keeps no more tokens than the window plus the rows of one step. If the same
-positions are written again, for example after a failed step, the result is the same.
+exceeded. A layer with a sliding window keeps no more tokens than the window plus the rows of one step, and in a draft
+model the drafted tokens. If the same positions are written again, for example after a failed step, the result is the
+same.
 
 fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
 float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so
@@ -61,8 +62,8 @@ class KvLayout:
         return num_tokens if window is None else min(num_tokens, window - 1 + self.num_rewound + self.step_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns the bytes of the keys and values of a request with `num_tokens` tokens, prompt and answer
-        together."""
+        """Returns the bytes of the keys and values of a request with `num_tokens` tokens, prompt and answer together.
+        Those of a draft model (`beside`) are included."""
         capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
         scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
         own = 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
@@ -252,7 +253,7 @@ class RequestKv:
 
         Args:
             layer: the number of the layer.
-            start, stop: a range of positions, which the request may have.
+            start, stop: a range of positions, `stop` excluded, up to the most tokens of the request.
 
         Returns:
             The numbers of keys and values, shape (2, num_kv_heads, stop - start, head_dim), and for fp8 also their

@@ -6,8 +6,8 @@ these are a good part of the memory that all its KV takes in bf16 or fp8. Here o
 chunks at the edge of what rows see have a mask. The softmax is computed online: a running maximum and sum, and a
 running output that is scaled again whenever the maximum grows.
 
-Guarantees: the result is that of `ragged.attend`, up to the rounding of floating-point sums. The memory for the result
-does not grow with the number of tokens.
+Guarantees: the result is that of `ragged.attend`, up to the rounding of floating-point sums. The memory that this takes
+beside the KV does not grow with the number of tokens to which rows attend.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.
 """
@@ -22,9 +22,11 @@ LONG_TOKENS = 8192
 """From so many tokens on, attention is computed in chunks. Below, torch's own attention is as fast or faster
 (`python -m benchmarks.long_context`)."""
 _FP8_FACTOR = 16
-"""For fp8, chunks pay from a sixteenth of that on, since torch converts its numbers slowly (`_floats_of_fp8`)."""
+"""For KV in fp8, attention is computed in chunks from a sixteenth of `LONG_TOKENS` on, since torch's own conversion of
+fp8 numbers is slow (`_floats_of_fp8`)."""
 CHUNK_TOKENS = 1024
-"""The tokens of a chunk: their keys and values stay in the processor's cache, for one row at least."""
+"""The most tokens of a chunk. With so few, the keys and values that were read as float32 are still in the processor's
+cache when they are multiplied, at least for a single row."""
 _SIGN_OF_INT16 = -0x8000
 
 

@@ -4,8 +4,8 @@ request's next token, and begins again.
 All other threads add requests, cancel them and read answers. A request belongs to the loop from `add` until its answer
 is done.
 
-Guarantees: every request that was added is ended exactly once: by its own end, by its own failure, by `cancel`, or by
-the end of the loop. Nothing is retried.
+Guarantees: every request that was added is ended exactly once: by its own end, by its own failure, by the failure of a
+step that has its rows, by `cancel`, or by the end of the loop. Nothing is retried.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ServingLoop:
         self._woken.set()
 
     def status(self) -> EngineStatus:
-        """Returns the numbers of running and waiting requests."""
+        """Returns the numbers of running and waiting requests, and the bytes of their keys and values."""
         with self._lock:
             num_running = self._scheduler.num_running
             kept = 0 if self._prefixes is None else self._prefixes.num_bytes
@@ -156,7 +156,8 @@ class ServingLoop:
             raise ConfigurationError("this engine was closed")
 
     def _serve(self) -> None:
-        """Computes steps until the engine is closed or fails, then ends all requests. The engine's thread runs this."""
+        """Computes steps until the engine is closed or fails, then fails all requests that have not ended. The engine's
+        thread runs this."""
         failure: VeilbaseError = ConfigurationError(_CLOSED)
         try:
             with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
@@ -177,7 +178,8 @@ class ServingLoop:
             self._slots.close()
 
     def _next_step(self) -> Step | None:
-        """Waits until there are rows to compute, and returns the step; returns None when the engine is closed."""
+        """Waits until there are rows to compute, and returns the step; returns None when the engine is closed. Ends
+        requests that are cancelled, or whose adapter failed."""
         while True:
             self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
             with self._lock:
@@ -220,7 +222,12 @@ class ServingLoop:
         return self._requests.pop(number)
 
     def _compute(self, step: Step) -> None:
-        """Computes a step with the model, and chooses the next token of each of its requests."""
+        """Computes a step with the model, and chooses the next tokens of each request whose prompt is computed. If the
+        step fails, all its requests fail.
+
+        Raises:
+            VerificationFailed: a reply of the provider failed its check, which ends the session.
+        """
         requests = [self._requests[segment.request] for segment in step.segments]
         try:
             with self._during_step():

@@ -21,7 +21,7 @@ class LosesRows(Course):
     of the call are sent as they are."""
 
     def __init__(self) -> None:
-        """Makes a course (a run state) that never stops the model's calls."""
+        """Makes the state of a run that makes all its calls, whatever the values are."""
         super().__init__(may_stop=False)
         self._is_repaired = False
 

@@ -25,13 +25,14 @@ _OF_A_REQUEST = tuple(
     for name in inspect.signature(Engine.submit).parameters
     if name not in ("self", "prompt", "adapter", "max_new_tokens")
 )
-"""Options that are passed to each request."""
+"""The names of the options that are passed to `Engine.submit` for each prompt."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""
 _OF_THE_ENGINE = (
     "kv_dtype", "kv_bytes", "max_running", "step_tokens", "speculation", "prefix_bytes", "max_context", "kv_device",
 )  # fmt: skip
-"""The options that go to the engine; all other options go to each request."""
+"""The options that go to the engine. Of the others, `separate_calls` goes to the store of adapters, and the rest go to
+each request."""
 
 
 def generate_many(
@@ -50,6 +51,10 @@ def generate_many(
 
     Returns:
         The answers, in the order of the prompts.
+
+    Raises:
+        ConfigurationError: a prompt, an adapter, a length or an option is impossible.
+        VeilbaseError: an answer failed; the first failure in the order of the prompts is raised.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
@@ -113,7 +118,8 @@ def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
 def _named(
     adapters: Sequence[str | Path | None], separate_calls: bool
 ) -> tuple[list[str | None], MakeSlots | None]:  # fmt: skip
-    """Returns the adapters' names in a store over their common folder, and a function that makes this store.
+    """Returns the adapters' names in a store over their common folder, and a function that makes this store; None in
+    place of the function if no prompt has an adapter.
 
     The store keeps the files' numbers unrounded, so that answers are the same as those of `generate`.
 

@@ -35,7 +35,8 @@ BLOCK_TOKENS = 16
 """The tokens of a block. Hits have lengths of whole blocks, so smaller blocks show more of where prompts differ."""
 
 _BOOKKEEPING_BYTES = 1024
-"""What a block counts beside its KV: its key, which holds 16 Python integers, and its objects, rounded up."""
+"""The bytes that a block counts beside its KV: those of its key, which holds 16 Python integers, and of its Python
+objects, rounded up."""
 _Key = tuple[int | str, tuple[int, ...]]
 """The number of the block before (for a first block, the adapter's digest), and the block's own tokens."""
 
@@ -57,15 +58,20 @@ class _Block:
 
 
 class _Blocks:
-    """Holds the blocks of one caller. A block is always used later than the blocks that follow it, so the block that
-    was used longest ago is followed by none."""
+    """Holds the blocks of one caller, in the order of their last use. A block always counts as used later than the
+    blocks that follow it. So no block follows the one that was used longest ago, which can be dropped alone."""
 
     def __init__(self) -> None:
         self.by_key: OrderedDict[_Key, _Block] = OrderedDict()
         self.num_bytes = 0
 
     def path(self, keys: Sequence[tuple[int, ...]], digest: str) -> list[tuple[_Key, _Block]]:
-        """Returns the longest run of kept blocks with these tokens, and counts the blocks as just used."""
+        """Returns the longest run of kept blocks that begin a prompt, and counts these blocks as just used.
+
+        Args:
+            keys: the tokens of each block of the prompt.
+            digest: the digest of the request's adapter.
+        """
         found: list[tuple[_Key, _Block]] = []
         before: int | str = digest
         for tokens in keys:
@@ -205,7 +211,8 @@ class PrefixCache:
     def _make_room(self, num_bytes: int, blocks: _Blocks, own: set[_Key]) -> bool:
         """Drops blocks, first of the caller that has the most bytes, until `num_bytes` are free.
 
-        Returns False if the next block to drop is one of `own`, the keys in `blocks` that are being kept.
+        Returns False if the next block to drop is one of `own`, the keys in `blocks` that are being kept, or if there
+        is no block to drop.
         """
         while self.num_bytes + num_bytes > self.budget_bytes:
             largest = max(self._callers, key=lambda caller: self._callers[caller].num_bytes)

@@ -57,7 +57,9 @@ class _Pass:
     Attributes:
         few: the pieces of few rows, which the compiled attention computes together; None if there are none.
         others: the first row of each other piece, and the piece.
-        num_seen: the number of tokens that all requests have before this step.
+        num_seen: the number of tokens that all requests together have before this step.
+        masks: the attention masks made so far, by number of rows, number of tokens and window.
+        layers: the number of layers whose attention was computed.
     """
 
     few: FewRows | None
@@ -127,6 +129,9 @@ class RaggedModel:
         Returns:
             Logits, float32, shape (num_wanted, vocab_size), and for each row whether its last hidden state is finite,
             bool, shape (num_rows,).
+
+        Raises:
+            ConfigurationError: the model's attention is not what this module supports.
         """
         num_seen = sum(piece.position for piece in pieces)
         few, others = split(pieces, self.model.dtype if self.model.device.type == "cpu" else None)
@@ -203,19 +208,24 @@ def _ragged_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     scaling: float | None = None, softcap: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Computes the attention of each request's rows over the request's own keys and values.
+    """Adds the new keys and values of each request to the request's own, and computes the attention of its rows over
+    them. Rows with a value that is not finite give NaN.
 
     Args:
         module: a model's attention layer.
         query: shape (1, num_heads, num_rows, head_dim).
         key, value: shape (1, num_kv_heads, num_rows, head_dim).
         attention_mask: what `_ragged_mask` returned.
-        scaling: the factor for the products of queries and keys.
-        softcap: the bound c of the scaled products p, which become c · tanh(p / c).
-        options: other arguments, which are refused if they would change the result.
+        scaling: the factor for the products of queries and keys; None means 1/√head_dim.
+        softcap: the bound c of the scaled products p, which become c · tanh(p / c); None means no bound.
+        options: other arguments, which are refused if they may change the result.
 
     Returns:
         The attention's output, shape (1, num_rows, num_heads, head_dim), and None in place of the attention weights.
+
+    Raises:
+        ConfigurationError: the model gives another mask, an argument that is not known here, or other heads than its
+            config states.
     """
     unknown = [name for name, given in options.items() if name not in _NEEDLESS and given is not None]
     if unknown or not isinstance(attention_mask, _Window):

@@ -63,13 +63,15 @@ class Ending:
 class Request:
     """Holds the state of a request. Only the engine's thread changes this state.
 
-    This class also implements the protocols `scheduler.Adapter` and `speculation.drafter.Draftable`.
+    This class also implements the protocol `scheduler.Adapter`.
 
     Attributes:
         drafted: the tokens that a drafter expects after the known ones; their rows go into the next step.
-        draft_state: what a drafter keeps of this request.
+        draft_state: the drafter's own data about this request; None before the first draft.
         pools: whether the mean of the last hidden states of the prompt's rows is computed.
-        failure: why the request was given up, if `give_up` was called.
+        is_lost: whether the request was given up; see `lose`.
+        failure: the error of the user's code because of which the request was given up; None if there was none.
+        reason: how the text ended; None while it goes on.
     """
 
     number: int
@@ -120,8 +122,8 @@ class Request:
 
     @property
     def num_draftable(self) -> int:
-        """Returns the most tokens that may be drafted now. A step gives one token more than it accepts drafted tokens,
-        so this is one less than the number of tokens up to the length limit."""
+        """Returns the most tokens that may be drafted now; 0 if the request was lost. A step adds the drafted tokens
+        that are accepted and one more, so one of the tokens up to the length limit is not drafted."""
         return 0 if self.is_lost else self.ending.max_new_tokens - self._num_new - 1
 
     @property
@@ -140,8 +142,8 @@ class Request:
         return num_reused
 
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
-        """Returns the description of a segment's rows for the model; allocates keys and values (KV) at the first
-        segment.
+        """Returns the description of a segment's rows for the model. At the first segment, allocates keys and values
+        (KV), and copies those into them that were kept from an earlier prompt.
 
         Args:
             segment: a segment of this request.
@@ -157,11 +159,11 @@ class Request:
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
-        """Returns the token ids and positions of a segment, which is the request's rows in a step; padding has position
-        0.
+        """Returns the token ids and positions of a segment, which is the request's rows in a step.
 
-        If fewer tokens were drafted than there are rows for drafted tokens, the remaining rows are padding and come
-        first.
+        Padding before the prompt has position 0. If fewer tokens were drafted than there are rows for drafted tokens,
+        the remaining rows are padding with position 0 and come first. If the request was lost, all its tokens are
+        replaced by padding, which keeps their positions.
         """
         begin, end = segment.start - self.prompt.num_padding, segment.stop - self.prompt.num_padding
         ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in range(begin, end)]
@@ -186,15 +188,18 @@ class Request:
         self._hidden_sum = total if self._hidden_sum is None else self._hidden_sum + total
 
     def take(self, logits: torch.Tensor) -> int:
-        """Chooses the next tokens, and hands out the text that they complete. The number of tokens is one more than the
-        number of drafted tokens that are accepted (see speculation/acceptance.py).
+        """Chooses the next tokens, and hands out the text that they complete. These are the drafted tokens that are
+        accepted (see speculation/acceptance.py) and one more, or fewer if the answer ends before.
 
         Args:
             logits: float32, shape (num_wanted, vocab_size); the last row belongs to the last drafted token, or, without
-                drafted tokens, to the last known token. The numbers are ignored if the request was lost.
+                drafted tokens, to the last known token. The logits are ignored if the request was lost.
 
         Returns:
             The number of tokens that were chosen.
+
+        Raises:
+            Exception: whatever a logits processor or `on_text` of the request raises.
         """
         drafted, self.drafted = self.drafted, []
         return take_accepted(drafted, logits[len(logits) - 1 - len(drafted) :], self._take_one)
@@ -229,8 +234,8 @@ class Request:
                 self.on_text(text)
 
     def lose(self) -> None:
-        """Gives up the request after a value that was not finite: replaces its tokens by padding, and clears its keys
-        and values."""
+        """Gives up the request, after a value that was not finite or a failure of the user's code: replaces its tokens
+        by padding, and clears its keys and values. `finish` then ends the answer with an error."""
         self.is_lost = True
         self._token_ids = [self.prompt.pad] * len(self._token_ids)
         self.drafted, self.draft_state = [], None
@@ -238,11 +243,11 @@ class Request:
             self.kv.clear()
 
     def give_up(self, error: VeilbaseError, num_known: int) -> None:
-        """Gives up a request with `fixed_length` whose own code failed in the middle of `take`. Its rows go on as
-        padding, since the provider would otherwise see the failure, which may depend on the text.
+        """Gives up a request with `fixed_length` whose logits processor or `on_text` raised an exception in `take`. Its
+        rows go on as padding, since the provider would otherwise see the failure, which may depend on the text.
 
         Args:
-            error: the reason, with which the answer fails at its length limit.
+            error: the error with which the answer ends at its length limit.
             num_known: the number of known tokens before `take`, which may have failed before it chose a token.
         """
         self.failure = error
@@ -252,8 +257,8 @@ class Request:
         self.lose()
 
     def finish(self) -> None:
-        """Ends the answer with the rest of its text, or with an error if the request was lost or given up, or its
-        tokenizer failed."""
+        """Ends the answer with the rest of its text, and keeps the prompt's keys and values for later requests, if the
+        engine keeps prompts. Ends the answer with an error if the request was lost, or its tokenizer failed."""
         if self.is_lost:
             self.fail(self.failure or NotFinite(LOST))
             return

@@ -109,8 +109,9 @@ class Sampler:
             logits: float32, shape (vocab_size,); each number is finite or minus infinity.
 
         Raises:
-            ConfigurationError: a logits processor returned logits of another shape. A token outside the vocabulary
-                would fail in the next step, and with it the requests of that step.
+            ConfigurationError: a logits processor returned NaN, or logits of another shape. A token outside the
+                vocabulary would fail in the next step, and with it the requests of that step.
+            RuntimeError: no token can be drawn, for example because a small temperature made all logits infinite.
         """
         scores = logits[None]
         if self._processors:

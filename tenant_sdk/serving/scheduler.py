@@ -12,8 +12,9 @@ Guarantees:
 - a request of the caller with the fewest running requests is admitted first. The requests of one caller are admitted in
   the order in which they came, as far as they are ready and fit;
 - smaller requests may overtake a request that does not fit for `overtaking_s` seconds. After that time, no request is
-  admitted before it. Only one request at a time keeps others waiting like this, and the time of the next begins when it
-  is admitted, so that a caller with many large requests does not keep other callers out;
+  admitted before it. Only one request at a time keeps others waiting like this. For the next request that does not
+  fit, the seconds are counted from when the first was admitted or removed, so that a caller with many large requests
+  does not keep other callers out;
 - the oldest prompt that is being computed gets at least half of the budget for prompts, so that it is always completed.
   The shortest prompts get the rest first.
 """
@@ -47,11 +48,11 @@ class Segment:
 
     Attributes:
         request: the request's number.
-        start, stop: the range of the request's tokens that are computed; positions count from the prompt's start and go
-            on through the answer.
+        start, stop: the range of the request's tokens that are computed, `stop` excluded. They are counted from the
+            start of the prompt, with its padding, and on through the answer.
         slot: the slot of the request's adapter.
         samples: whether the range ends with the last token that is known, so that its last row gives the next token.
-        num_drafted: the number of further rows, which are for drafted tokens: those that may follow the range.
+        num_drafted: the number of further rows, which are for drafted tokens (guesses of the tokens after the range).
     """
 
     request: int
@@ -108,7 +109,8 @@ class Budget:
     num_drafted: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError if, with these limits, a request could wait for ever."""
+        """Raises ConfigurationError if a limit is not a whole number above 0, or a step has too few rows for the
+        answers of all running requests. `overtaking_s` and `num_drafted` are not checked."""
         for name in ("step_tokens", "max_running", "kv_bytes"):
             positive(name, getattr(self, name))
         if self.step_tokens < self.max_running * (1 + self.num_drafted):
@@ -145,8 +147,8 @@ class _Entry:
         num_read: the number of these tokens that the model has computed.
         kv_bytes: the bytes of KV that the request reserves when it is admitted.
         start: see `Scheduler.add`.
-        blocked_since: the time at which the request was first found ready, but too large for the free KV. Only one
-            waiting request has this time.
+        blocked_since: the time at which the request was first found ready, but too large for the free KV. At most one
+            waiting request has such a time; it is None for all others.
         is_answered: whether the answer has begun, so that the prompt was computed.
     """
 
@@ -204,7 +206,7 @@ class Scheduler:
             num_prompt: the number of rows of the prompt, at least one.
             kv_bytes: the bytes of KV of the prompt and the longest answer.
             adapter: the request's adapter; the request is not admitted before the adapter is ready.
-            caller: the party that the request is for; the running requests are shared among callers.
+            caller: the party that the request is for; see the order of admission at the top of this module.
             start: called once, when the request is admitted, with the adapter ready. The function returns the number of
                 the prompt's first rows that need not be computed, fewer than `num_prompt`.
 
@@ -263,7 +265,8 @@ class Scheduler:
         )
 
     def _prompt_rows(self, budget: int) -> dict[int, int]:
-        """Shares a step's remaining rows among the prompts that are being computed. The oldest prompt gets half of them
+        """Shares a step's remaining rows among the prompts that are being computed, and returns the rows of each
+        request that gets any. The oldest prompt gets up to half of them first, then the shortest prompts are served
         first."""
         reading = [entry for entry in self._running.values() if entry.remaining > 1]
         if not reading or budget < 1:

@@ -26,7 +26,8 @@ class SegmentResult:
     Attributes:
         logits: the logits of the next token, float32, shape (num_wanted, vocab_size), with a row for each row of the
             segment whose logits are wanted; None if the prompt is not complete yet.
-        is_finite: whether all last hidden states and logits are finite; a logit may also be minus infinity.
+        is_finite: whether all last hidden states are finite, and each row of logits has a finite maximum, so that
+            single logits may be minus infinity.
     """
 
     logits: torch.Tensor | None = field(repr=False)
@@ -54,7 +55,8 @@ class StepRunner:
         self._kv_device = kv_device
 
     def run(self, step: Step, requests: Sequence[Request]) -> list[SegmentResult]:
-        """Computes a step, and adds the new keys and values to those of the step's requests.
+        """Drafts tokens if there is a drafter, computes the step, and adds the new keys and values to those of the
+        step's requests.
 
         Args:
             step: the segments to compute.
@@ -62,6 +64,9 @@ class StepRunner:
 
         Returns:
             The result of each segment.
+
+        Raises:
+            VeilbaseError: a call to the provider failed, or the engine does not serve the model.
         """
         if self._drafter is not None:
             self._drafter.draft(step.segments, requests)

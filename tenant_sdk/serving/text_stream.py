@@ -1,9 +1,10 @@
 """This module decodes the tokens of one answer into text, token by token, and finds stop strings.
 
-Guarantees: the pieces together are the text that the tokenizer decodes from all tokens at once, up to the first stop
-string, which is left out. A piece never ends inside a character of several tokens; such a character decodes to U+FFFD
-until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such text is
-held back.
+Guarantees: the pieces together are the text that the tokenizer decodes from all tokens at once, without special tokens,
+up to the first stop string, which is left out. This holds for tokenizers with which further tokens do not change
+complete earlier characters. A piece never ends inside a character of several tokens, up to 16; such a character decodes
+to U+FFFD until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such
+text is held back.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class TextStream:
         return self._hand_out(now[len(before) :], is_end=False)
 
     def end(self) -> str:
-        """Returns the rest of the text, which was held back for a character or a stop string that was never
-        completed."""
+        """Returns the rest of the text, which was held back for a character or a stop string that was never completed;
+        returns an empty string after a stop string."""
         if self.is_stopped:
             return ""
         whole = self._decode(0, len(self._token_ids))
@@ -82,5 +83,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of the text that is a prefix of the stop string."""
+    """Returns the length of the longest suffix of the text that is a prefix of the stop string and shorter than it."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

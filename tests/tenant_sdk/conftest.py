@@ -1,4 +1,4 @@
-"""Provides one tiny chat model per session, served with its own weights and with int8 weights, and clients of it."""
+"""Provides one tiny chat model for all tests, served with its own weights and with int8 weights, and a client of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def served_model(chat_folder: Path) -> ServedModel:
 
 @pytest.fixture(scope="session")
 def chat_client(chat_folder: Path) -> Iterator[TenantClient]:
-    """Provides a client with native weights and float arithmetic, so that its results equal local ones."""
+    """Provides a client with native weights, float arithmetic and no mask, so that its results equal local ones up to
+    rounding."""
     cache = chat_folder.with_name("cache")
     with TenantClient(f"inproc:{chat_folder}", weights="native", mask="off", arithmetic="float", cache=cache) as client:
         yield client

@@ -351,7 +351,7 @@ finally:
 
 
 def run_finetune(monkeypatch: Any, data: str, *arguments: str) -> Any:
-    """Runs the command in this process, and returns how it ended."""
+    """Runs `tenant finetune` in this process, and returns its exit code."""
     words = ["tenant", "finetune", data, "--output", "out", *arguments]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:

@@ -156,7 +156,8 @@ def test_there_and_back(load: Callable[..., Any], mask: str, device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_default_device_changes_nothing(load: Callable[..., Any], mask: str, device: str) -> None:
-    """Scripts use `torch.set_default_device` to move everything. Besides the CPU, a device without data is tested."""
+    """Scripts use `torch.set_default_device` to move everything. For a model on the CPU, the default device is `meta`,
+    on which tensors have no data."""
     ids = batch()
     model = load(mask).to(device)
     with torch.no_grad():

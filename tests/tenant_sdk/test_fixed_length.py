@@ -27,7 +27,7 @@ NUM_CALLS = NEW_TOKENS * GROUPS
 
 @pytest.fixture
 def stop(opened: Opened) -> int:
-    """Returns the third token of an answer to "who?", which is no special token."""
+    """Returns the third token of an answer to "who?", which differs from the first two."""
     client, _ = opened()
     model, ids = client.load_model(), torch.tensor([_encoded(client)])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tests that only their owner can read checkpoints and adapters, under any umask and at every moment."""
+"""Tests that only the owner can read checkpoints and new adapters, under any umask and at every moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT = ADAPTER | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "traine
 
 
 class Broken(Exception):
-    """Is raised to end a run."""
+    """Ends a run in the middle."""
 
 
 @pytest.fixture(params=[0, 0o022], ids=oct)

@@ -118,8 +118,8 @@ def test_padded_prompts(hostile: HostileBundle, connect: Open, chat_client: Tena
 
 @pytest.mark.parametrize("prompt", ["who?", "a longer question, is it not?"])
 def test_padding_changes_no_answer(connect: Open, chat_folder: Path, prompt: str) -> None:
-    """The results are compared with the same arithmetic without padding. In float arithmetic, a head of size 8 leaves
-    no room for ties."""
+    """Both sessions use float arithmetic, so that padding changes logits only by the rounding of floating-point sums,
+    which is too little to change an answer of this model."""
     options: dict[str, Any] = {"arithmetic": "float", "weights": None}
     with connect(**options) as plain, connect(pad_rows=48, **options) as padded:
         assert padded.generate(prompt, max_new_tokens=12) == plain.generate(prompt, max_new_tokens=12)
@@ -302,7 +302,7 @@ def test_training_rows_that_the_tokenizer_fails_on_send_as_many_rows(
 
 
 class Panics(BaseException):
-    """Raises an exception like the tokenizers library's PanicException, which is no subclass of Exception."""
+    """Stands in for the PanicException of the tokenizers library, which is no subclass of Exception either."""
 
 
 def test_a_decoder_that_panics_ends_no_answer_early(

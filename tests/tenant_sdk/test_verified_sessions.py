@@ -169,7 +169,8 @@ def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, t
 
 
 def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
-    """Above 160 rows the check folds rows. An honest call passes, and a single wrong number in 2,000 rows does not."""
+    """From 160 rows on, the check may add up random subsets of the rows and compare only the sums (noise/verify.py). An
+    honest call passes, and a single wrong number in 2,000 rows does not."""
     client = site.inproc(forger)
     layer: Any = client.load_model().lm_head
     with torch.no_grad():

@@ -4,10 +4,10 @@ A slot is a numbered place for one adapter on the device. Each row of a step has
 
 Guarantees: a row gets the adapter of its slot and no other. A layer is called once for all rows of a step, as without
 adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the same
-layers share a call to the provider, except where an adapter in the step changes this layer's input. In a store
-with `separate_calls`, each layer gets a tensor object of its own in every step, so that the provider cannot see that
-such an adapter is used. If a
-layer is adapted in a step but gets another number of rows than the step has, the call fails.
+layers share a call to the provider, except where an adapter in the step changes this layer's input. In a store with
+`separate_calls`, each layer that could share a call gets a tensor object of its own in every step, so that the provider
+cannot see that such an adapter is used. If a layer is adapted in a step but gets another number of rows than the step
+has, the call fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class CurrentStep(threading.local):
 
     Attributes:
         value: the step; None outside a step.
-        head: the rows of the step whose logits are computed; None if these are all rows.
+        head: the rows of the step whose logits are computed, as a step of their own; None if these are all rows, or if
+            no adapter of the step changes the head.
         inputs: for each layer whose input an adapter has changed, the input before this change.
     """
 

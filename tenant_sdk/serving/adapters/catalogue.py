@@ -234,7 +234,7 @@ def _from_hub(source: str, file: str) -> Path:
 
 
 class _NoDowngrade(urllib.request.HTTPRedirectHandler):
-    """Follows only redirects to https, since others could read an adapter that is sent over unencrypted http."""
+    """Follows only redirects to https. An eavesdropper could read an adapter that is sent over unencrypted http."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         """Returns the redirected request; raises ValueError if its address is not https."""

@@ -99,11 +99,13 @@ class DeviceTier:
             return slot
 
     def fill(self, slot: int, packed: PackedAdapter | PackedModules) -> None:
-        """Copies an adapter into the slot that `assign` returned for it. From then on, `acquire` finds the adapter.
+        """Copies an adapter into the slot that `assign` returned for it. From then on, `acquire` finds the adapter. If
+        this fails, the slot is free again.
 
         Raises:
-            ConfigurationError: the adapter's modules cannot be used; the slot is then free again.
-            RuntimeError: the device has too little memory; the slot is then free again.
+            ConfigurationError: the adapter's modules cannot be used.
+            InvalidTensor: one of the adapter's modules does not call its base layer once.
+            RuntimeError: the device has too little memory.
         """
         rank, place = self.numbers.place(slot)
         try:

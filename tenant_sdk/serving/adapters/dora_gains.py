@@ -1,10 +1,12 @@
 """This module turns a DoRA adapter's magnitudes into gains, the factors by which DoRA multiplies a layer's outputs.
 
-The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ. An adapter that is served
-does not change, so its gains are computed once, when it is brought into host memory.
+The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ, where W is the base
+weight, shape (inputs, outputs), and s LoRA's scaling. An adapter that is served does not change, so its gains are
+computed once, when it is brought into host memory.
 
 Guarantees: for layers at the provider, the calls depend on which layers the adapter has and on its ranks, and on
-nothing else. They mask their rows with fresh slots. Gains are finite and bounded, whatever the provider answers.
+nothing else. Their rows are masked as all others are, with masks that are used once. Gains are finite and bounded,
+whatever the provider answers.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def gains_of(
         By module: float32, shape (outputs,), on the CPU.
 
     Raises:
-        ConfigurationError: a magnitude is no number, or much larger than its norm.
-        VeilbaseError: a call to the provider failed.
+        ConfigurationError: a magnitude is NaN, or more than `MAX_GAIN` times the norm of its column.
+        VeilbaseError: a call to the provider failed, or gave numbers that are not finite.
     """
     pieces = packed.values.split([layer.num_weights for layer in packed.layers])
     factors: _Factors = {

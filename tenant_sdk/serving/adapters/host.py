@@ -59,8 +59,8 @@ class PackedAdapter:
         digest: the SHA-256 of the adapter's files, in hex.
         layers: the layers whose factors are in `values`, in order.
         values: A and then Bᵀ of each layer, as one flat tensor, shape (num_weights of all layers,).
-        gains: for DoRA, the factors of each layer's outputs by module, float32, shape (out_features,), which are also
-            factors of B; empty for LoRA.
+        gains: for DoRA, by module, the factors by which the layer's outputs and the outputs of B are still to be
+            multiplied, float32, shape (out_features,); empty for LoRA.
     """
 
     digest: str
@@ -119,8 +119,9 @@ def pack(
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
-    """Returns the description of a layer in a packed adapter. The layer's scaling is multiplied into B if this rounds
-    nothing, and is kept as a separate number otherwise."""
+    """Returns the description of a layer in a packed adapter. In float32, or if the scaling is 0 or a power of two,
+    the scaling is multiplied into B and `scaling` is 1. Otherwise this would round B in bfloat16, so `scaling` keeps
+    it."""
     exact = dtype is torch.float32 or abs(math.frexp(stored.scaling)[0]) in (0.0, 0.5)  # 0 or ± a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)

@@ -68,7 +68,8 @@ def _word(value: Any) -> bool:
 
 
 def _kept_ranks(value: Any) -> bool:
-    """Checks the table in which AdaLoRA lists, for each layer, the ranks that it has not pruned."""
+    """Returns whether a value is None or a table as AdaLoRA writes it, with a list for each layer that says of each
+    rank whether it was kept."""
     return value is None or (
         isinstance(value, dict)
         and all(isinstance(each, list) and all(isinstance(kept, bool) for kept in each) for each in value.values())
@@ -89,7 +90,8 @@ class Kind:
         patterns: the settings that are tables of patterns, each with the check of its values.
         training: further settings that change nothing once the adapter is trained.
         changes_inputs: whether all layers of this kind call their base layers with changed inputs.
-        shapes_on_meta: whether PEFT can make the layers without memory, to learn their shapes.
+        shapes_on_meta: whether PEFT can make the layers on torch's meta device, which takes no memory, so that their
+            shapes can be read.
         always: settings of training that PEFT requires, each with a value that PEFT accepts.
     """
 
@@ -199,7 +201,8 @@ _ALWAYS_TRAINING = frozenset({
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_weights", "init_ia3_weights",
     "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config", "bias",
 })  # fmt: skip
-"""The settings that every kind may have, and that change nothing once an adapter is trained."""
+"""The settings that every kind may have, and that are not given to PEFT: they change nothing once an adapter is
+trained, or are checked or chosen elsewhere, as `bias` and `target_modules` are."""
 _INITS = frozenset({"lycoris", "xavier_uniform", "kaiming_uniform", "gaussian", "orthogonal", "eva"})
 """The texts that `init_weights` may be: ways to choose the initial numbers of the adapter. None changes the base."""
 

@@ -19,8 +19,8 @@ from wire.errors import ConfigurationError
 
 MOST_RUNS = 2
 """Up to this many adapters of one rank in a step are multiplied one after the other; more are multiplied by
-`grouped_mm`. One group of 16 rows takes 19 µs in the first way and 41 µs in the second (576 to 1536 features, one
-core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
+`grouped_mm`. A group is the rows of one adapter. One group of 16 rows takes 19 µs in the first way and 41 µs in the
+second (576 to 1536 features, one core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
 
 
 MODULES = 0
@@ -32,7 +32,7 @@ class Stack:
 
     Attributes:
         lora_a: A, shape (slots, rank, inputs).
-        lora_b: Bᵀ times the scaling, shape (slots, rank, outputs).
+        lora_b: Bᵀ times the scaling, and for DoRA times the gains, shape (slots, rank, outputs).
         places: for each slot, A and then Bᵀ as one flat tensor.
         adapted: the slots whose adapter adds to this layer. The factors of a slot with another adapter are zero.
         scaled: the slots whose adapter is DoRA.
@@ -43,7 +43,14 @@ class Stack:
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Allocates memory without writing to it. On a CPU, the system then gives memory only to slots that are
-        written."""
+        written.
+
+        Args:
+            num_slots, rank: the number of slots, and their rank.
+            shape: (inputs, outputs) of the layer.
+            dtype, device: dtype and device of the factors.
+            bias: the layer's bias, which DoRA's gains do not multiply; None if the layer has none.
+        """
         inputs, outputs = shape
         whole = torch.empty(num_slots, rank * (inputs + outputs), dtype=dtype, device=device)
         self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
@@ -74,7 +81,7 @@ class Stack:
         self.scaled.add(place)
 
     def apply(self, rows: torch.Tensor, flat: torch.Tensor, segment: Segment, inputs: torch.Tensor) -> None:
-        """Adds B·A·x of their adapters to the rows of a segment, after DoRA's gains.
+        """Multiplies the output rows of a segment by DoRA's gains, and then adds B·A·x of each row's own adapter.
 
         Args:
             rows: the input of the layer, shape (rows of the step, inputs).
@@ -104,8 +111,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Run:
-    """Describes the rows `begin` to `end` of a step, which share one adapter. `place` is the adapter's index in the
-    stacks of its rank."""
+    """Describes the rows from `begin` to before `end` of a step, which share one adapter. `place` is the adapter's
+    index in the stacks of its rank."""
 
     place: int
     begin: int
@@ -121,7 +128,7 @@ class Segment:
         begin, end: the range of these rows among all rows of the step.
         runs: the runs of rows with one adapter, in order.
         offs: for each slot, the end of its rows within the segment, int32, shape (slots,); None if there are at most
-            `MOST_RUNS` runs.
+            `MOST_RUNS` runs, and for `MODULES`.
         place_of_row: the index of each row's adapter, int64, shape (rows of the segment,).
     """
 

@@ -18,7 +18,8 @@ MAX_ALTERNATIVES = 32
 _QUANTIFIERS = re.compile(r"[*+?{]")
 _UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?!:)|\\[NUux]|[^ -~]")
 """Finds parts of a pattern that are refused: a repeated group, which may take exponential time; a flag or a look-ahead;
-a character beyond ASCII, since ranges of such characters take long to compile."""
+a character beyond printable ASCII, also as an escape (`\\N`, `\\U`, `\\u`, `\\x`), since ranges of such characters take
+long to compile."""
 
 
 def bounded_patterns(
@@ -35,7 +36,8 @@ def bounded_patterns(
         Each pattern as it is written and compiled, and its value, which is not checked.
 
     Raises:
-        ConfigurationError: the table is too large, or matching one of its patterns could take long.
+        ConfigurationError: the setting is no table, the table is too large, or one of its patterns is invalid or could
+            take long to match.
     """
     patterns = config.get(setting) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
@@ -51,8 +53,8 @@ def bounded_patterns(
 
 
 def bounded_pattern(pattern: str) -> re.Pattern[str] | None:
-    """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if matching could
-    take long."""
+    """Compiles a pattern that matches as in PEFT (`peft.utils.other.get_pattern_key`); returns None if the pattern is
+    invalid, or matching could take long."""
     # In one group that is not repeated, alternatives add to the ways to match and do not multiply them. So matching
     # takes at most the cube of a module name's length, or its square for each alternative.
     num_alternatives = pattern.count("|")

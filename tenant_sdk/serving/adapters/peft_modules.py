@@ -59,8 +59,8 @@ class _Expected:
 class ShapeChecks:
     """Compares the tensors of files with those that PEFT expects, without allocating memory for them.
 
-    PEFT has to make the modules of all layers for this, which takes about as long as making them for use. What it
-    expects is therefore remembered for the latest settings, which adapters of one origin often share.
+    PEFT has to make the modules of all layers for this, which takes about as long as making them for use. So the
+    expected shapes are remembered for the latest 16 settings, which adapters of one origin often share.
     """
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
@@ -77,7 +77,8 @@ class ShapeChecks:
             max_bytes: the most bytes that the modules may take.
 
         Raises:
-            ConfigurationError: the tensors differ in a name or shape, or the modules take too much memory.
+            ConfigurationError: the tensors differ in a name or shape, the modules take too much memory, or PEFT refuses
+                the settings.
         """
         expected = self._expected(name, contents, max_bytes)
         found = {key: each.shape for key, each in contents.named.items()}
@@ -127,6 +128,7 @@ def make_modules(
 
     Raises:
         ConfigurationError: PEFT cannot make a module, or a module is refused.
+        InvalidTensor: a module does not call its base layer once.
     """
     made = _injected(packed.name, packed.contents, layers, dtype, device)
     with _no_random_numbers():  # AdaLoRA makes its factors anew if some ranks are left out.
@@ -212,7 +214,8 @@ def _options(contents: ModuleFile, layers: Mapping[str, Layer]) -> dict[str, Any
 def _skeleton(
     contents: ModuleFile, layers: Mapping[str, Layer], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:  # fmt: skip
-    """Returns a module that has a stub under the name of each layer that the adapter changes, and nothing else."""
+    """Returns a module that has a stub under the name of each layer that the adapter changes. It also has one
+    parameter, from which PEFT learns the device."""
     root = nn.Module()
     root.register_parameter("device_of_rows", nn.Parameter(torch.zeros(1, device=device), requires_grad=False))
     for module in contents.modules:
@@ -235,6 +238,7 @@ def _try(
 
     Raises:
         ConfigurationError: the module cannot be used.
+        InvalidTensor: the module does not call its base layer once.
     """
     rows = torch.full((2, shape[0]), math.nan, dtype=dtype, device=device)
     given = torch.full((2, shape[1]), math.nan, dtype=dtype, device=device)

@@ -42,7 +42,8 @@ class Placement:
             return sum(not job.ticket.released for jobs in self._waiting.values() for job in jobs)
 
     def take(self, ticket: AdapterTicket, digest: str) -> bool:
-        """Gives a ticket the slot of its adapter, if the adapter is on the device.
+        """Gives a ticket the slot of its adapter, if the adapter is on the device and the ticket may overtake those
+        that wait for a slot of the same rank.
 
         Returns:
             Whether the ticket has the slot now. If not, callers must load the adapter and call `place`.
@@ -66,7 +67,8 @@ class Placement:
             first: whether the ticket has already waited and is the next one of its rank.
 
         Raises:
-            ConfigurationError: no rank of the device tier is large enough.
+            ConfigurationError: no rank of the device tier is large enough, or the adapter's modules cannot be used.
+            InvalidTensor: one of the adapter's modules does not call its base layer once.
             RuntimeError: the device has too little memory.
         """
         rank = self._device.numbers.rank_for(packed.rank)

@@ -30,7 +30,7 @@ class Limits:
 
     Attributes:
         dtype: the dtype of LoRA adapters in host memory.
-        numbers: the ranks that have slots.
+        numbers: the numbering of the slots, which tells which ranks have slots.
         fixed_inputs: the layers whose inputs no adapter may change.
     """
 
@@ -62,6 +62,7 @@ class AdapterReader:
 
         Raises:
             ConfigurationError: the adapter cannot be used. The reason is remembered while the files stay as they are.
+            VeilbaseError: a call to the provider failed, which a DoRA adapter needs. This is not remembered.
         """
         stamp = origin.folder.stamp(origin.name, origin.subfolder)
         try:

@@ -93,7 +93,8 @@ class AdapterStore:
             device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
                 adapters of all other kinds together.
             host_bytes: the most bytes of adapters in host memory.
-            on_ready: called from another thread, without arguments, when a ticket is ready or has failed.
+            on_ready: called without arguments, from any thread, when a ticket that was not ready at once is ready or
+                has failed.
             dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
                 numbers unrounded. Adapters of other kinds keep the dtypes of their files.
             bases: further names of this model's weights, which adapters may name as their base model.
@@ -106,6 +107,7 @@ class AdapterStore:
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
                 used.
+            VeilbaseError: a call to the provider failed, which a DoRA adapter among `preload` needs.
         """
         if not 1 <= device_slots <= MOST_SLOTS:
             raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_SLOTS}, got {device_slots}")

@@ -31,8 +31,8 @@ class _Stopped(Exception):
 
 
 class _Call(threading.local):
-    """Holds the call that the current thread makes: the rows that the base layer got, and those that it gave (None in
-    a module's first run)."""
+    """Holds the run of a module in the current thread: the rows that the real base layer got (None if they are not
+    compared), the rows that it gave (None in the first run), and how often the module has called its stub."""
 
     inputs: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
@@ -46,7 +46,11 @@ class _Stub:
     """Implements the call of a base layer that computes nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Ends the module's run, or returns the rows that the real base layer gave."""
+        """Ends a module's first run by `_Stopped`; returns the rows that the real base layer gave in the second.
+
+        Raises:
+            InvalidTensor: in the second run, `x` differs from the rows that the real base layer got.
+        """
         _CALL.num_calls += 1
         if _CALL.outputs is None:
             raise _Stopped(x)
@@ -64,7 +68,8 @@ class StubConv1D(_Stub, RemoteConv1D):
 
 
 def stub_of(layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Returns a stub of a layer's type with the layer's bias, which some PEFT modules take off the output they get.
+    """Returns a stub of a layer's type, with a copy of the layer's bias, which some PEFT modules subtract from the
+    output that they get. On the meta device, the bias has no numbers.
 
     Args:
         layer: a Linear or Conv1D, local or remote.

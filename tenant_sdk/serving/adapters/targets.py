@@ -16,7 +16,7 @@ class Base:
 
     Attributes:
         names: the names by which adapters may refer to the model; the first is the model's own name.
-        shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
+        shapes: (inputs, outputs) of each linear layer, by module name; adapters may change these layers and no others.
         in_groups: the layers that share a call to the provider with other layers, such as q, k and v.
     """
 

@@ -47,7 +47,7 @@ _OTHER_KINDS = {
     "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
 }  # fmt: skip
-"""Maps parts of tensor names that plain LoRA does not have to what has such tensors."""
+"""Maps a part of a tensor's name that plain LoRA does not use to the words for such a tensor in an error message."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class ModuleFile:
         return tuple(self.named.values())
 
     def packed_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes that the adapter takes in host memory, where its numbers keep the dtypes of the file."""
+        """Returns the bytes that the adapter takes in host memory, where its numbers keep the dtypes of the file;
+        `dtype` is ignored."""
         return sum(each.num_bytes for each in self.tensors)
 
 
@@ -165,7 +166,7 @@ def parse_weights(
     Whether the shapes of another kind than LoRA fit the settings is checked later, since only PEFT knows these shapes.
 
     Raises:
-        ConfigurationError: a check failed; the error states the expected and the found value in one line.
+        ConfigurationError: a check failed; the error states the reason in one line.
     """
     only_matrices = isinstance(settings, LoraSettings) and not settings.dora
     tensors = _tensors(name, header, file_bytes, 2 if only_matrices else MAX_DIMENSIONS)

@@ -1,7 +1,7 @@
 """This module calls the compiled attention of kernels.c, for x86-64 processors with AVX2 and FMA.
 
 Guarantees: the results equal those of torch's attention up to rounding. If kernels.c was not built, or the processor
-lacks what the compiled code needs, `available()` is False, and callers must not call anything else.
+lacks what the compiled code needs, `available()` and `serves()` return False, and `attend` raises an error.
 
 This module checks all arguments of the compiled code, which checks nothing itself.
 """
@@ -37,8 +37,9 @@ _VERSION = 2
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
 PIECE_FIELDS = 8
-"""The numbers that describe a piece to the compiled code: the addresses of keys, values, keys' scales and values'
-scales, then the capacity, the number of tokens before the piece, its first row and its number of rows."""
+"""How many numbers describe a piece to the compiled code: the addresses of keys, values, keys' scales and values'
+scales, then the capacity in tokens, the index in this memory at which the piece's new tokens begin, the index of its
+first row in the step, and its number of rows."""
 
 
 class _Fresh(ctypes.Structure):
@@ -75,12 +76,14 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Tells whether this machine has the compiled form; it returns False if VEILBASE_KERNELS is `none`."""
+    """Returns whether this machine can use the compiled attention; False if the environment variable VEILBASE_KERNELS
+    is `none`."""
     return _library() is not None
 
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
-    """Tells whether the compiled form can compute with heads of this size, kept in this dtype, on this machine."""
+    """Returns whether the compiled attention can be used on this machine for keys and values of this head size and
+    dtype."""
     return head_dim % LANES == 0 and 0 < head_dim <= _MOST_HEAD_DIM and dtype in _KINDS and available()
 
 
@@ -127,7 +130,8 @@ def attend(
         softcap: the bound c of the scaled products p, which become c · tanh(p / c); None means no bound.
 
     Raises:
-        ConfigurationError: shapes do not fit together, or a piece does not fit into its memory.
+        ConfigurationError: shapes do not fit together, a piece does not fit into its memory, or the compiled attention
+            cannot be used for these heads on this machine.
     """
     library = _library()
     num_heads, _, head_dim = query.shape

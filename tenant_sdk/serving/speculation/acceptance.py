@@ -29,7 +29,7 @@ import torch
 
 def take_accepted(drafted: Sequence[int], logits: torch.Tensor, take: Callable[[torch.Tensor], int | None]) -> int:
     """Lets a request choose its next tokens, one for each drafted token and one more. The request stops after the first
-    token that differs from the drafted one.
+    token that differs from the drafted one or ends the answer.
 
     Args:
         drafted: the drafted tokens.

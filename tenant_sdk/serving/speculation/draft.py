@@ -91,6 +91,7 @@ class DraftModel:
 
         Raises:
             ConfigurationError: the model cannot compute rows of several requests in one pass.
+            Exception: whatever the model raises when it is tried on one token.
         """
         shared = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self.layout: KvLayout = replace(kv_layout(shared, kv_dtype, step_tokens), num_rewound=num_drafted)
@@ -149,6 +150,7 @@ class DraftModel:
         """Returns the logits of the wanted rows for the remote model's vocabulary, shape (num_wanted, vocab_size).
 
         Tokens that the draft model does not have get minus infinity. Tokens that only the draft model has are left out.
+        In `token_ids`, a token that the draft model does not have is replaced by its last one.
         """
         known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
         numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]

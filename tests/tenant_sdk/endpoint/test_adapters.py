@@ -139,7 +139,8 @@ def test_a_name_leads_to_one_adapter(client: TenantClient, root: Path) -> None:
 
 
 def test_an_adapter_that_appears_later_takes_its_name_from_another(client: TenantClient, root: Path) -> None:
-    """A job may train an adapter whose name has been given to another one."""
+    """A request gives the name `later` to the adapter `support`. Then an adapter is saved under this name, as a job may
+    do, and the name means the new adapter."""
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert load(http, "later", "support").status_code == 200
         save_adapter(client.load_model(), root / "later", 5)
@@ -149,7 +150,7 @@ def test_an_adapter_that_appears_later_takes_its_name_from_another(client: Tenan
 
 
 class TwoFolders:
-    """A store of adapters that lets a test do something while an adapter is loaded."""
+    """Implements a store of two adapters that calls a function of the test while an adapter is loaded."""
 
     def __init__(self) -> None:
         self.while_loading: Callable[[], None] = lambda: None

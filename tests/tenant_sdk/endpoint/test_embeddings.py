@@ -1,5 +1,5 @@
-"""Tests embeddings with OpenAI's own client: each is the mean of a text's last hidden states at length 1, whatever
-shares its steps, and whether the client asks for numbers or for base64."""
+"""Tests embeddings with OpenAI's own client: each is the mean of a text's last hidden states, scaled to length 1,
+whatever other requests share its steps, and whether the client asks for numbers or for base64."""
 
 from __future__ import annotations
 

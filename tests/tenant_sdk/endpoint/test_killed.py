@@ -1,5 +1,5 @@
-"""Tests that a job survives the death of its server: `tenant serve` is killed in the middle of a job, and started
-again."""
+"""Tests the end of `tenant serve`: a signal ends it with exit code 0, and if it is killed in the middle of a job, the
+job goes on when it is started again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client_of(serving: ServeCommand) -> openai.OpenAI:
 
 
 def steps_of(ai: openai.OpenAI, job_id: str) -> dict[int, float]:
-    """Returns the loss of each step of a job that its events tell."""
+    """Returns the losses that the events of a job report, by step."""
     told: list[Any] = [each.data for each in ai.fine_tuning.jobs.list_events(job_id) if each.type == "metrics"]
     return {each["step"]: each["train_loss"] for each in told}
 

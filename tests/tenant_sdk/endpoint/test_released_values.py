@@ -77,7 +77,8 @@ def test_with_release_values_embeddings_are_rounded_more_coarsely(folder: Path) 
 
 
 def test_a_repetition_penalty_does_not_enlarge_logprobs(folder: Path) -> None:
-    """It would multiply the mask's error too, so that the step of the rounding no longer covers it."""
+    """Log probabilities are those before the penalty. The penalty would multiply the mask's error too, so that rounding
+    would no longer cover this error."""
     with open_client(folder, "off") as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
         tops = [
             http.post("/v1/completions", json={**PLAIN, "logprobs": 5, "repetition_penalty": penalty}).json()
@@ -90,7 +91,7 @@ def test_a_repetition_penalty_does_not_enlarge_logprobs(folder: Path) -> None:
 
 
 def test_logprobs_are_written_in_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 16 long answers take seconds, in which the event loop would serve nobody."""
+    """Writing the log probabilities of 16 long answers takes seconds, in which the event loop would serve nobody."""
     threads = set()
     text_of = TokenTexts.__getitem__
 

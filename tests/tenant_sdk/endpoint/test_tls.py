@@ -90,7 +90,8 @@ def test_a_handshake_that_takes_too_long_is_ended(client: TenantClient, tmp_path
 
 
 def test_clients_that_do_not_let_go_keep_few_descriptors(client: TenantClient, tmp_path: Path) -> None:
-    """A connection over the limit waits for its client's end of TLS. A client that never sends it must not pile up."""
+    """A connection over the limit stays open until its client has ended TLS. Connections of clients that never do this
+    must not pile up."""
     authority = trustme.CA()
     cert, key = issue(authority, tmp_path)
     trusting = ssl.create_default_context()

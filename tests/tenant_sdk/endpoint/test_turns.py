@@ -1,4 +1,5 @@
-"""Tests that a job waits for the engine's steps after its slice of time, and never without one."""
+"""Tests how fine-tuning jobs and the engine take turns: a job that has used up its slice of time waits for the end of
+the engine's present step, and does not wait if there is none."""
 
 from __future__ import annotations
 

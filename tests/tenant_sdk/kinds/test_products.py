@@ -1,4 +1,4 @@
-"""Tests what adapters compute from products with base weights, and the rows that this takes."""
+"""Tests what adapters compute from products with base weights, and the rows that are sent for these products."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_rows_that_are_trained_are_sent_each_time_and_others_once(site: Any, cal
 
 
 def test_a_product_that_is_known_is_not_in_the_store_of_replies(site: Any, tmp_path: Path) -> None:
-    """The second run of a block asks for it no more, and would get it in place of the next product."""
+    """In the second run of a checkpointed block, a known product is not requested again. If the store held its reply,
+    the second run would get this reply in place of the next one."""
     layer, weight = site
     known, frozen, trained = KnownProduct(), torch.randn(3, len(weight)), torch.randn(3, len(weight)).requires_grad_()
     store = ReplyStore(1 << 20, tmp_path)
@@ -93,7 +94,8 @@ def test_a_product_that_is_known_is_not_in_the_store_of_replies(site: Any, tmp_p
 
 
 def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DoRA asks for its products in the first run of a block, whose narrow products are kept for the second."""
+    """DoRA makes its requests in the first run of a checkpointed block. The block's own narrow products are kept for
+    the second run, but not those that masks and checks make during a request."""
     layer, weight = site
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(ReplyStore, "keep_extra", lambda store, tensor: kept.append(tensor))
@@ -109,7 +111,7 @@ def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, m
 
 
 def test_zeros_of_a_spoilt_answer_are_not_the_product_of_the_next(site: Any, calls: Any) -> None:
-    """A provider sees the same calls, whether an answer met a value that is not finite or not."""
+    """A provider sees the same calls, whether or not there was a value that is not finite in the answer before."""
     layer, weight = site
     planned, rows = layer.group.planned_calls, torch.randn(3, len(weight))
     for is_spoilt in (True, False):
@@ -166,8 +168,9 @@ def starts(layer: Any) -> list[torch.Tensor]:
 def test_what_an_adapter_starts_from_is_asked_for_with_public_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a lattice mask the rows are the same bits in two sessions whose random numbers differ, and so are the
-    products: both hold only if no mask is there. Otherwise an adapter's file would tell a mask's noise."""
+    """Such rows are sent without a mask, also in a session with the lattice mask. Otherwise the adapter's file would
+    hold the mask's noise. The test compares two sessions with different random numbers: rows and products are the same
+    bits, which would not be so with a mask."""
     make_tiny("llama", tmp_path)
     sent: list[list[tuple[int, Direction, torch.Tensor]]] = []
 

@@ -1,4 +1,5 @@
-"""Tests which adapters are refused, and that nothing is sent for them."""
+"""Tests which adapters are refused, and that nothing is sent for one that cannot be trained. Also tests that adapters
+of remote layers can be unloaded."""
 
 from __future__ import annotations
 

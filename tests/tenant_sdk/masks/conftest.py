@@ -1,4 +1,5 @@
-"""Provides tiny models, and a site that serves them under the mask that a client chooses."""
+"""Provides tiny models, and a `Site` (tests/support/mask_site.py), whose providers serve them to clients with any
+mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the lattice mask under a model across restarts, failures, threads and forks."""
+"""Tests a model whose rows the lattice mask hides, across restarts, failures, threads and forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the masks `pad` and `shares` under a model."""
+"""Tests a model whose rows the masks `pad` and `shares` hide."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_each_provider_of_shares_has_its_own_identity(site: Site) -> None:
 
 
 def test_one_provider_is_not_two_providers_of_shares(site: Site, tmp_path: Path) -> None:
-    """A single provider would get both x̃ − p and p. It is recognised by its address or its authority, also if the
-    identity is in another folder or has another name."""
+    """A single provider would get both shares of each row, and so the row itself. It is recognised by its address or
+    its authority, also if the identity is in another folder or has another name."""
     client, (first, second) = site.mtls("llama", "llama", mask="shares")
     client.close()
     (a, b), (acme, other) = places(site)

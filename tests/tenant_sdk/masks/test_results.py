@@ -1,4 +1,4 @@
-"""Tests the lattice mask under a model: results, gradients, tokens, and the rows that are sent."""
+"""Tests a model whose rows the lattice mask hides: results, gradients, tokens, and the rows that are sent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, d
 
 
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> None:
-    """Checks that a result is within the bound and, for bf16, within the rounding of product, bias and sum."""
+    """Checks that a result differs from the exact one by no more than the bound and the rounding of its dtype."""
     distance = (wide(got.detach().flatten(0, 1)) - exact).abs()
     fp = 2.0**-22 if dtype is torch.float32 else BF16
     largest = exact.abs().amax() if dtype is torch.bfloat16 else exact.abs()

@@ -1,4 +1,4 @@
-"""Tests the lattice mask under a model: exhausted seeds, hints, and the ledger."""
+"""Tests a model whose rows the lattice mask hides: exhausted seeds, hints, and the ledger."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 
 
 def audited(ledger: Path, identity: Path | None = None) -> list[Seed]:
-    """Returns the totals in a ledger, either of the tenant `acme` with an identity or of clients without an
-    identity."""
+    """Returns the seeds in a ledger, each with how much of it was used: those of the tenant `acme` with this identity,
+    or without an identity those of clients that have none."""
     name = "local"
     if identity is not None:
         name = f"acme of {hashlib.sha256((identity / 'ca.pem').read_bytes()).hexdigest()[:16]}"

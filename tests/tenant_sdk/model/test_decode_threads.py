@@ -61,7 +61,7 @@ def cache_of(length: int) -> DynamicCache:
 
 
 class Strange:
-    """Implements a cache that counts something else than tokens."""
+    """Implements a cache that cannot say how many tokens it holds."""
 
     def get_seq_length(self) -> int:
         raise NotImplementedError

@@ -70,7 +70,8 @@ def dora_model(client: TenantClient, **changes: Any) -> Any:
 
 
 def rows_of_a(requests: Requests) -> list[tuple[int, int]]:
-    """Returns (group, rows) of the requests that are no activations; a batch of the tests has 24 tokens."""
+    """Returns (group, number of rows) of the forward requests whose rows are not activations. Requests of activations
+    have 24 rows, since a batch of the tests has 24 tokens."""
     return [(group, rows) for group, direction, rows in requests if direction is Direction.FORWARD and rows != 24]
 
 
@@ -280,7 +281,7 @@ def test_false_norms_are_one_line_before_anything_is_sent(
 @pytest.mark.parametrize("mask", ["off", "lattice"])
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_lie_in_a_product_shows_in_no_call(opened: Opened, tmp_path: Path, mask: str, after: int) -> None:
-    """The first lie hits A·W of the first layer, the other one the second optimizer step."""
+    """With `after` 0, the lie hits A·W of the first layer. With 9, it hits the second optimizer step."""
     wrong = math.nan if mask == "off" else 2.0**31
     seen = []
     for fault in (HONEST, Fault(Direction.FORWARD, wrong, after)):

@@ -88,7 +88,7 @@ def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatc
 
 
 def _break_product(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Makes all calls from `number` on return infinities, as after an overflow."""
+    """Makes one call, the one with this number counted from 1, return infinite and NaN values, as after an overflow."""
     run, counted = RemoteExecutor.run, [0]
 
     def broken(*arguments: Any) -> torch.Tensor:

@@ -60,7 +60,7 @@ def clear_answers(client: TenantClient) -> dict[str, list[int]]:
 
 
 def pieces_of(answer: Answer) -> list[str]:
-    """Waits for the end of an answer, whether it succeeds or fails."""
+    """Waits for the end of an answer, and returns its pieces of text; returns none if the provider was lost."""
     with contextlib.suppress(Unavailable):
         return list(answer)
     return []

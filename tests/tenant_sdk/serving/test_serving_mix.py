@@ -1,4 +1,5 @@
-"""Tests the random mix of requests of benchmarks/serving_mix.py, by a run of one minute on the real model."""
+"""Tests the random mix of requests of benchmarks/serving_mix.py: a run of one minute on the real model finds no fault,
+and a result with a fault does not count as good."""
 
 from __future__ import annotations
 

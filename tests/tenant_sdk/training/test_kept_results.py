@@ -37,7 +37,8 @@ class Counted(TorchDispatchMode):
 
 
 def asked() -> torch.Tensor:
-    """Returns what a provider answers. Masks and checks make narrow products too, which are nobody else's."""
+    """Returns the reply to a call. The call makes a narrow product of its own, as masks and checks do, which must not
+    be kept for the block."""
     rows = torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH)
     return rows + (rows @ torch.ones(WIDTH, 1))
 
@@ -82,7 +83,8 @@ def test_costly_operations_run_once_if_there_is_room(
 
 
 def test_layout_in_memory_comes_back(tmp_path: Path) -> None:
-    """transformers transposes attention's output, which copies nothing only if its layout is the one it had."""
+    """transformers transposes the output of attention. This copies nothing only if a kept output has the same layout in
+    memory as the first one."""
     store, strides = ReplyStore(0, tmp_path), []
     store.reserve(0, ROOM)
     first, second = KeptReplies(store).contexts()
@@ -97,7 +99,8 @@ def test_layout_in_memory_comes_back(tmp_path: Path) -> None:
 
 
 def test_bfloat16_trains_as_without_a_store(tmp_path: Path) -> None:
-    """Autocast copies a weight in each run, and the copy may lie where that of another weight was before."""
+    """Autocast copies a weight in each run, and the copy may lie where the copy of another weight was before. So an
+    address in memory does not tell which weight it is."""
 
     def trained(**options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -176,7 +176,7 @@ def test_who_can_be_steered(chat_folder: Path, tmp_path: Path) -> None:
 
 
 class TenantClientUnconnected(TenantClient):
-    """Is a client that does not connect when it is entered."""
+    """Implements a client that does not connect when it is entered."""
 
     def __enter__(self) -> TenantClient:
         return self

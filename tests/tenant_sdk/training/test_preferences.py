@@ -118,7 +118,7 @@ def test_bf16(chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
 def test_other_models(kind: str, tmp_path: Path) -> None:
-    """Their heads are tied, and gemma caps its logits."""
+    """The heads of these models are tied to the embeddings, and Gemma caps its logits."""
     folder = make_chat_model(tmp_path / kind, kind)
     config = lora(fan_in_fan_out=kind == "gpt2")
     local = AutoModelForCausalLM.from_pretrained(folder)
@@ -154,7 +154,8 @@ def test_options_that_change_no_loss(chat_client: TenantClient, tmp_path: Path, 
 def test_a_step_is_two_forward_passes_and_one_backward(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `replies` the calls are the same, and with the reference computed before, its passes are not repeated."""
+    """With kept replies, the numbers of calls are the same. With `dpo_precompute_reference`, the reference model
+    computes each row once, and not again in each epoch."""
     seen: Counter[Direction] = Counter()
     before_requests(monkeypatch, lambda call, payload: seen.update([call.direction]))
 
@@ -183,7 +184,8 @@ def test_the_adapter_folder_is_a_stock_one(chat_client: TenantClient, tmp_path: 
 def test_nobody_is_told_and_nothing_is_kept(
     chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL would tell its makers of each run, and describe it in each checkpoint; datasets would keep a copy of rows."""
+    """TRL alone would send telemetry about each run and write a model card into each checkpoint, and the library
+    datasets would keep a copy of the rows. Fine-tuning here does none of this."""
     told: list[Any] = []
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(base_trainer, "send_telemetry", lambda **said: told.append(said))

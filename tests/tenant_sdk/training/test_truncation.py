@@ -77,7 +77,9 @@ def test_a_row_whose_labels_are_cut_off_stays(chat_client: TenantClient, tmp_pat
 
 @pytest.mark.parametrize("tokenizer", ["named", "provider"])
 def test_padded_rows(tokenizer: str, chat_folder: Path, tmp_path: Path) -> None:
-    """Without the option a provider's tokenizer decides nothing: long rows keep their last tokens, as before."""
+    """With `pad_rows` and `truncate`, long rows keep their first tokens, and `drop` is refused. With `refuse`, a long
+    row is an error if the user named the tokenizer. The provider's own tokenizer must not decide which rows are errors,
+    so long rows keep their last tokens."""
     given = {"tokenizer": chat_folder} if tokenizer == "named" else {}
     with TenantClient(f"inproc:{chat_folder}", mask="off", pad_rows=8, cache=tmp_path / "cache", **given) as client:
         with pytest.warns(CutWarning, match="2 of 4 rows were cut to their first 8 tokens"):

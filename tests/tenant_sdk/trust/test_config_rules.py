@@ -1,5 +1,5 @@
-"""Tests an unverified config: only keys that its class declares, in their ranges; the defaults of every architecture
-pass."""
+"""Tests how an unverified config is read: only keys that its class declares count, values out of range are refused, and
+the defaults of every architecture that is served pass."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_the_same_config(tmp_path: Path) -> None:
 
 
 def test_the_defaults_of_every_architecture_pass(tmp_path: Path) -> None:
-    """The default config of each architecture must be read without an error and without a change, because otherwise
-    honest providers would be refused."""
+    """The default config of each served architecture must be read without an error and without a change, because
+    otherwise honest providers would be refused."""
     checked = 0
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         if config_class.model_type == "blt":  # refused: its rows depend on contents

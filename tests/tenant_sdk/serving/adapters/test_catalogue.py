@@ -44,7 +44,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def web(made: Path) -> Iterator[tuple[str, list[str]]]:
-    """Runs a server on this machine's loopback, and returns it with the paths that were requested."""
+    """Runs a server on this machine's loopback, and provides its URL and a list of the paths that are requested."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

@@ -309,7 +309,8 @@ def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) -> None:
-    """The store has one slot. Each adapter replaces an adapter of another kind, which changed other layers."""
+    """The store has one slot for adapters of other kinds than LoRA. Each adapter replaces an adapter of another kind,
+    which changed other layers."""
     save_kind(stock, "llama", tmp_path / "a", "OFT", seed=1)
     save_kind(stock, "llama", tmp_path / "b", "LoHa", seed=2, target_modules=["k_proj"])
     save_kind(stock, "llama", tmp_path / "c", "IA3", seed=3, target_modules=["down_proj"])

@@ -19,8 +19,8 @@ from wire.errors import ConfigurationError, InvalidTensor
 
 IDS = torch.randint(3, 128, (6, 6), generator=torch.Generator().manual_seed(2))
 SHARED = 2 * 4 + 1
-"""The calls of a step: two blocks with qkv, o, gate and up, down (in GPT-2 c_attn, c_proj, c_fc, c_proj), and the head,
-which stays with the tenant in GPT-2."""
+"""The number of calls of a step: four in each of two blocks, for qkv, o, gate and up, and down (in GPT-2 for c_attn,
+c_proj, c_fc, c_proj), and one for the head. GPT-2's head stays with the tenant, and so has no call."""
 SEPARATE = 2 * 7 + 1
 """The number of calls of a step if q, k, v, gate and up have one call each."""
 

@@ -70,8 +70,8 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
-    """There is one slot of one rank. Each adapter replaces one that had a larger rank, or more layers, or DoRA's
-    gains."""
+    """All adapters are put into the one slot of rank 8. An adapter often replaces one with a larger rank, with more
+    layers, or with DoRA's gains."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
     settings: list[dict[str, Any]] = [{"r": 8}, {"r": 8, "target_modules": ["q_proj"]}, {"r": 3}, {"r": 5}, {"r": 1}]

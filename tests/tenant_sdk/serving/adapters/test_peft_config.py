@@ -1,4 +1,5 @@
-"""Tests PEFT's settings: those of LoRA have the same effect as in PEFT, and all others are refused by name."""
+"""Tests the settings of LoRA adapters: those that the store supports have the same effect as in PEFT, and all others
+are refused by name."""
 
 from __future__ import annotations
 

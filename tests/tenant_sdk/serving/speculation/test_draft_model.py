@@ -64,7 +64,7 @@ def test_the_model_itself_has_every_token_accepted(count_steps: Count, itself: P
 
 
 FORCED = 5
-"""A logits hook chooses every fifth token of an answer, and no draft can predict these tokens."""
+"""The distance, in tokens, of the tokens of an answer that a logits hook chooses. No draft can predict these tokens."""
 
 
 def forces(num_prompt: int, token_id: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

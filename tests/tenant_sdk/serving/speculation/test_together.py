@@ -1,4 +1,4 @@
-"""With adapters of the head, PEFT's modules, kept prompts and rounded KV, speculation changes no answer."""
+"""Tests that speculation changes no answer with adapters of the head, PEFT's modules, kept prompts and rounded KV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def answers(
     client: TenantClient, root: Path, asked: list[tuple[str | None, str]], speculation: Speculation | None,
     **options: Any,
 ) -> tuple[list[str], list[int]]:  # fmt: skip
-    """The answers to all requests, twice, and the reused tokens of each request's second turn."""
+    """Submits all requests twice, and returns all answers, and the number of reused tokens of each request of the
+    second turn."""
 
     def make_slots(model: object, wake: object) -> AdapterStore:
         return AdapterStore(
@@ -52,7 +53,8 @@ def answers(
 
 @pytest.mark.parametrize(("kind", "step_tokens"), [("llama", 24), ("mistral", 64)])
 def test_adapters_of_the_head_and_modules_with_kept_prompts(kind: str, step_tokens: int, tmp_path: Path) -> None:
-    """Mistral has windows; with more rows a step, its prompts are still there when they are kept."""
+    """Mistral has a sliding window. With more rows a step, the keys of a whole prompt are still there when its request
+    ends, so that the prompt can be kept."""
     root, folder = tmp_path / "adapters", make_model(kind, tmp_path / kind)
     with open_client(folder) as client:
         model = client.load_model()
