@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
-from tenant_sdk.plain_values import positive
+from tenant_sdk.plain_values import positive, seconds
 from wire.errors import ConfigurationError
 
 
@@ -109,10 +109,11 @@ class Budget:
     num_drafted: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError if a limit is not a whole number above 0, or a step has too few rows for the
-        answers of all running requests. `overtaking_s` and `num_drafted` are not checked."""
+        """Raises ConfigurationError if a limit is not a whole number above 0, `overtaking_s` is no time, or a step has
+        too few rows for the answers of all running requests. `num_drafted` is not checked."""
         for name in ("step_tokens", "max_running", "kv_bytes"):
             positive(name, getattr(self, name))
+        seconds("overtaking_s", self.overtaking_s)
         if self.step_tokens < self.max_running * (1 + self.num_drafted):
             each = f" times 1 + num_drafted ({1 + self.num_drafted})" if self.num_drafted else ""
             raise ConfigurationError(

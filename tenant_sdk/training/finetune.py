@@ -25,6 +25,7 @@ from tenant_sdk.adapters import copied_base_layer, no_compiler, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
+from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
@@ -49,7 +50,7 @@ from tenant_sdk.training.step_losses import StepLosses
 from tenant_sdk.training.token_scores import score_tokens
 from tenant_sdk.training.truncation import REFUSE, check_truncation
 from tenant_sdk.training.unused_options import check_used
-from tenant_sdk.training.waiting import check_wait, with_waits
+from tenant_sdk.training.waiting import with_waits
 from tenant_sdk.training.window_attention import check_window
 from tenant_sdk.training.windows import Windows
 from wire.errors import ConfigurationError, NotFinite
@@ -104,7 +105,7 @@ def finetune(
     check_loss_branches(session, settings, has_evaluation=eval_data is not None)
     check_truncation(truncation, session.bucket)
     check_report_to(report_to)
-    check_wait(provider_wait_s)
+    seconds("provider_wait_s", provider_wait_s)
     mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
     if settings.window_tokens is not None and mode == "auto":
         if memory_budget_mb is not None:
@@ -140,7 +141,7 @@ def finetune(
     )  # fmt: skip
     before, began = session.traffic, time.monotonic()
     state = with_waits(run.attempt, session, provider_wait_s, lambda: run.num_steps, while_waiting)
-    seconds, after = time.monotonic() - began, session.traffic
+    took_s, after = time.monotonic() - began, session.traffic
     checkpoints.discard()
     return FinetuneResult(
         adapter_dir=output_dir,
@@ -148,7 +149,7 @@ def finetune(
         tokens=run.num_tokens,
         bytes_up=after.bytes_up - before.bytes_up,
         bytes_down=after.bytes_down - before.bytes_down,
-        seconds=seconds,
+        seconds=took_s,
         resumed_from_step=step_of(start),
         evaluations=evaluations(state.log_history),
         adapter_step=state.best_global_step if settings.keep_best else state.global_step,

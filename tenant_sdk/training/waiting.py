@@ -6,13 +6,12 @@ every row gets a new mask. A run that failed otherwise is not continued: only a 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from tenant_sdk.warn import warn_and_go_on
-from wire.errors import ConfigurationError, ForkedConnection, TransportError
+from wire.errors import ForkedConnection, TransportError
 from wire.transport.retry import with_jitter
 
 WAIT_S = 600.0
@@ -34,12 +33,6 @@ class Reconnects(Protocol):
 
     def reconnect(self) -> None:
         """Opens connections that are broken; raises TransportError if a provider cannot be reached."""
-
-
-def check_wait(wait_s: float) -> None:
-    """Raises ConfigurationError if this is no time to wait."""
-    if not 0 <= wait_s < math.inf:  # a NaN fails this too
-        raise ConfigurationError(f"provider_wait_s must be a finite number from 0, got {wait_s}")
 
 
 def with_waits(

@@ -128,7 +128,6 @@ def make_modules(
 
     Raises:
         ConfigurationError: PEFT cannot make a module, or a module is refused.
-        InvalidTensor: a module does not call its base layer once.
     """
     made = _injected(packed.name, packed.contents, layers, dtype, device)
     with _no_random_numbers():  # AdaLoRA makes its factors anew if some ranks are left out.
@@ -237,8 +236,7 @@ def _try(
     finite. A finite result shows that a row's result does not depend on the other rows.
 
     Raises:
-        ConfigurationError: the module cannot be used.
-        InvalidTensor: the module does not call its base layer once.
+        ConfigurationError: the module cannot be used; one reason is that it does not call its base layer once.
     """
     rows = torch.full((2, shape[0]), math.nan, dtype=dtype, device=device)
     given = torch.full((2, shape[1]), math.nan, dtype=dtype, device=device)
@@ -256,7 +254,7 @@ def _try(
             reason = "changes its input, which its kind does not"
         elif inputs.shape == rows.shape and bool(torch.isfinite(inputs[0]).all() and torch.isfinite(result[0]).all()):
             return
-    except VeilbaseError:
+    except ConfigurationError:
         raise
     except Exception as exc:  # noqa: BLE001 - as above
         raise ConfigurationError(

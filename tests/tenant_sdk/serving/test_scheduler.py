@@ -7,6 +7,7 @@ import ast
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -203,8 +204,19 @@ def test_a_request_larger_than_the_budget_is_refused() -> None:
         scheduler().add(1, 1, 101, READY)
 
 
-@pytest.mark.parametrize("changes", [{"step_tokens": 0}, {"max_running": True}, {"kv_bytes": -1}, {"step_tokens": 3}])
-def test_budgets_that_cannot_be(changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step_tokens": 0},
+        {"max_running": True},
+        {"kv_bytes": -1},
+        {"step_tokens": 3},
+        {"overtaking_s": -1},
+        {"overtaking_s": "2"},
+        {"overtaking_s": float("nan")},
+    ],
+)
+def test_budgets_that_cannot_be(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(changes))):
         scheduler(**changes)
 

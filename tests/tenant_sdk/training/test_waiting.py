@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from tenant_sdk.plain_values import seconds
 from tenant_sdk.training import waiting
-from tenant_sdk.training.waiting import ProviderAwayWarning, check_wait, with_waits
+from tenant_sdk.training.waiting import ProviderAwayWarning, with_waits
 from wire.errors import ConfigurationError, ForkedConnection, Unauthenticated, Unavailable, VeilbaseError
 
 AWAY = Unavailable("the provider is gone")
@@ -134,7 +136,7 @@ def test_a_check_ends_the_wait(clock: Clock) -> None:
     assert clock.now_s < 5.5
 
 
-@pytest.mark.parametrize("wait_s", [-1.0, math.nan, math.inf])
-def test_impossible_waits(wait_s: float) -> None:
-    with pytest.raises(ConfigurationError, match="finite number from 0"):
-        check_wait(wait_s)
+@pytest.mark.parametrize("wait_s", [-1.0, math.nan, math.inf, True, "600"])
+def test_impossible_waits(wait_s: Any) -> None:
+    with pytest.raises(ConfigurationError, match="provider_wait_s must be a finite number of seconds from 0"):
+        seconds("provider_wait_s", wait_s)

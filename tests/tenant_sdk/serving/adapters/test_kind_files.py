@@ -19,7 +19,7 @@ from tenant_sdk.serving.adapters import AdapterStore, kinds, peft_modules
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.saved_kinds import EXAMPLES, save_kind
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, InvalidTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 IDS = torch.randint(3, 128, (5,), generator=torch.Generator().manual_seed(1))
@@ -282,6 +282,25 @@ def test_numbers_that_overflow_are_refused_and_this_is_remembered(
     with pytest.raises(ConfigurationError) as again:
         store.reserve("one")
     assert str(again.value) == str(ticket.failure)
+    store.close()
+
+
+def test_a_module_that_fails_when_it_is_tried_is_remembered(
+    stock: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def outputs(*_: Any) -> Any:
+        raise InvalidTensor("a layer of an adapter does not call its base layer once")
+
+    shutil.copytree(made / "LoHa", tmp_path / "one")
+    monkeypatch.setattr(peft_modules, "outputs", outputs)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)  # the files are new, and stay as they are
+    bell = Bell()
+    store, _ = opened(stock, tmp_path, bell)
+    ticket = store.reserve("one")
+    bell.wait_for(ticket)
+    assert "cannot be computed in model.layers.0" in str(ticket.failure)
+    with pytest.raises(ConfigurationError, match="cannot be computed"):
+        store.reserve("one")
     store.close()
 
 
