@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from provider.identity.authority import peer_identity
-from provider.identity.registry import RevocationList
+from provider.identity.revocations import RevocationList
 from provider.schedule.quota import LOCAL_TENANT
 from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
 

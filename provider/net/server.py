@@ -18,7 +18,7 @@ from provider.engine.profile import make_scheduler
 from provider.engine.replica import Here
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.identity.front import FrontIdentity
-from provider.identity.registry import RevocationList
+from provider.identity.revocations import RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from provider.identity.registry import RegistryUnreadable, RevocationList
+from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.access import Access, AccessCheck
 from provider.net.admission import Admission

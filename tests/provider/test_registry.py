@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from provider.identity.authority import StateDir
-from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
+from provider.identity.registry import enroll, revoke
+from provider.identity.revocations import HELD_OVER_S, RegistryUnreadable, RevocationList
 from provider.net.access import AccessCheck
 from tests.support.open_files import exhausted
 from tests.support.registry_fault import Fault
@@ -152,7 +153,7 @@ def test_a_change_is_not_taken_for_a_revocation_of_everybody_when_not_even_the_s
 def test_the_log_says_each_thing_once(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "provider.identity.registry")
+    caplog.set_level(logging.WARNING, "provider.identity.revocations")
     site.answers()
     assert caplog.messages == []
     fault = Fault(monkeypatch, errno.EMFILE)

@@ -12,9 +12,10 @@ import grpc
 import pytest
 import torch
 
-import provider.identity.registry as registry
+import provider.identity.revocations as revocations
 import provider.net.service as service_module
-from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, revoke
+from provider.identity.registry import revoke
+from provider.identity.revocations import HELD_OVER_S, RETRY_S, RevocationList
 from provider.model.served_model import ServedModel
 from tests.support.links import GrpcLink, SocketLink
 from tests.support.loopback_provider import Provider
@@ -146,7 +147,7 @@ def test_a_new_connection_to_the_tensor_port_is_told_a_time(
 def test_a_client_waits_and_sends_the_same_bytes_again(
     clock: Clock, reached: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "RETRY_S", 0.01)
+    monkeypatch.setattr(revocations, "RETRY_S", 0.01)
     connection = reached.connect()
     assert_served(connection, reached.served_model)
     fault = Fault(monkeypatch, errno.EMFILE)
@@ -167,7 +168,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 def test_a_malformed_registry_still_counts_as_revoked(
     clock: Clock, reached: Provider, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "provider.identity.registry")
+    caplog.set_level(logging.ERROR, "provider.identity.revocations")
     stream = RawStream(reached)
     reached.state.tenants_path.write_text("{")
     stream.expect_error(0, WireCode.NOT_PERMITTED)

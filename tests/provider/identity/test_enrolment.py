@@ -13,9 +13,10 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 import provider.identity.authority as identity
-import provider.identity.registry as registry
+import provider.identity.revocations as revocations
 from provider.identity.authority import StateDir, peer_identity
-from provider.identity.registry import RevocationList, enroll, revoke, tenants
+from provider.identity.registry import enroll, revoke, tenants
+from provider.identity.revocations import RevocationList
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in, serial_of
 from tests.support.waiting import WAIT_S
 
@@ -187,8 +188,8 @@ def test_expiry_is_seen_inside_a_long_connection(state: StateDir, tmp_path: Path
 def test_an_unchanged_registry_is_read_once(state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acme = serial_of(enroll(state, "acme", tmp_path / "acme", ENDPOINT))
     reads: list[int] = []
-    parse = registry._parse
-    monkeypatch.setattr(registry, "_parse", lambda data: reads.append(len(data)) or parse(data))
+    parse = revocations.parse_records
+    monkeypatch.setattr(revocations, "parse_records", lambda data: reads.append(len(data)) or parse(data))
     listed = RevocationList(state)
     with ThreadPoolExecutor(8) as pool:
         assert not any(pool.map(listed.is_revoked, [acme] * 500))

@@ -13,7 +13,8 @@ import pytest
 
 from provider.identity.authority import IdentityNotWritten, StateDamaged, StateDir
 from provider.identity.front import FrontFiles, FrontIdentity, export_registry, export_server_identity
-from provider.identity.registry import RegistryUnreadable, RevocationList, enroll, revoke
+from provider.identity.registry import enroll, revoke
+from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.net.server import Server
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
 from tests.support.registry_fault import Fault
@@ -119,7 +120,7 @@ def test_a_copy_that_is_too_large_admits_nobody(
     files: FrontFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, acme = listed(files, tmp_path / "own"), certificate_in(tmp_path / "acme").serial_number
-    monkeypatch.setattr("provider.identity.registry.MOST_BYTES", files.registry.stat().st_size - 1)
+    monkeypatch.setattr("provider.identity.revocations.MOST_BYTES", files.registry.stat().st_size - 1)
     assert not known.is_enrolled(acme)
 
 

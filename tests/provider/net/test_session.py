@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from provider.engine.job import Job, Outcome
-from provider.identity.registry import RegistryUnreadable
+from provider.identity.revocations import RegistryUnreadable
 from provider.net.admission import Admission
 from provider.net.session import HANDSHAKE_S, INLINE_ROWS, SWEEP_S, Session
 from provider.operations.usage import TenantUsage
