@@ -349,6 +349,7 @@ def _make_monitor(
         lambda: service.num_replicas,
         lambda: service.num_given_up,
         lambda: _num_connections(server),
+        lambda: service.registry_seconds_left,
     )
     monitor = Monitor(registry(collector))
     if state is not None and not monitor.serve_socket(state.path):

@@ -156,6 +156,16 @@ class RevocationList:
             self._note(f"cannot be read ({os.strerror(exc.errno or 0)})", self._consequence(exc))
             raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
 
+    def seconds_left(self) -> float | None:
+        """Returns the seconds for which a copy of the registry still counts, 0 if it is too old; None if the registry
+        is no copy, or cannot be read at present."""
+        with contextlib.suppress(OSError):
+            read = self._current()
+            if read.ends_at is not None:
+                by_date = (read.ends_at - self._clock()).total_seconds()
+                return max(0.0, min(by_date, read.ends_at_s - self._monotonic()))
+        return None
+
     def _known(self) -> dict[int, TenantRecord] | None:
         """Returns the records by serial number: from the file or, if the file cannot be read, the records that were
         read last. None means that all callers are to be refused."""

@@ -87,7 +87,7 @@ class ProviderService:
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
         self.meter = Meter()
-        self._access_check = AccessCheck(revocations)
+        self._access_check, self._revocations = AccessCheck(revocations), revocations
         self._executor = ShardedExecutor(
             shards,
             model.record if model.is_recording else None,
@@ -116,6 +116,12 @@ class ProviderService:
     def num_given_up(self) -> int:
         """Returns the number of shards that have lost all replicas for good."""
         return sum(one.is_given_up for one in self._executor.executors)
+
+    @property
+    def registry_seconds_left(self) -> float | None:
+        """Returns the seconds for which a copy of the registry still admits tenants, 0 if it is too old; None if the
+        registry is no copy, or cannot be read at present."""
+        return None if self._revocations is None else self._revocations.seconds_left()
 
     @property
     def sessions(self) -> list[Session]:

@@ -21,6 +21,8 @@ from provider.schedule.request_class import RequestClass
 MAX_TENANTS = 50
 OTHER = "other tenants"
 """The label for the sum over all tenants that have no label with their own name. No tenant can have this name."""
+REGISTRY_LEFT = "veilbase_registry_left_seconds"
+"""The metric for how long a copy of the registry still admits tenants; a provider without a copy has no such metric."""
 _HISTOGRAMS = {
     "batch_rows": "Rows of a product.",
     "batch_requests": "Requests that shared a product.",
@@ -40,6 +42,7 @@ class ProviderCollector(Collector):
         num_replicas: Callable[[], Sequence[tuple[int, int]]],
         num_given_up: Callable[[], int] = lambda: 0,
         num_connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        registry_seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Keeps the sources, which are read by `collect` only.
 
@@ -53,7 +56,10 @@ class ProviderCollector(Collector):
             num_given_up: returns the number of shards that have lost all replicas for good.
             num_connections: returns two counts of connections to the ports of streams: those with a stream, and those
                 without.
+            registry_seconds_left: returns the seconds for which a copy of the registry still admits tenants; None if
+                the registry is no copy.
         """
+        self._registry_seconds_left = registry_seconds_left
         self._num_given_up, self._num_connections = num_given_up, num_connections
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
         self._queue_depth, self._num_streams = queue_depth, num_streams
@@ -75,6 +81,8 @@ class ProviderCollector(Collector):
             replicas.add_metric([str(shard), "lost"], num_all - num_live)
         yield replicas
         yield GaugeMetricFamily("veilbase_shards_given_up", "Shards that nobody will hold again.", self._num_given_up())
+        if (left_s := self._registry_seconds_left()) is not None:
+            yield GaugeMetricFamily(REGISTRY_LEFT, "How long the copy of the registry still counts.", left_s)
         yield CounterMetricFamily(
             "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
         )

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from provider.operations.metrics import REGISTRY_LEFT
 from provider.operations.monitor import read_metrics
 from provider.schedule.request_class import RequestClass
 from wire.errors import ConfigurationError
@@ -101,7 +102,17 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
             f"{100 * rate('veilbase_compute_seconds_total', tenant=name):.0f}%",
             f"{errors.get(name, 0):.0f}",
         )
-    return Group(head, *_replicas(now), table)
+    return Group(head, *_registry(now), *_replicas(now), table)
+
+
+def _registry(now: Snapshot) -> list[Text]:
+    """Returns a list of one line if tenants are admitted by a copy of the registry, else an empty list."""
+    left_s = now.values.get((REGISTRY_LEFT, frozenset()))
+    if left_s is None:
+        return []
+    if left_s <= 0:
+        return [Text("the copy of the registry is too old, and nobody is admitted: bring a new one", "bold red")]
+    return [Text(f"the copy of the registry counts for another {left_s:.0f} s")]
 
 
 def _replicas(now: Snapshot) -> list[Text]:
@@ -125,7 +136,11 @@ def look(folder: Path) -> Snapshot:
 
 
 def check(folder: Path) -> None:
-    """Raises ConfigurationError if no provider is running, or if the provider has lost a shard for good."""
+    """Raises ConfigurationError if no provider is running, or if the provider has lost a shard for good.
+
+    A copy of the registry that is too old is no reason: this check is for probes that start a provider again, which
+    would not help.
+    """
     if look(folder).get("veilbase_shards_given_up"):
         raise ConfigurationError("a shard of this provider is given up: it has to be started again")
 

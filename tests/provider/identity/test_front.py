@@ -18,6 +18,7 @@ from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.net.server import Server
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
 from tests.support.registry_fault import Fault
+from tests.support.waiting import WAIT_S
 
 MAX_AGE_S = 3600.0
 
@@ -68,7 +69,9 @@ def test_the_age_counts_when_the_clock_is_set_back(files: FrontFiles, tmp_path: 
     known = RevocationList(front, read=front.read_registry, clock=lambda: started, monotonic=lambda: seconds)
     acme = certificate_in(tmp_path / "acme").serial_number
     assert known.is_enrolled(acme)
+    assert known.seconds_left() == pytest.approx(MAX_AGE_S, abs=WAIT_S)
     seconds += MAX_AGE_S
+    assert known.seconds_left() == 0
     with pytest.raises(RegistryUnreadable):
         known.is_enrolled(acme)
 

@@ -75,7 +75,10 @@ def exported() -> set[str]:
     usage.of("acme").failed(WireCode.QUOTA)
     meter = Meter()
     meter.inline(0, 1e-4)
-    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))).decode()
+    collector = ProviderCollector(
+        meter, usage, lambda: 0, lambda: 0, lambda: [(1, 1)], registry_seconds_left=lambda: 60.0
+    )
+    text = generate_latest(registry(collector)).decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 

@@ -24,7 +24,7 @@ from provider.operations.logs import JsonFormatter, TextFormatter
 from provider.operations.meter import Histogram, Meter
 from provider.operations.metrics import MAX_TENANTS, OTHER, ProviderCollector, registry
 from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read_metrics
-from provider.operations.status import check, look, parse, render
+from provider.operations.status import check, look, parse, render, show
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
@@ -190,6 +190,27 @@ def test_a_client_that_hangs_up_leaves_no_trace(monitor: Monitor, capfd: pytest.
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     time.sleep(0.3)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("left_s", "line"),
+    [(0.0, "the copy of the registry is too old"), (90.0, "counts for another 90 s"), (None, None)],
+)
+def test_status_tells_how_long_a_copy_of_the_registry_counts(
+    tmp_path: Path, left_s: float | None, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = ProviderCollector(
+        Meter(), UsageBook(), lambda: 0, lambda: 0, lambda: [(1, 1)], registry_seconds_left=lambda: left_s
+    )
+    watched = Monitor(registry(collector))
+    watched.serve_socket(tmp_path)
+    try:
+        check(tmp_path)
+        show(tmp_path, None)
+    finally:
+        watched.close()
+    out = " ".join(capsys.readouterr().out.split())
+    assert (line in out) if line else ("registry" not in out)
 
 
 @pytest.mark.parametrize("num_given_up", [0, 1])
