@@ -32,7 +32,8 @@ def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[s
         functions: the signatures of the functions to declare, by name.
 
     Returns:
-        The library; None if it cannot be used on this machine.
+        The library; None if VEILBASE_KERNELS is `none`, if the file cannot be loaded, has another version or lacks a
+        function, or if the processor lacks what the code needs.
     """
     if os.environ.get("VEILBASE_KERNELS", "") == "none":
         return None
