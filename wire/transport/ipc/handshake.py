@@ -57,7 +57,7 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
 
 
 def provider_handshake(plain: socket.socket, context: ssl.SSLContext) -> ClearSocket:
-    """Does the provider's part on an accepted socket; see `tenant_handshake`.
+    """Does the provider's part on an accepted socket; see `tenant_handshake`, also for errors.
 
     The provider sends its statement before it checks the tenant's, so that the tenant also learns of a difference.
     """
