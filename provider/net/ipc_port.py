@@ -42,7 +42,7 @@ class IpcPort(StreamPort):
 
         Args:
             folder: the folder, which is made if there is none; its parents must be there.
-            most: most open connections; see `StreamPort`.
+            most: the largest number of open connections; see `StreamPort`.
 
         Raises:
             ConfigurationError: the system cannot say who connects, others can write to the folder or a parent, another

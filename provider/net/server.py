@@ -49,7 +49,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
     """Returns gRPC's options for the server: limits on messages and connections, keepalive, and one process per port.
 
     Args:
-        most_connections: most open connections; every connection beyond this number is closed at once.
+        most_connections: the largest number of open connections; every further connection is closed at once.
     """
     return [
         # Any peer can connect and stay silent. Without the first option, silent connections would stay for two minutes

@@ -78,7 +78,8 @@ class _Refused(Exception):
 
 
 def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
-    """Returns whether a request is a single decode row that was received as a whole and has a small product."""
+    """Returns whether a request is a single decode row that was received as a whole, in memory that can be written to,
+    and has a small product and a reply of one frame."""
     return (
         header.rows == 1
         and request_class is RequestClass.DECODE
@@ -353,7 +354,7 @@ class Session:
 
     def sweep(self, now: float) -> None:
         """Fails the requests whose deadline has passed. Ends the stream if the tenant was revoked or has not sent HELLO
-        in time."""
+        in time. If the stream has ended already, this only closes its connection."""
         self._sweep_at = now + SWEEP_S
         if self._table.is_closed:
             self._hang_up()  # The thread that sends still waits for the tenant to read.
