@@ -46,8 +46,9 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
-"""The most rows of a decode request that the receiving thread computes itself while no other product runs. A decode
-step has four calls per block of the model, and in each call a change of threads would cost time."""
+"""The most rows of a decode request that the receiving thread computes itself, if `Executor.compute_here` finds a
+replica for it. A decode step has four calls per block of the model, and in each call a change of threads would cost
+time."""
 INLINE_PRODUCTS = 1 << 23
 """The most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
 SWEEP_S = 0.5

@@ -44,7 +44,8 @@ class Arrivals:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """Records that a decode request has arrived, and updates the mean gap of the call before it."""
+        """Records that a decode request has arrived, and updates the mean gap after the tenant's previous call, unless
+        the gap was longer than `_SLOW_S`."""
         before = self._replied.pop(tenant, None)
         if before is None:
             return
@@ -66,7 +67,8 @@ class Arrivals:
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
         """Returns the time at which the next decode request is expected, the time to call this again if no request has
-        come by then, and the number of tenants from which a request is expected.
+        come by then, and the number of tenants from which a request is expected. If there is no such tenant, both times
+        are infinite.
 
         If a tenant's request is late, or the tenant's gap is not known yet, its request is expected at once, until the
         tenant counts as gone.

@@ -121,7 +121,8 @@ class Scheduler:
     # ---- taking requests ------------------------------------------------------------------------------------------
 
     def add(self, ticket: Ticket, now_s: float) -> None:
-        """Adds a request to the queue."""
+        """Adds a request to the queue; sets its `due_s`, and makes it a prefill request if its tenant floods (see
+        `Decoders.came`)."""
         note(self._active, ticket.tenant, now_s)
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
         note(users, ticket.tenant, now_s)
@@ -220,7 +221,8 @@ class Scheduler:
         return lambda one_s: max(0.0, slo_s - num_expected * one_s) + max(0.0, expected_s - now_s)
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
-        """Returns the seconds that a product which begins with this request may take; 0 if it may not run yet."""
+        """Returns the seconds that a product which begins with this request may take: 0 if it may not run yet, infinity
+        if there is no bound."""
         if not self._decoders.are_active(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)
