@@ -75,10 +75,13 @@ class ShardActor:
         return self._refusal
 
     def wait_for_ever(self) -> None:
-        """Returns only when it is called again. The provider's process learns from this call's end that the actor has
-        ended. It calls again when it has lost sight of the actor for a moment, and the earlier call must not keep one
-        of the actor's threads, of which there are few. It also returns if this actor computes nothing: Ray may have
-        started it again since the call of `refusal`."""
+        """Waits until this method is called again; returns at once if this actor computes nothing, since Ray may have
+        started it again after the call of `refusal`.
+
+        The provider's process learns from the end of this call that the actor has ended. After it has lost sight of the
+        actor for a moment, it calls this method again. The earlier call then returns, so that it does not occupy one of
+        the actor's few threads.
+        """
         if self._refusal:
             return
         asked_again = threading.Event()

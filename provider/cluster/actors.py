@@ -27,7 +27,7 @@ _START_S = 900.0
 """The longest time in seconds that an actor may take to load the model and check its weights."""
 _LOOK_S, _PAUSE_S = 5.0, 0.5
 _CALLS_AT_ONCE = 2
-"""The calls that an actor runs at the same time: a product, and the call that never ends."""
+"""The most calls that an actor runs at the same time: a product, and `ShardActor.wait_for_ever`."""
 
 
 class ClusterShards(StartedShards[ActorReplica]):

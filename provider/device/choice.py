@@ -53,7 +53,7 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
 
 
 def find(wanted: str, number: int = 0) -> torch.device:
-    """Returns the CUDA device that is meant by `wanted`, other than `cpu`, without using it yet; see `choose`.
+    """Returns the CUDA device that `wanted` (`auto`, `cuda` or `cuda:N`) means, without testing it; see `choose`.
 
     Raises:
         ConfigurationError: there is no such device, or no driver for it.
@@ -98,5 +98,5 @@ def _examine(device: torch.device) -> None:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of what CUDA or its libraries say about themselves, cut to a length for a log."""
+    """Returns the first line of an error's text, cut to 200 characters for a log; "no reason given" if it is empty."""
     return (text.strip().splitlines() or ["no reason given"])[0][:200]
