@@ -83,7 +83,7 @@ class ProviderSettings(_Settings):
         drain_s: longest time in seconds for finishing requests in flight at shutdown, while new requests are refused.
         metrics_port, health_port: loopback ports; None opens no port.
         log_format: `text`, or `json` for one JSON object per line.
-        max_in_flight_bytes: most bytes of requests and replies in flight, over all tenants. No tenant may hold more
+        max_in_flight_bytes: the most bytes of requests and replies in flight, over all tenants. No tenant may hold more
             than the bytes that are still free.
         tenant_limits: limits by tenant's name, with `*` for all tenants without an entry; set in the YAML file, or as
             JSON in the environment.
@@ -194,8 +194,8 @@ class ProviderSettings(_Settings):
             )
 
     def check_device(self) -> None:
-        """Raises ConfigurationError if `device` is none of the names that exist, or is combined with `parallel`, whose
-        ranks compute on the CPU."""
+        """Raises ConfigurationError if `device` is not `auto`, `cpu`, `cuda` or `cuda:N`, or if a CUDA device is
+        combined with `parallel`, whose processes compute on the CPU."""
         if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is None:
             raise ConfigurationError(f"expected --device auto, cpu, cuda or cuda:N, got {self.device[:40]!r}")
         if self.parallel != "none" and self.device.startswith("cuda"):

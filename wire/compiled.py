@@ -15,10 +15,10 @@ from typing import Any
 POINTER: Any = ctypes.c_void_p
 """The type of an address in a declaration."""
 COUNT: Any = ctypes.c_int64
-"""The type of a number of items, or of a stride."""
+"""The type, in a declaration, of a number of items or of a stride."""
 INT: Any = ctypes.c_int
 Signature = tuple[Sequence[Any], Any]
-"""The types of a function's arguments, and of its result; None as result if it returns nothing."""
+"""The types of a function's arguments, and the type of its result, which is None if the function returns nothing."""
 
 
 def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[str, Signature]) -> ctypes.CDLL | None:

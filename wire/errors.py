@@ -80,7 +80,7 @@ class Unauthenticated(AccessError):
 
 
 class NotPermitted(AccessError):
-    """The identity is revoked, or is not allowed to do this."""
+    """The identity is revoked, or is not allowed to send this kind of work."""
 
 
 class QuotaExceeded(AccessError):
@@ -156,8 +156,8 @@ class MaskOverflow(MaskError):
 
 
 class WeakParameters(MaskError):
-    """The mask's parameters are weaker than every set of the accepted table, or the mask does not fit the
-    arithmetic."""
+    """The lattice parameters are weaker than every set in docs/parameters.md, or are a toy, which only attacks and
+    tests may use."""
 
 
 class VerificationFailed(MaskError):

@@ -124,7 +124,7 @@ class ShardActor:
 
 def _end_with_node(node: int) -> None:
     """Ends this process when the Ray node that started it, its parent process, has ended. Ray ends its workers itself,
-    but one whose node was killed has been seen to stay, with the weights in its memory."""
+    but a worker whose node was killed was seen to stay, with the weights in its memory."""
     while os.getppid() == node:
         time.sleep(_LOOK_S)
     os._exit(1)

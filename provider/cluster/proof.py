@@ -1,9 +1,9 @@
 """Proves, by connections that must fail, that a server of a Ray cluster lets in only peers with a certificate and the
 token.
 
-Ray takes both from environment variables, separately on each host. A host where one was forgotten runs as well as the
-others, and runs code for whoever connects. So each server is tried in the wrong ways. A connection in the right way,
-with certificate and token, must succeed, which shows that the other connections failed for lack of these.
+Ray takes both from environment variables, separately on each host. A host where one of them was forgotten runs as well
+as the others, and runs code for anybody who connects. So each server is tried in the wrong ways. A connection in the
+right way, with certificate and token, must succeed, which shows that the other connections failed for lack of these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import grpc
 from wire.errors import ConfigurationError, os_cause
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+"""The bytes that an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section
+3.4)."""
 _SETTINGS_TYPE, _TYPE_AT = 4, 3
 """The type of a SETTINGS frame, which is a server's first, and the place of the type in a frame's header."""
 _PROBE_S = 5.0

@@ -35,7 +35,8 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
         The CUDA device, or None if the CPU computes.
 
     Raises:
-        ConfigurationError: the operator asked for a CUDA device that cannot be used; `auto` logs this line instead.
+        ConfigurationError: the operator asked for a CUDA device that cannot be used. With `auto`, the same text is
+            logged, and the CPU computes.
     """
     if wanted == "cpu":
         return None

@@ -4,7 +4,7 @@ For a row of one token the product takes less time than starting its kernels one
 product and the copy back are captured once for each layer group and direction, and replayed with one call. On torch's
 `cpu` device, and where the device cannot capture, the same steps are started one by one.
 
-Guarantees: the numbers are those of `coding.product`, whatever is captured.
+Guarantees: the numbers are those of `coding.product`, with or without captured graphs.
 """
 
 from __future__ import annotations

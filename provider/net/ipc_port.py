@@ -45,8 +45,8 @@ class IpcPort(StreamPort):
             most: the largest number of open connections; see `StreamPort`.
 
         Raises:
-            ConfigurationError: the system cannot say who connects, others can write to the folder or a parent, another
-                provider uses the folder, or the socket cannot be made.
+            ConfigurationError: the system cannot tell which process connects, others can write to the folder or a
+                parent, another provider uses the folder, or the socket cannot be made.
         """
         check_system()
         self.folder = Path(os.path.abspath(folder))

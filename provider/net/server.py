@@ -154,7 +154,8 @@ class Server:
                 and has the default scheduling policy.
             admission: the tenants' quotas; None means that the operator sets no limits.
             usage: counts and saves the tenants' usage; None saves no usage.
-            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
+            busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
+                `wire.transport.busy_poll`.
 
         Returns:
             The service, whose counts the caller may read.
@@ -183,8 +184,8 @@ class Server:
         """Ends every call, and waits until all calls have ended.
 
         Args:
-            drain_s: longest time in seconds for finishing requests in flight, while new requests are refused, before
-                the calls are ended.
+            drain_s: the most seconds to wait for requests in flight before the calls are ended; new requests are
+                refused meanwhile. With 0, the calls are ended at once.
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):

@@ -83,7 +83,8 @@ class ProviderService:
             admission: the tenants' quotas.
             usage: the tenants' usage.
             tensor_port: the number of the tensor port, for the manifest; the listener at this port calls `serve`.
-            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
+            busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
+                `wire.transport.busy_poll`.
         """
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s

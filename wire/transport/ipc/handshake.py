@@ -36,7 +36,8 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
         busy_poll_s: see `MessageSocket`.
 
     Raises:
-        ConfigurationError: the socket is not a Unix socket, or the system does not say who is at its other end.
+        ConfigurationError: the socket is not a Unix socket, or the system does not tell which process is at its other
+            end.
         WrongPeer: the provider's statement differs from what the kernel says about the two ends.
         MalformedFrame: the peer does not follow the handshake.
         OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
