@@ -239,7 +239,8 @@ class ProviderSettings(_Settings):
     def check_front(self) -> None:
         """Raises ConfigurationError if --server-cert, --server-key and --registry, the files of a provider without a CA
         key, are not given together, or are given without --tls or with --names. Also raises it if --engine ray lacks
-        these files or its address or is combined with --parallel, and if options of Ray are given without it."""
+        these files or its address or is combined with --parallel, and if options of Ray are given without --engine
+        ray."""
         files = {"--server-cert": self.server_cert, "--server-key": self.server_key, "--registry": self.registry}
         missing = [name for name, path in files.items() if path is None]
         if self.engine == "ray":

@@ -1,8 +1,8 @@
 """Predicts when the next decode request will come.
 
-A tenant that decodes calls one layer after the other. Before the next call, the tenant computes for about as long as
-after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the next
-decode request. A wrong prediction only costs time. The code is not safe under threads.
+While a tenant decodes, it calls one layer after the other. Before the next call, the tenant computes for about as long
+as after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the
+next decode request. A wrong prediction only costs time. The code is not safe under threads.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _LEAST_BLOCK = 32
 _SLOWER = 8.0
 """`_int_mm` counts as fast if it takes less than this many times the time of the int32 loop. On one core it takes 25
 times as long if it is a plain loop itself. With VNNI it should take about as long as the int32 loop; this was computed
-from the 850 GOP/s of noise/polynomial/negacyclic.py and not measured."""
+from the speed that noise/polynomial/negacyclic.py states, 850 GOP/s, and not measured."""
 _local = threading.local()
 
 Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]

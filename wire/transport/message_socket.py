@@ -253,7 +253,7 @@ class MessageSocket(ABC):
 
     def _check_process(self) -> None:
         """Raises ForkedConnection in a forked child. Parent and child would encrypt with the same keys and counters, so
-        an eavesdropper could compare the two texts and read them; and both would draw the same masks."""
+        an eavesdropper could compare the two ciphertexts and read them; and both would draw the same masks."""
         if os.getpid() != self._pid:
             raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 

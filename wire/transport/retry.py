@@ -1,5 +1,6 @@
-"""This module sends a refused request again once the provider allows it. A provider names a waiting time when the
-tenant has sent too much at once, and while a shard is lost or a device has no free memory (wire/SPEC.md, section 6).
+"""This module sends a refused request again once the provider allows it. A provider names a waiting time if the
+tenant has sent too much at once, and while something is missing that may come back, such as a lost shard
+(wire/SPEC.md, section 6).
 
 Guarantees: a retry sends the same payload and so the same bytes, and never uses a mask's slot (one row of a mask) for
 other rows. A retry is never sent before the time that the provider named. Retries are bounded in number and in time, so
