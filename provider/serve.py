@@ -224,7 +224,8 @@ def _make_shards(
 ) -> list[Shard]:
     """Makes the shards, each with its replicas and its scheduler.
 
-    If other processes compute, this process drops its own copy of the weights.
+    If other processes or a device compute, this process drops its own copy of the weights. Raises ConfigurationError
+    if that process or device cannot be used.
     """
     from provider.net.server import whole
 

@@ -83,7 +83,8 @@ def _why_no_cuda(text: str) -> str:
 
 
 def _examine(device: torch.device) -> None:
-    """Raises ConfigurationError if a device is full of others' work, or computes a wrong number."""
+    """Raises ConfigurationError if other processes leave a device too little memory, or if it fails or computes a wrong
+    number."""
     try:
         free, total = torch.cuda.mem_get_info(device)
         if free < LEAST_FREE_BYTES:

@@ -56,7 +56,8 @@ _STATUS = {
     RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
-"""By kind of refusal, the gRPC status and a fixed text, which tells the caller no details."""
+"""Maps a kind of refusal to the gRPC status and a fixed text, which tells the caller no details. The first kind that
+matches counts."""
 _LOGGER = logging.getLogger(__name__)
 
 

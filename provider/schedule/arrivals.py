@@ -33,7 +33,7 @@ class Arrivals:
     def __init__(self) -> None:
         """Makes a record without any tenant."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
-        """By tenant and call: the mean gap and the mean deviation of the gaps, in seconds."""
+        """Maps a tenant and a call to the mean gap and the mean deviation of the gaps, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:

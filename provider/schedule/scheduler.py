@@ -33,7 +33,8 @@ _ONE_RING = RequestClass.PREFILL
 _MAX_JOINED = 256
 """The most pieces (parts of requests) in one batch, and the most requests that are considered for a batch."""
 _LEAST_ROWS = 16
-"""The fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
+"""The fewest rows in a piece of a larger request, except its last piece, since every piece reads all of its layer's
+weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 """The first is the share of the executor's time for a class that would otherwise wait for ever. The second is the least
 time allowed for a product of such a class, as a multiple of the time of a product of one row."""
@@ -74,7 +75,8 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """By call, the requests that are held so that others may join. Other entries of `_held` are out of date."""
+        """Maps a call to its requests that are held so that others may join. Other entries of `_held` are out of
+        date."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
