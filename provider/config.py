@@ -28,11 +28,12 @@ from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX = "VEILBASE_PROVIDER_"
 _RAY_ADDRESS = r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):\d{1,5}"
-"""A host and a port. Words that Ray takes for an address and looks up in a file, such as `auto`, do not match."""
+"""A pattern of a host and a port. Words that Ray takes for an address and looks up in a file, such as `auto`, do not
+match."""
 DEFAULT_STATE = Path("~/.veilbase/provider")
 STATE_HELP = "State directory: CA and registry."
 NO_JOINING = "a shard on another host is now an actor in a Ray cluster: provider serve --engine ray (docs/ray.md)"
-"""What options say that made a host join a provider."""
+"""The error text for options and commands of earlier releases that made another host join a provider as a shard."""
 _OF_THE_LOG = "Of the log on stderr."
 _ALL: dict[str, JsonValue] = {SHOWN: "all"}
 _TENANT_OR_ALL = r"^(\*|[a-z0-9][a-z0-9._-]{0,62})$"
@@ -66,14 +67,15 @@ class ProviderSettings(_Settings):
             with the CA in `state`.
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
         device: what computes: `cpu`, `cuda`, `cuda:N`, or `auto`, which is a CUDA device that passes its self-test, or
-            else the CPU. With `auto` and `cuda`, process i of the shards gets device i mod n.
+            else the CPU. With `auto` and `cuda`, process i of the shards gets device i mod n of the n devices.
         threads: number of threads that compute in each process. With None, torch chooses the number, except that
             the processes of local shards divide the cores among themselves.
-        shards: number of shards; each holds whole groups of layers. With 1 and no replicas, this process computes.
+        shards: number of shards; each holds whole groups of layers. With one shard, one replica and the engine `local`,
+            this process computes.
         replicas: number of processes for each shard, all with the same weights.
-        engine: where products are computed if there are several shards or replicas: in processes of this host, or in
-            the actors of a Ray cluster (`provider.cluster`).
-        remote_shards: nothing else than None is possible; see `NO_JOINING`.
+        engine: where products are computed. `local`: on this host, in processes of their own if there are several
+            shards or replicas. `ray`: in the actors of a Ray cluster (`provider.cluster`).
+        remote_shards: an option of earlier releases, which must be None; see `NO_JOINING`.
         max_wait_ms: longest time that a request waits for others to share its product; see `provider.schedule`. With 0,
             requests do not wait.
         busy_poll_ms: longest time of busy polling for the next request; see `wire.transport.busy_poll`. With 0, there
@@ -81,7 +83,7 @@ class ProviderSettings(_Settings):
         drain_s: longest time in seconds for finishing requests in flight at shutdown, while new requests are refused.
         metrics_port, health_port: loopback ports; None opens no port.
         log_format: `text`, or `json` for one JSON object per line.
-        max_in_flight_bytes: most bytes of requests and replies in flight, over all tenants. No tenant may hold more
+        max_in_flight_bytes: the most bytes of requests and replies in flight, over all tenants. No tenant may hold more
             than the bytes that are still free.
         tenant_limits: limits by tenant's name, with `*` for all tenants without an entry; set in the YAML file, or as
             JSON in the environment.
@@ -192,8 +194,8 @@ class ProviderSettings(_Settings):
             )
 
     def check_device(self) -> None:
-        """Raises ConfigurationError if `device` is none of the names that exist, or is combined with `parallel`, whose
-        ranks compute on the CPU."""
+        """Raises ConfigurationError if `device` is not `auto`, `cpu`, `cuda` or `cuda:N`, or if a CUDA device is
+        combined with `parallel`, whose processes compute on the CPU."""
         if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is None:
             raise ConfigurationError(f"expected --device auto, cpu, cuda or cuda:N, got {self.device[:40]!r}")
         if self.parallel != "none" and self.device.startswith("cuda"):
@@ -235,8 +237,10 @@ class ProviderSettings(_Settings):
             )
 
     def check_front(self) -> None:
-        """Raises ConfigurationError if the files of a provider without a CA key are not all given, or none is needed,
-        or if a cluster computes and they are missing."""
+        """Raises ConfigurationError if --server-cert, --server-key and --registry, the files of a provider without a CA
+        key, are not given together, or are given without --tls or with --names. Also raises it if --engine ray lacks
+        these files or its address or is combined with --parallel, and if options of Ray are given without --engine
+        ray."""
         files = {"--server-cert": self.server_cert, "--server-key": self.server_key, "--registry": self.registry}
         missing = [name for name, path in files.items() if path is None]
         if self.engine == "ray":

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
-"""The name of the file in the state directory that holds the URL of the last `provider serve`; `enroll` reads this
-file."""
+"""The name of the file in the state directory that holds the URL of the last `provider serve --tls`; `enroll` reads
+this file."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
@@ -49,10 +49,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def serve(settings: ProviderSettings) -> None:
-    """Serves until SIGTERM or SIGINT, then finishes the requests in flight; SIGHUP renews the server's certificate.
+    """Serves until SIGTERM or SIGINT, then finishes the requests in flight, for at most the time of the setting
+    `drain_s`. SIGHUP renews the server's certificate.
 
     Raises:
-        ConfigurationError, AccessError: the provider cannot start; the message says what the operator has to change.
+        VeilbaseError: the provider cannot start; the message says what the operator has to change.
+        SystemExit: a signal has ended the provider.
     """
     settings.check_exposure()
     settings.check_front()
@@ -222,7 +224,8 @@ def _make_shards(
 ) -> list[Shard]:
     """Makes the shards, each with its replicas and its scheduler.
 
-    If other processes compute, this process drops its own copy of the weights.
+    If other processes or a device compute, this process drops its own copy of the weights. Raises ConfigurationError
+    if that process or device cannot be used.
     """
     from provider.net.server import whole
 

@@ -15,10 +15,10 @@ from typing import Any
 POINTER: Any = ctypes.c_void_p
 """The type of an address in a declaration."""
 COUNT: Any = ctypes.c_int64
-"""The type of a number of items, or of a stride."""
+"""The type, in a declaration, of a number of items or of a stride."""
 INT: Any = ctypes.c_int
 Signature = tuple[Sequence[Any], Any]
-"""The types of a function's arguments, and of its result; None as result if it returns nothing."""
+"""The types of a function's arguments, and the type of its result, which is None if the function returns nothing."""
 
 
 def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[str, Signature]) -> ctypes.CDLL | None:
@@ -32,7 +32,8 @@ def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[s
         functions: the signatures of the functions to declare, by name.
 
     Returns:
-        The library; None if it cannot be used on this machine.
+        The library; None if VEILBASE_KERNELS is `none`, if the file cannot be loaded, has another version or lacks a
+        function, or if the processor lacks what the code needs.
     """
     if os.environ.get("VEILBASE_KERNELS", "") == "none":
         return None

@@ -1,22 +1,23 @@
-"""This module defines every error that a user of Veilbase can meet, in one tree.
+"""This module defines the errors that a user of Veilbase can meet, in one tree. Some modules define subclasses of
+these where they raise them; of those, the tree shows SlotsExhausted and SeedExhausted.
 
     VeilbaseError
     ├── RequestError            the request itself is wrong; sending it again will not help
     │   ├── InvalidTensor       a wrong shape, dtype or byte count, or a non-finite value
-    │   │   └── NotFinite       the tenant's own rows, gradients or logits hold NaN or infinity
+    │   │   └── NotFinite       the tenant's own rows, gradients, weights or logits hold NaN or infinity
     │   ├── UnknownLayer        this provider has no such group, direction or arithmetic
     │   └── LimitExceeded       the request is larger than the limits in the manifest
     ├── AccessError             the provider refuses this identity, or accepts no more from it now
     │   ├── Unauthenticated     the tenant has no certificate that this provider accepts
     │   ├── NotPermitted        the identity is revoked, or not allowed to do this
-    │   └── QuotaExceeded       the tenant has too many bytes in flight, or sends too many in a second
+    │   └── QuotaExceeded       the tenant has too much in flight, sends too much in a second, or has too many calls
     ├── TransportError          the connection between the two ends failed
-    │   ├── DeadlineExceeded    no complete reply came in time
+    │   ├── DeadlineExceeded    a reply, a file or an answer was not complete in time
     │   ├── Unavailable         the provider cannot be reached or went away
     │   └── ForkedConnection    a connection was used in a forked child
     ├── ProtocolError           the peer broke wire/SPEC.md
     │   ├── VersionMismatch     the two ends speak different versions
-    │   ├── MalformedFrame      the peer sent bytes that are not a valid frame
+    │   ├── MalformedFrame      the peer sent a frame, manifest or bundle file that is not valid
     │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
     │   ├── WrongPeer           the process behind a socket of this host is not the one that it should be
     │   └── RemoteFault         the provider failed and says no more than that
@@ -31,9 +32,9 @@
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
-The message of every error says in one line what was expected and what was received. A message never holds a tensor
-value, a secret or another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text,
-never `str(exc)` (wire/SPEC.md, section 6).
+The message of an error is one line, which says what was expected and what was received, or what the user should do.
+A message never holds a tensor value, a secret or another tenant's name. What crosses the wire is a `WireCode` or a gRPC
+status with a fixed text, never `str(exc)` (wire/SPEC.md, section 6).
 
 Causes: an error is raised with its cause (`raise ... from exc`) if the cause is an operating system's error, a parser's
 error about a file or a library's refusal of an option, so that a traceback shows the cause. An error is raised with
@@ -79,11 +80,12 @@ class Unauthenticated(AccessError):
 
 
 class NotPermitted(AccessError):
-    """The identity is revoked, or is not allowed to do this."""
+    """The identity is revoked, or is not allowed to send this kind of work."""
 
 
 class QuotaExceeded(AccessError):
-    """The tenant has too many bytes in flight, sends too many in a second, or opens too many calls at once."""
+    """The tenant has too many requests or bytes in flight, sends too much in a second, or opens too many calls at
+    once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
         """Makes the error with the message `text`. `retry_s` is the number of seconds after which the same request may
@@ -97,15 +99,16 @@ class TransportError(VeilbaseError):
 
 
 class DeadlineExceeded(TransportError):
-    """No complete reply came before the request's own deadline."""
+    """A reply, a file of the bundle or an answer was not complete before its deadline."""
 
 
 class Unavailable(TransportError):
-    """The provider cannot be reached, has ended, or has lost a shard or process that one of its layers needs."""
+    """The provider cannot be reached, has ended, or lacks what the request needs, such as a lost shard or memory of its
+    device; or this side has closed the connection."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Makes the error with the message `text`. `retry_s` is the number of seconds after which the same request may
-        pass; 0 if it will not pass on this stream."""
+        """Makes the error with the message `text`. `retry_s` is the number of seconds after which the same request, or
+        a new stream, may be accepted; 0 if this is not known."""
         super().__init__(text)
         self.retry_s = retry_s
 
@@ -123,7 +126,8 @@ class VersionMismatch(ProtocolError):
 
 
 class MalformedFrame(ProtocolError):
-    """The peer sent bytes that are not a valid frame, or a frame that does not continue the previous one."""
+    """The peer sent a frame that is not valid or does not continue the previous one, or a manifest or bundle file that
+    is not valid."""
 
 
 class ProviderChanged(ProtocolError):
@@ -152,8 +156,8 @@ class MaskOverflow(MaskError):
 
 
 class WeakParameters(MaskError):
-    """The mask's parameters are weaker than every set of the accepted table, or the mask does not fit the
-    arithmetic."""
+    """The lattice parameters are weaker than every set in docs/parameters.md, or are a toy, which only attacks and
+    tests may use."""
 
 
 class VerificationFailed(MaskError):

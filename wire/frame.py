@@ -2,7 +2,8 @@
 (wire/SPEC.md, section 3).
 
 This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
-buffer is allocated before the caller has checked the header. Which peer sent a frame is guaranteed by TLS, not here.
+buffer is allocated before the caller has checked the header. Which peer sent a frame is guaranteed by the connection,
+not here.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class Header:
     Attributes:
         call: the product that is requested (REQUEST) or sent (REPLY).
         rows, cols: the shape of the whole tensor, not of this chunk.
-        offset, total_bytes: the position of this chunk's payload in the tensor's bytes, and how many bytes the tensor
-            has.
+        offset, total_bytes: the position of this frame's payload in the tensor, or in the file (DATA), and how many
+            bytes the whole has. In a HELLO, WELCOME or FETCH, total_bytes is the length of the payload.
         deadline_ms: in a REQUEST, how many milliseconds the tenant will wait, counted from the request's first frame;
-            in an ERROR with code QUOTA or UNAVAILABLE, after how many milliseconds the request may be sent again.
+            in an ERROR with code QUOTA or UNAVAILABLE, after how many milliseconds the tenant may try again, or 0 if
+            the provider does not know.
         code: the protocol version (HELLO, WELCOME) or the error number (ERROR).
     """
 
@@ -101,8 +103,8 @@ def parse(message: bytes | memoryview) -> tuple[Header, memoryview]:
         The header, and a view of the payload (no copy).
 
     Raises:
-        MalformedFrame: the message is too short, a field holds an unknown number, or the payload runs past the tensor's
-            end.
+        MalformedFrame: the message is too short, a field holds an unknown number, the last field is not zero, or the
+            payload runs past the end of the tensor.
     """
     if len(message) < HEADER_BYTES:
         raise MalformedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(message)}")
@@ -125,7 +127,8 @@ _FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 @functools.lru_cache(maxsize=4096)
 def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
-    """Returns a `Call` from a cache, since the same few calls recur and new objects would slow each decode step."""
+    """Returns a `Call` from a cache, since the same few calls recur and new objects would slow each decode step. Raises
+    MalformedFrame if direction, arithmetic or purpose is an unknown number."""
     try:
         return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
     except ValueError:
@@ -167,9 +170,9 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
 
 
 def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
-    """Yields the frames of one tensor in order, each with at most CHUNK_BYTES of payload.
+    """Returns the frames of one tensor in order, each with at most CHUNK_BYTES of payload.
 
-    A tensor that fits in one frame is sent as `bytes`, which gRPC requires.
+    The only frame of a small tensor is a `bytes` object, which gRPC can send without another copy.
     """
     if len(data) <= CHUNK_BYTES:
         return (b"".join((header.pack(), data)),)
@@ -202,7 +205,7 @@ class Assembler:
             Whether the tensor is complete.
 
         Raises:
-            MalformedFrame: the chunk is not the next one of this tensor.
+            MalformedFrame: the chunk is not the next one of this tensor, or is empty although the tensor is not.
         """
         first = self.header
         if header.offset != self._received or (header.call, header.rows, header.cols, header.total_bytes) != (
@@ -240,8 +243,8 @@ class Assembler:
         return memoryview(b"") if data is None else data
 
     def tensor(self) -> torch.Tensor:
-        """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. The tensor is read-only,
-        since it may view the frame.
+        """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. Callers must not write to
+        the tensor, since it may be a view of the frame.
 
         Callers must use `rows` instead for a request, since a request may hold a seed in place of a tensor.
         """
@@ -249,8 +252,8 @@ class Assembler:
 
 
 def tensor(header: Header, data: memoryview) -> torch.Tensor:
-    """Returns the tensor that a header describes, shape (rows, cols), from all its bytes. The tensor is read-only,
-    since it views the bytes."""
+    """Returns the tensor that a header describes, shape (rows, cols), from all its bytes. Callers must not write to
+    the tensor, since it is a view of these bytes."""
     dtype = DTYPES[header.call.arithmetic]
     if header.total_bytes == 0:
         return torch.empty(header.rows, header.cols, dtype=dtype, device="cpu")

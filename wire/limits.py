@@ -39,7 +39,8 @@ class Limits(BaseModel):
 
     Attributes:
         max_rows: the most rows in one request.
-        max_tensor_bytes: the largest payload of one request, and of one reply.
+        max_tensor_bytes: the largest payload, in bytes, of one request and of one reply. A seed counts as the rows
+            that it stands for.
         max_in_flight_bytes: the largest sum of the payload bytes of a stream's unanswered requests and of the replies
             to them.
     """

@@ -54,7 +54,8 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turns off progress bars, transformers' advice and its warnings about coming renamings while the block runs.
+    """Turns off transformers' progress bars, its log messages below the level of errors, and its warnings about
+    `use_cache` and about coming changes, while the block runs.
 
     These settings belong to the process: the first thread that enters changes them, and the last thread that leaves
     restores them.

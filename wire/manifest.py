@@ -45,8 +45,8 @@ BUNDLE_FILE_NAMES = frozenset(
 """The only files that a bundle may hold. None of them is code or a pickle."""
 
 NATIVE_NORMS = "native/"
-"""What precedes a layer's name in column_norms.safetensors if the norms are those of the checkpoint's own weight. No
-layer's name holds a slash."""
+"""The prefix of a layer's name in column_norms.safetensors that marks the norms of the checkpoint's own weight; norms
+of the int8 weight have no prefix. No layer's name holds a slash."""
 _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
@@ -158,7 +158,8 @@ def parse_manifest(data: bytes) -> Manifest:
 
     Raises:
         VersionMismatch: the manifest names another protocol version, or none.
-        MalformedFrame: the manifest is too large, not JSON, or inconsistent.
+        MalformedFrame: the manifest is too large, not JSON, or inconsistent, or a field is missing, unknown or out of
+            range.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedFrame(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")

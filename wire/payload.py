@@ -61,7 +61,8 @@ class RowsPayload:
     __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """Keeps `rows`, shape (num_rows, cols), in the dtype of the call's arithmetic, on any device."""
+        """Keeps `rows`, shape (num_rows, cols), in the dtype of the call's arithmetic. Rows that are on another device
+        than the CPU, or not contiguous, are copied. Raises InvalidTensor if `rows` is not a matrix."""
         if rows.dim() != 2:
             raise InvalidTensor(f"expected a matrix, got a tensor with {rows.dim()} dimensions")
         self._rows = rows.to("cpu").contiguous()
@@ -116,8 +117,8 @@ class SeedPayload:
 
 
 class MessagePayload:
-    """Holds one row that a mask writes directly into the memory that is sent. This avoids copies, which cost time,
-    since a decode step sends a hundred rows."""
+    """Holds one row that a mask writes directly into the memory that is sent. A decode step sends about a hundred such
+    rows, one in each request, so that copying them would take a noticeable part of its time."""
 
     __slots__ = ("_message", "cols", "num_bytes", "numbers")
 

@@ -75,10 +75,13 @@ class ShardActor:
         return self._refusal
 
     def wait_for_ever(self) -> None:
-        """Returns only when it is called again. The provider's process learns from this call's end that the actor has
-        ended. It calls again when it has lost sight of the actor for a moment, and the earlier call must not keep one
-        of the actor's threads, of which there are few. It also returns if this actor computes nothing: Ray may have
-        started it again since the call of `refusal`."""
+        """Waits until this method is called again; returns at once if this actor computes nothing, since Ray may have
+        started it again after the call of `refusal`.
+
+        The provider's process learns from the end of this call that the actor has ended. After it has lost sight of the
+        actor for a moment, it calls this method again. The earlier call then returns, so that it does not occupy one of
+        the actor's few threads.
+        """
         if self._refusal:
             return
         asked_again = threading.Event()
@@ -121,7 +124,7 @@ class ShardActor:
 
 def _end_with_node(node: int) -> None:
     """Ends this process when the Ray node that started it, its parent process, has ended. Ray ends its workers itself,
-    but one whose node was killed has been seen to stay, with the weights in its memory."""
+    but a worker whose node was killed was seen to stay, with the weights in its memory."""
     while os.getppid() == node:
         time.sleep(_LOOK_S)
     os._exit(1)

@@ -27,7 +27,7 @@ _START_S = 900.0
 """The longest time in seconds that an actor may take to load the model and check its weights."""
 _LOOK_S, _PAUSE_S = 5.0, 0.5
 _CALLS_AT_ONCE = 2
-"""The calls that an actor runs at the same time: a product, and the call that never ends."""
+"""The most calls that an actor runs at the same time: a product, and `ShardActor.wait_for_ever`."""
 
 
 class ClusterShards(StartedShards[ActorReplica]):
@@ -107,7 +107,7 @@ class ClusterShards(StartedShards[ActorReplica]):
 
 
 def _check_room(sizes: Sequence[int], num_replicas: int, num_gpus: float) -> None:
-    """Raises ConfigurationError if the cluster is too small for all actors, whoever else uses it."""
+    """Raises ConfigurationError if the cluster is too small for all actors, even if nobody else uses it."""
     there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     num_actors = len(sizes) * num_replicas
     if there.get("GPU", 0.0) < num_gpus * num_actors or there.get("memory", 0.0) < sum(sizes) * num_replicas:

@@ -1,9 +1,9 @@
 """Proves, by connections that must fail, that a server of a Ray cluster lets in only peers with a certificate and the
 token.
 
-Ray takes both from environment variables, separately on each host. A host where one was forgotten runs as well as the
-others, and runs code for whoever connects. So each server is tried in the wrong ways. A probe that is let in where it
-may be (with certificate and token) shows that the probe would notice.
+Ray takes both from environment variables, separately on each host. A host where one of them was forgotten runs as well
+as the others, and runs code for anybody who connects. So each server is tried in the wrong ways. A connection in the
+right way, with certificate and token, must succeed, which shows that the other connections failed for lack of these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import grpc
 from wire.errors import ConfigurationError, os_cause
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+"""The bytes that an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section
+3.4)."""
 _SETTINGS_TYPE, _TYPE_AT = 4, 3
 """The type of a SETTINGS frame, which is a server's first, and the place of the type in a frame's header."""
 _PROBE_S = 5.0
@@ -69,10 +70,11 @@ class ClusterIdentity:
 
 
 def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
-    """Checks that a server speaks TLS only, and only with those who have a certificate of the cluster.
+    """Checks that a server speaks TLS only, and only with peers that have a certificate of the cluster.
 
     Raises:
-        ConfigurationError: the server lets in what it must not, or does not let in who has a certificate.
+        ConfigurationError: the server lets in a peer without one, refuses this host's certificate, or cannot be
+            reached.
     """
     where = f"{host}:{port}"
     if not _is_let_in(host, port, identity.context(with_certificate=True)):
@@ -87,10 +89,11 @@ def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
 
 
 def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
-    """Checks that the cluster's head answers nobody without the token, whatever certificate they have.
+    """Checks that the cluster's head answers no call without the token, even with a certificate of the cluster.
 
     Raises:
-        ConfigurationError: the head answers a call without the token, or refuses one with the token.
+        ConfigurationError: the head answers a call without the token, refuses one with the token, or does not answer at
+            all; or the token's file is not valid.
     """
     token = identity.read_token()
     code = _code_of_call(host, port, identity, None)

@@ -2,7 +2,7 @@
 
 Guarantees: an actor that ends, hangs or answers what was not asked counts as lost, and a product that waits for it
 raises `ReplicaLost`. Ray never sends a call a second time: whether a lost product is computed again is decided by the
-executor, which counts the losses of each request. Replies are copied out of the cluster's object store before anyone
+executor, which counts the losses of each batch. Replies are copied out of the cluster's object store before anyone
 uses them. As with all replicas, the products are not checked here: a cluster is one trust domain (docs/ray.md), and
 tenants that verify replies notice a wrong product.
 """

@@ -35,7 +35,8 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
         The CUDA device, or None if the CPU computes.
 
     Raises:
-        ConfigurationError: the operator asked for a CUDA device that cannot be used; `auto` logs this line instead.
+        ConfigurationError: the operator asked for a CUDA device that cannot be used. With `auto`, the same text is
+            logged, and the CPU computes.
     """
     if wanted == "cpu":
         return None
@@ -53,7 +54,7 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
 
 
 def find(wanted: str, number: int = 0) -> torch.device:
-    """Returns the CUDA device that is meant by `wanted`, other than `cpu`, without using it yet; see `choose`.
+    """Returns the CUDA device that `wanted` (`auto`, `cuda` or `cuda:N`) means, without testing it; see `choose`.
 
     Raises:
         ConfigurationError: there is no such device, or no driver for it.
@@ -82,7 +83,8 @@ def _why_no_cuda(text: str) -> str:
 
 
 def _examine(device: torch.device) -> None:
-    """Raises ConfigurationError if a device is full of others' work, or computes a wrong number."""
+    """Raises ConfigurationError if other processes leave a device too little memory, or if it fails or computes a wrong
+    number."""
     try:
         free, total = torch.cuda.mem_get_info(device)
         if free < LEAST_FREE_BYTES:
@@ -98,5 +100,5 @@ def _examine(device: torch.device) -> None:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of what CUDA or its libraries say about themselves, cut to a length for a log."""
+    """Returns the first line of an error's text, cut to 200 characters for a log; "no reason given" if it is empty."""
     return (text.strip().splitlines() or ["no reason given"])[0][:200]

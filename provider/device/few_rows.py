@@ -4,7 +4,7 @@ For a row of one token the product takes less time than starting its kernels one
 product and the copy back are captured once for each layer group and direction, and replayed with one call. On torch's
 `cpu` device, and where the device cannot capture, the same steps are started one by one.
 
-Guarantees: the numbers are those of `coding.product`, whatever is captured.
+Guarantees: the numbers are those of `coding.product`, with or without captured graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from wire.ring import coding
 from wire.ring.buffers import unwritten_tensor
 
 MOST_ROWS = 8
-"""The most rows of a small product. The executor computes products of up to 8 rows in the thread that received them."""
+"""The most rows of a small product. The executor may compute products of up to 8 rows in the thread that received
+them."""
 _HEIGHTS = (1, MOST_ROWS)
 """The numbers of rows of captured products; a product of fewer rows is padded with zeros."""
 MOST_GRAPHS = 2048
@@ -96,7 +97,8 @@ class FewRows:
         return run
 
     def _captured(self, steps: Callable[[], None]) -> Callable[[], None]:
-        """Captures steps as a graph, and returns what replays it; returns the steps themselves if that fails."""
+        """Captures steps as a graph, and returns a function that replays it; returns the steps themselves if that
+        fails."""
         graph = torch.cuda.CUDAGraph()
         with self._lane.current():
             steps()  # Compiles kernels, copies the weight and allocates workspaces, none of which may be captured.

@@ -41,7 +41,7 @@ class Lane:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def start(self, block: Sequence[RowsAndReply], multiply: Multiply, num_padded: int = 0) -> None:
-        """Starts the product of a block of rows, after it has finished the block before.
+        """Finishes the block that was started before, if there is one, and starts the product of a block of rows.
 
         Args:
             block: pairs of rows and memory for their product, all of the same widths, on the CPU.
@@ -83,8 +83,8 @@ class Lane:
             self._stream.synchronize()
 
     def drop(self) -> None:
-        """Gives up the block that was started. The staging buffers are free once the stream has come to its end; a
-        device that is lost raises an error here, which is dropped, since nothing of its memory is used again."""
+        """Gives up the block that was started, and waits until the device no longer uses the staging buffers. An error
+        of a lost device is ignored, since nothing in its memory is used again."""
         self._block, self._there = (), None
         with contextlib.suppress(RuntimeError):
             self.synchronize()
@@ -100,7 +100,8 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def view(self, num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a matrix in this memory, with any content."""
+        """Returns a matrix in this memory, with any content; `dtype` must have four bytes. Every call returns the same
+        memory, until one asks for more."""
         size = num_rows * cols * ITEM_BYTES
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)

@@ -2,9 +2,9 @@
 
 Guarantees: in ring arithmetic a reply is that of the CPU, to the last bit. In float arithmetic TF32 is off and every
 row is multiplied in a block of `FLOAT_ROWS` rows, so that a reply depends neither on the rows beside it nor on how a
-request was cut; it differs from the CPU's by rounding alone. A product that the device could not finish is an error
-with a time after which the tenant may ask again, and never a number. Before its first product, each group was compared
-with the CPU's product in both directions.
+request was cut; it differs from the CPU's by rounding alone. A product that the device could not finish is never
+answered with numbers: the tenant gets an error, or the executor has the product computed again. Before its first
+product, each group was compared with the CPU's product in both directions.
 
 The same code runs on torch's `cpu` device, where it is tested. On a GPU it was never run.
 """
@@ -33,8 +33,8 @@ from wire.ring.product import is_exact_on
 from wire.ring.seeded_rows import Rows, SeededRows
 
 PIECE_BYTES = 4 << 20
-"""The most bytes of rows, or of their product, that one copy moves. Requests are cut evenly, so pieces of large ones
-have 2 to 4 MiB: enough to fill a link, and small enough for copies and products to overlap."""
+"""The most bytes of rows, or of their product, that one copy moves in ring arithmetic. Requests are cut evenly, so
+pieces of large ones have 2 to 4 MiB: enough to fill a link, and small enough for copies and products to overlap."""
 FLOAT_ROWS = 64
 """The number of rows of every product in float arithmetic. Libraries choose another order of additions for another
 number of rows, so a fixed number makes a row's result independent of its companions."""
@@ -62,7 +62,7 @@ class OnDevice:
             device: a CUDA device from `provider.device.choice.choose`, or torch's `cpu` for tests.
 
         Raises:
-            ConfigurationError: the weights do not fit, or a product on the device is wrong.
+            ConfigurationError: the weights do not fit, a product on the device is wrong, or the device fails.
         """
         self.device = device
         if device.type == "cuda":
@@ -96,7 +96,7 @@ class OnDevice:
         return self._checked(moved, call, parts)
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since `product` is as short a way for one row."""
+        """Returns None, since no way is shorter for one row than `product`; see `Replica.row_product`."""
 
     def _checked(self, moved: Moved, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         info, is_ring = moved.group.info, call.arithmetic is Arithmetic.RING
@@ -202,12 +202,12 @@ class OnDevice:
 
     @property
     def can_return(self) -> bool:
-        """Returns True until the replica is closed: `revive` tries the device again."""
+        """Returns whether `revive` may bring the device back: True until the replica is closed or given up."""
         return not self._is_closed
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Tries a lost device again, until it passes its self-test and still holds the weights; see
-        `Replica.revive`."""
+        """Tries a lost device again, up to `MAX_TRIES` times, until it passes its self-test and still holds the
+        weights; see `Replica.revive`."""
         for _ in range(MAX_TRIES):
             if self._is_closed or is_over.wait(PAUSE_S):
                 return False
@@ -224,7 +224,8 @@ class OnDevice:
         return False
 
     def passes_self_test(self) -> bool:
-        """Returns whether the device's kernels are exact. torch's `cpu` device has none."""
+        """Returns whether the device's kernels are exact; True for torch's `cpu` device, which has no kernels of its
+        own."""
         return self.device.type == "cpu" or is_exact_on(self.device, again=True)
 
     def close(self) -> None:

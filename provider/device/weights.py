@@ -1,7 +1,7 @@
 """Moves the weights of layer groups to a device, one group after another, and checks that they arrived.
 
-Guarantees: a group's digest and fingerprint are taken from the copy on the CPU, before the group moves, and the
-CPU's copy is freed before the next group moves. Weights that do not fit are refused in one line.
+Guarantees: a group's fingerprint is taken from the copy on the CPU, and `move` keeps no reference to that copy when the
+next group moves. Weights that do not fit are refused in one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Moved:
         object.__setattr__(self, "weights", views)
 
     def is_whole(self) -> bool:
-        """Returns whether the numbers on the device are still those that were moved there. It copies them back."""
+        """Copies the tensors back to the CPU, and returns whether they are still those that were moved to the device.
+        Raises RuntimeError if the device fails."""
         group = _on(self.group, torch.device("cpu"))
         is_same = digest(group.quantised, group.alpha) == group.info.digest
         return is_same and group.fingerprint() == self.fingerprint
@@ -66,7 +67,7 @@ def move(
         The groups on the device, by id.
 
     Raises:
-        ConfigurationError: the weights do not fit; the message says how many layers would.
+        ConfigurationError: the weights do not fit; the message says how many layers would. `check` may raise others.
     """
     num_layers = _num_layers(groups)
     moved: dict[int, Moved] = {}

@@ -116,7 +116,8 @@ class Executor:
     # ---- taking requests ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queues a job. A job without rows gets an empty reply at once; any job fails if all replicas are lost."""
+        """Queues a job. A job without rows gets an empty reply at once; any other job fails at once if all replicas are
+        lost."""
         if job.ticket.num_rows == 0:
             self._answer_empty(job)
             return
@@ -164,7 +165,7 @@ class Executor:
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
         """Calls `make` with a free replica in this thread, and returns the result of `make` or the error. Returns None
-        if a queued request must go first, or if every replica is busy or lost."""
+        if a queued request must go first, if every replica is busy or lost, or if the replica is lost meanwhile."""
         if not self._idle() and not self._beside():
             # This check takes no lock. If it is out of date, the request is merely queued.
             return None

@@ -40,7 +40,7 @@ class Job:
         Args:
             call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.
             expires_at: the request's deadline, in seconds of `time.monotonic`.
-            done: called once with the reply or the error, in a worker thread.
+            done: called once with the reply or the error, in any thread; not called if the job is cancelled.
             reply_cols: the number of columns of the reply.
         """
         num_rows = count_rows(rows)
@@ -84,7 +84,7 @@ class Job:
 
 def job_of(ticket: Ticket) -> Job:
     """Returns the executor's job for a ticket. The ticket represents a request in the scheduler, and the job represents
-    the same request in the executor."""
+    the same request in the executor. Raises TypeError if the ticket has no job."""
     job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")

@@ -100,7 +100,8 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
 
 
 def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Computes the products of several requests' rows by one multiplication of all rows; each reply owns its memory."""
+    """Computes the products of several requests' rows by one multiplication of all rows; each reply owns its memory.
+    Errors are those of `compute`; one bad request fails the whole call."""
     if call.arithmetic is not Arithmetic.RING:
         return together(lambda call, rows: product(group, call, rows), call, parts)
     for rows in parts:
@@ -149,7 +150,7 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """Returns whether a tensor holds neither NaN nor infinity."""
+    """Returns whether a tensor holds neither NaN nor infinity; the tensor must not be empty."""
     # aminmax returns NaN if there is one, cannot overflow, and allocates no tensor of the rows' size.
     low, high = torch.aminmax(rows)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -89,7 +89,7 @@ class Replica(Protocol):
         """Tries to bring a lost replica back; this may take long, but ends when `is_over` is set.
 
         Returns:
-            True if the replica can compute products again; False if it never will.
+            True if the replica can compute products again; False if it never will, or if `is_over` was set first.
         """
         ...
 

@@ -21,7 +21,7 @@ class Access:
     Attributes:
         tenant: the name of the tenant.
         refusal: returns None if the caller is still admitted, else the error code; raises `RegistryUnreadable` if the
-            registry has been unreadable for too long.
+            registry has been unreadable, or a copy of it has not been renewed, for too long.
     """
 
     tenant: str
@@ -48,7 +48,7 @@ class AccessCheck:
         Raises:
             Unauthenticated: the certificate is not a tenant's, or is not registered.
             NotPermitted: the certificate was revoked.
-            RegistryUnreadable: the registry cannot be read at present.
+            RegistryUnreadable: the registry cannot be read at present, or is a copy that is too old.
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)

@@ -121,7 +121,7 @@ class Admission:
 
         Args:
             limits: the limits by tenant's name; the entry `EVERYBODY` is for all tenants without an entry of their own.
-            max_in_flight_bytes: most bytes of all tenants' requests and replies in flight.
+            max_in_flight_bytes: the most bytes of all tenants' requests and replies in flight, together.
         """
         self._limits, self._room = dict(limits or {}), SharedRoom(max_in_flight_bytes)
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Bounds each caller's number of open calls (streams and downloads), since each call occupies a shared thread.
+"""Bounds each caller's number of open calls (streams and downloads), since each call occupies a thread.
 
 Guarantees: no caller has more than `MAX_CALLS_PER_TENANT` calls open. The bound is lower once half of all threads are
 taken, so that a few dozen callers cannot use up all threads. A refused call is not counted.
@@ -14,14 +14,16 @@ from collections import Counter
 MAX_CALLS_PER_TENANT = 8
 """The most streams and downloads that one tenant may have open."""
 _CALLS_OF_EACH = 2
-"""The most streams and downloads that one tenant may have open while half of all threads or more are taken."""
+"""The most streams and downloads that one tenant may have open while all tenants together occupy half of the threads or
+more."""
 
 
 class Calls:
     """Counts each caller's open calls (streams and downloads), and refuses further calls beyond a bound."""
 
     def __init__(self, most_threads: int) -> None:
-        """Sets all counts to zero. `most_threads` is the number of threads that all callers share."""
+        """Sets all counts to zero. `most_threads` is the number of threads for all callers together; once half as many
+        calls are open, the lower bound holds."""
         self._most_threads = most_threads
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()

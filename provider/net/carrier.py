@@ -1,7 +1,7 @@
 """Carries the frames of one session over one connection, in the connection's own thread.
 
-Guarantees: a tenant that disconnects or does not read its replies does not slow other tenants down. One that reads
-nothing for five minutes is disconnected.
+Guarantees: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant that
+reads nothing for five minutes while bytes wait to be sent to it is disconnected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _wake_ends() -> tuple[int, int]:
 
 
 _NEWS = [(-1, 0)]
-"""What a look returns for a frame that another thread has made: no descriptor and no event."""
+"""The result of `_look` if only a frame of another thread is ready to be sent: no descriptor and no event of `poll`."""
 
 
 class _Carrier:
@@ -130,7 +130,7 @@ class _Carrier:
         """Returns for how many milliseconds to wait at most; None if there is no limit.
 
         There is a limit only if bytes wait to be sent (`must_send`): it is how long a tenant may still read nothing.
-        TCP has such a limit of its own; a Unix socket has none.
+        TCP has such a limit of its own; a Unix socket has none. Raises ConnectionError if that time is over.
         """
         if not must_send:
             return None
@@ -140,7 +140,8 @@ class _Carrier:
         return left_ms
 
     def _look(self) -> list[tuple[int, int]] | None:
-        """Returns what is ready now; `_NEWS` if there is a frame to send."""
+        """Returns the descriptors that are ready now, with their events; otherwise `_NEWS` if there may be a frame to
+        send, and None if there is not."""
         return self._poll.poll(0) or (_NEWS if self._has_news else None)
 
     def _take(self, events: int) -> None:

@@ -30,7 +30,8 @@ MOST_STREAMS = 256
 FILES_PER_STREAM = 2
 """Descriptors that a stream at the tensor port uses: one for its socket, and one to wake its waiting thread."""
 _FEW_CONNECTIONS = 1024
-"""A warning is logged if gRPC may have fewer connections, since a flood of connections then soon keeps tenants out."""
+"""A warning is logged if gRPC may have fewer connections than this, since a flood of connections then soon keeps
+tenants out."""
 _STREAMS_PART = 0.6
 """The share of the free descriptors that streams may take. At the usual soft limit of 1,024, this is just enough for
 `MOST_STREAMS`."""

@@ -42,11 +42,11 @@ class IpcPort(StreamPort):
 
         Args:
             folder: the folder, which is made if there is none; its parents must be there.
-            most: most open connections; see `StreamPort`.
+            most: the largest number of open connections; see `StreamPort`.
 
         Raises:
-            ConfigurationError: the system cannot say who connects, others can write to the folder or a parent, another
-                provider uses the folder, or the socket cannot be made.
+            ConfigurationError: the system cannot tell which process connects, others can write to the folder or a
+                parent, another provider uses the folder, or the socket cannot be made.
         """
         check_system()
         self.folder = Path(os.path.abspath(folder))

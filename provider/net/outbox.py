@@ -36,7 +36,7 @@ class Outbox:
         """
         self._table, self._usage, self._most_waiting = table, usage, most_waiting
         self.notify: Callable[[], None] = lambda: None
-        """Called, in any thread, when there may be a new frame to send."""
+        """A function that is called, in any thread, when there may be a new frame to send."""
         self._waiting: deque[bytes | memoryview | Request | None] = deque()
         """The queue of what to send: frames, requests whose replies are ready, and None to mark the end."""
         self._turns: deque[tuple[Request, Iterator[bytes | memoryview]]] = deque()

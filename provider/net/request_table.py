@@ -67,10 +67,10 @@ class RequestTable:
         """Makes an empty table of requests.
 
         Args:
-            max_in_flight_bytes: most bytes of the stream's requests and their replies together.
+            max_in_flight_bytes: the most bytes of the stream's requests and their replies together.
             admission: the tenant's quota, which all streams of the tenant share.
             cancel: called to take a job out of the executor.
-            most_requests: most requests in flight.
+            most_requests: the most requests in flight.
         """
         self._max_bytes, self._most_requests = max_in_flight_bytes, most_requests
         self._admission, self._cancel = admission, cancel

@@ -49,7 +49,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
     """Returns gRPC's options for the server: limits on messages and connections, keepalive, and one process per port.
 
     Args:
-        most_connections: most open connections; every connection beyond this number is closed at once.
+        most_connections: the largest number of open connections; every further connection is closed at once.
     """
     return [
         # Any peer can connect and stay silent. Without the first option, silent connections would stay for two minutes
@@ -154,7 +154,8 @@ class Server:
                 and has the default scheduling policy.
             admission: the tenants' quotas; None means that the operator sets no limits.
             usage: counts and saves the tenants' usage; None saves no usage.
-            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
+            busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
+                `wire.transport.busy_poll`.
 
         Returns:
             The service, whose counts the caller may read.
@@ -183,8 +184,8 @@ class Server:
         """Ends every call, and waits until all calls have ended.
 
         Args:
-            drain_s: longest time in seconds for finishing requests in flight, while new requests are refused, before
-                the calls are ended.
+            drain_s: the most seconds to wait for requests in flight before the calls are ended; new requests are
+                refused meanwhile. With 0, the calls are ended at once.
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):

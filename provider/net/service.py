@@ -1,5 +1,5 @@
-"""Implements the provider's network methods, each with its access check: three gRPC methods for tenants, one for
-shards, the streams of the tensor port, and the calls of tenants on the provider's own host.
+"""Implements the provider's network methods, each with its access check: three gRPC methods, the streams of the tensor
+port, and the calls of tenants on the provider's own host.
 
 Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
 limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle.
@@ -47,7 +47,8 @@ from wire.transport.message_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256
-"""The number of threads for the calls of all callers; each open call occupies one thread."""
+"""The number of gRPC's threads; each open RPC occupies one. `Calls` takes the same number as the number of places for
+calls at all ports together."""
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
@@ -55,7 +56,8 @@ _STATUS = {
     RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
-"""By kind of refusal, the gRPC status and a fixed text, which tells the caller no details."""
+"""Maps a kind of refusal to the gRPC status and a fixed text, which tells the caller no details. The first kind that
+matches counts."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -82,7 +84,8 @@ class ProviderService:
             admission: the tenants' quotas.
             usage: the tenants' usage.
             tensor_port: the number of the tensor port, for the manifest; the listener at this port calls `serve`.
-            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
+            busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
+                `wire.transport.busy_poll`.
         """
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
@@ -202,7 +205,8 @@ class ProviderService:
             takes_fetch: whether the tenant may ask for the manifest or a file in place of a stream.
 
         Returns:
-            None if the call was served; else the error with which it is refused, which the caller must send.
+            None if the call was served, or the tenant disconnected; else the error with which the call is refused,
+            which the caller must send.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:

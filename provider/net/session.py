@@ -46,8 +46,9 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
-"""The most rows of a decode request that the receiving thread computes itself while no other product runs. A decode
-step has four calls per block of the model, and in each call a change of threads would cost time."""
+"""The most rows of a decode request that the receiving thread computes itself, if `Executor.compute_here` finds a
+replica for it. A decode step has four calls per block of the model, and in each call a change of threads would cost
+time."""
 INLINE_PRODUCTS = 1 << 23
 """The most multiplications of a request that the receiving thread computes itself, about a millisecond of work."""
 SWEEP_S = 0.5
@@ -78,7 +79,8 @@ class _Refused(Exception):
 
 
 def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
-    """Returns whether a request is a single decode row that was received as a whole and has a small product."""
+    """Returns whether a request is a single decode row that was received as a whole, in memory that can be written to,
+    and has a small product and a reply of one frame."""
     return (
         header.rows == 1
         and request_class is RequestClass.DECODE
@@ -353,7 +355,7 @@ class Session:
 
     def sweep(self, now: float) -> None:
         """Fails the requests whose deadline has passed. Ends the stream if the tenant was revoked or has not sent HELLO
-        in time."""
+        in time. If the stream has ended already, this only closes its connection."""
         self._sweep_at = now + SWEEP_S
         if self._table.is_closed:
             self._hang_up()  # The thread that sends still waits for the tenant to read.

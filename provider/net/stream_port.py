@@ -28,7 +28,8 @@ MAX_CONNECTIONS = MOST_STREAMS
 BACKLOG = 64
 """The most connections that the kernel keeps waiting until they are accepted."""
 LINGER_S = 2.0
-"""The longest time in seconds that a tenant may take to read the last frame before its connection is closed."""
+"""The longest time in seconds that a tenant may take to read the last frame, and in which a tenant that is refused on a
+Unix socket must send its first message, before its connection is closed."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _LOGGER = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class StreamPort:
 
         Args:
             listener: the socket, which belongs to this port from now on.
-            most: most open connections, and never more than `MAX_CONNECTIONS`.
+            most: the largest number of open connections; `MAX_CONNECTIONS` if this is more.
         """
         self._listener = listener
         self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))

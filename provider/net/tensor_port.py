@@ -27,7 +27,8 @@ class TensorPort(StreamPort):
         Args:
             host: an address or a name of this machine.
             port: the port's number; 0 picks a free one.
-            most: most open connections; fewer than `MAX_CONNECTIONS` if the process may open only a few files.
+            most: the largest number of open connections; fewer than `MAX_CONNECTIONS` if the process may open only a
+                few files.
 
         Raises:
             ConfigurationError: the port is in use, or the address is not an address of this machine.

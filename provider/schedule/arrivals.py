@@ -1,8 +1,8 @@
 """Predicts when the next decode request will come.
 
-A tenant that decodes calls one layer after the other. Before the next call, the tenant computes for about as long as
-after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the next
-decode request. A wrong prediction only costs time. The code is not safe under threads.
+While a tenant decodes, it calls one layer after the other. Before the next call, the tenant computes for about as long
+as after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the
+next decode request. A wrong prediction only costs time. The code is not safe under threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Arrivals:
     def __init__(self) -> None:
         """Makes a record without any tenant."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
-        """By tenant and call: the mean gap and the mean deviation of the gaps, in seconds."""
+        """Maps a tenant and a call to the mean gap and the mean deviation of the gaps, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:
@@ -44,7 +44,8 @@ class Arrivals:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """Records that a decode request has arrived, and updates the mean gap of the call before it."""
+        """Records that a decode request has arrived, and updates the mean gap after the tenant's previous call, unless
+        the gap was longer than `_SLOW_S`."""
         before = self._replied.pop(tenant, None)
         if before is None:
             return
@@ -66,7 +67,8 @@ class Arrivals:
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
         """Returns the time at which the next decode request is expected, the time to call this again if no request has
-        come by then, and the number of tenants from which a request is expected.
+        come by then, and the number of tenants from which a request is expected. If there is no such tenant, both times
+        are infinite.
 
         If a tenant's request is late, or the tenant's gap is not known yet, its request is expected at once, until the
         tenant counts as gone.

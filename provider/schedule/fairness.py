@@ -88,7 +88,8 @@ class TenantRing:
         or in another tenant's batch.
 
         Callers must call this before `remove`. If a tenant's rows join another tenant's batch before its own turn, the
-        tenant gets its credit of this round at once.
+        tenant gets its credit of this round at once. Nothing is taken while no other tenant waits, and no debt grows
+        beyond `_MOST_DEBT` quanta.
         """
         if len(self._queues) == 1:
             return  # No other tenant waits, so no credit is charged.
@@ -150,7 +151,7 @@ class TenantRing:
         return cost - saved
 
     def _give(self, tenant: str, rounds: int = 1) -> None:
-        """Gives a tenant the credit of several rounds, the present round included."""
+        """Gives a tenant the credit of `rounds` rounds, the present round included."""
         self._deficits[tenant] = self._deficits.get(tenant, 0.0) + rounds * self._credit(tenant)
         self._served.add(tenant)
 

@@ -19,8 +19,8 @@ _FIRST_RATE = 2e-11
 """The seconds per multiplication that are assumed before anything was measured. They are those of one CPU core at 50
 GFLOP/s."""
 _APART = 4.0
-"""The largest factor by which a lane's slope (seconds per row) may differ from the slope by the mean rate of all
-lanes."""
+"""The largest factor by which a lane's slope (seconds per row) may differ from the slope that the mean rate of all
+lanes suggests."""
 _OUTLIER = 5.0
 """The most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the
 machine."""

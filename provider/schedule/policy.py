@@ -35,10 +35,12 @@ class Policy:
         wait_share: under `opportunistic`, the longest hold as a share of the request's own predicted time. Decode
             requests are not held.
         slo_s: latency target of a decode request inside the provider, in seconds; None for no target.
-        starvation_s: by class, the longest time in seconds until a piece of the class runs, while more urgent work
-            waits or is expected.
-        max_batch_rows: most rows of one product.
-        max_batch_numbers: most numbers in the input or the output of one product; it bounds a batch's memory.
+        starvation_s: by class, with a latency target, the longest time in seconds until a piece of the class runs,
+            while more urgent work waits or is expected.
+        max_batch_rows: the most rows of one product. A larger request is cut into pieces under `opportunistic`, and is
+            one product under the other policies.
+        max_batch_numbers: the most numbers in the input or the output of one product, which bounds a batch's memory;
+            for larger requests see `max_batch_rows`.
     """
 
     name: PolicyName = "opportunistic"

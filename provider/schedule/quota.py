@@ -39,9 +39,9 @@ class TenantLimits(BaseModel):
         weight: the tenant's share of the executor, relative to the weights of other tenants.
         rows_per_s, bytes_per_s: sustained rates of rows, and of the bytes of requests and replies. A burst of one
             second's worth passes at once.
-        max_request_rows: most rows in one request.
-        max_rows_in_flight, max_in_flight_bytes: most rows and bytes of the tenant's unfinished requests, over all its
-            streams.
+        max_request_rows: the most rows in one request.
+        max_rows_in_flight, max_in_flight_bytes: the most rows and bytes of the tenant's unfinished requests, over all
+            its streams.
         classes: the classes of work that the tenant may send; given as a list of names.
     """
 

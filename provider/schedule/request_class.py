@@ -11,8 +11,8 @@ DECODE_ROWS = 16
 """The most rows of a forward request that counts as decode. Larger requests are prefill, or fine-tuning if the tenant
 sends gradients."""
 DECODE_IN_FLIGHT = 3
-"""The most requests of one tenant that count as decode at a time, over all its streams. A tenant that decodes calls one
-layer after the other. Further small requests are not decoding, and must not delay tenants that decode."""
+"""The most requests of one tenant that count as decode at a time, over all its streams. While a tenant decodes, it
+calls one layer after the other. Further small requests are not decoding, and must not delay tenants that decode."""
 
 
 class RequestClass(IntEnum):

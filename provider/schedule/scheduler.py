@@ -33,7 +33,8 @@ _ONE_RING = RequestClass.PREFILL
 _MAX_JOINED = 256
 """The most pieces (parts of requests) in one batch, and the most requests that are considered for a batch."""
 _LEAST_ROWS = 16
-"""The fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
+"""The fewest rows in a piece of a larger request, except its last piece, since every piece reads all of its layer's
+weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 """The first is the share of the executor's time for a class that would otherwise wait for ever. The second is the least
 time allowed for a product of such a class, as a multiple of the time of a product of one row."""
@@ -74,7 +75,8 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """By call, the requests that are held so that others may join. Other entries of `_held` are out of date."""
+        """Maps a call to its requests that are held so that others may join. Other entries of `_held` are out of
+        date."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
@@ -121,7 +123,8 @@ class Scheduler:
     # ---- taking requests ------------------------------------------------------------------------------------------
 
     def add(self, ticket: Ticket, now_s: float) -> None:
-        """Adds a request to the queue."""
+        """Adds a request to the queue; sets its `due_s`, and makes it a prefill request if its tenant floods (see
+        `Decoders.came`)."""
         note(self._active, ticket.tenant, now_s)
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
         note(users, ticket.tenant, now_s)
@@ -220,7 +223,8 @@ class Scheduler:
         return lambda one_s: max(0.0, slo_s - num_expected * one_s) + max(0.0, expected_s - now_s)
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
-        """Returns the seconds that a product which begins with this request may take; 0 if it may not run yet."""
+        """Returns the seconds that a product which begins with this request may take: 0 if it may not run yet, infinity
+        if there is no bound."""
         if not self._decoders.are_active(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)

@@ -15,7 +15,7 @@ class Ticket:
     Attributes:
         tenant: the name of the tenant that pays for the request.
         call: the call; requests of one call can share a product.
-        num_rows: the number of rows of the whole request, at least 1.
+        num_rows: the number of rows of the whole request; at least 1 in a request that is queued.
         request_class: the class of work that the request counts as.
         arrived_s, expires_s: times of arrival and deadline, in seconds of the scheduler's clock.
         due_s: the time until which the request may be held; set by the scheduler.

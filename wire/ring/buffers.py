@@ -38,8 +38,8 @@ def unwritten(num_bytes: int) -> memoryview:
     """Returns writable bytes with any content, possibly another tenant's rows: the caller must write every byte before
     any is read.
 
-    The bytes are not zeroed, so that a frame of 49 bytes that announces 64 MiB does not cost the time to zero them. The
-    buffer returns to this module when its last view or tensor is gone.
+    The bytes are not zeroed, so that a frame of 49 bytes that announces 64 MiB does not cost the time to zero them. A
+    buffer of more than 64 KiB and at most 16 MiB returns to this module when its last view or tensor is gone.
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:

@@ -1,8 +1,8 @@
 """This module turns real rows into ring rows and ring replies into real rows. The ring is Z_q with q = 2^32.
 
 Guarantees: `product`, from wire/ring/product.py, is exact mod 2^32 for every int32 input. `encode` chooses scales by a
-deterministic bound, so that no centred result wraps. Ring elements are int32 tensors read mod 2^32, and int32 is
-centred already, so centring costs nothing. Source: wire/SPEC.md, section 5.
+deterministic bound, so that no result leaves [−2^31, 2^31) and wraps. Ring elements are int32 tensors, whose numbers
+already lie in this range. Source: wire/SPEC.md, section 5.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def encode(
     slack: float = 0.0,
     alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales each row into the ring: x̃ = round(x / β), with the smallest scale β for which no product wraps.
+    """Scales each row into the ring: x̃ = round(x / β), with a scale β that is just large enough that no product wraps,
+    and at least 2^-100.
 
     The rounded x̃ satisfies (‖x̃‖₂ + error_norm) · weight_norm + slack < 2^31. Rounding moves each coordinate by at
     most a half, and so the norm by at most √d / 2, which the choice of β allows for.
@@ -45,14 +46,15 @@ def encode(
         rows: float, shape (num_rows, d), CPU or CUDA.
         weight_norm: the largest column norm of the integer weight (row norm for the backward direction).
         error_norm: the largest ‖e‖₂ of a mask's error rows e; 0 without a mask.
-        slack: a bound on everything else in the product, such as hint rounding; 0 if there is nothing else.
+        slack: a bound on every other error in the product, such as that of the rounded hints of the mask `lattice`; 0
+            if there is none.
         alpha: float32, shape (d,), on the rows' device; the rows are first multiplied by it. None stands for ones.
 
     Returns:
         x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), which must stay secret.
 
     Raises:
-        NotFinite: a value is NaN or infinite.
+        NotFinite: a value is NaN or infinite, or becomes so when it is multiplied by `alpha`.
         MaskOverflow: the layer is too wide for any scale.
     """
     d = rows.shape[1]
@@ -75,7 +77,8 @@ def encode(
 
 
 def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
-    """Returns the largest 2-norm that a row may have after encoding; see `encode`."""
+    """Returns the largest 2-norm that a scaled row x / β may have before it is rounded; see `encode`. Raises
+    MaskOverflow if that is below 1."""
     budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
     if budget < 1.0:
         raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
@@ -104,7 +107,8 @@ class RowCodec:
 
         Raises:
             MaskOverflow: the layer is too wide for any scale.
-            InvalidTensor: this machine has no compiled kernels, or `alpha` or `reply_alpha` is not on the CPU.
+            InvalidTensor: this machine has no compiled kernels, or `alpha` or `reply_alpha` is not contiguous float32
+                of the right length on the CPU.
         """
         budget = _budget(widths[0], weight_norm, error_norm, slack)
         self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, _SMALLEST_SCALE)
@@ -115,6 +119,7 @@ class RowCodec:
 
         Raises:
             NotFinite: a value is NaN or infinite.
+            InvalidTensor: an argument is not as `kernels.RowCodec.encode` describes it.
         """
         beta = self._coded.encode(row, out)
         if beta is None:
@@ -125,7 +130,8 @@ class RowCodec:
 def decode(
     reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None, effect: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the real product that a ring reply holds: y = β · α ⊙ centred(reply − effect).
+    """Returns the real product that a ring reply holds: y = β · α ⊙ (reply − effect), where the difference is taken mod
+    2^32 into [−2^31, 2^31).
 
     Args:
         reply: int32, shape (num_rows, m).

@@ -1,4 +1,4 @@
-"""This module is the only caller of torch's private `_int_mm`, which multiplies bytes and sums the products in int32.
+"""This module wraps torch's private `_int_mm`, which multiplies bytes and sums the products in int32.
 
 This module does not guarantee exact numbers, since older CPU kernels saturate. Callers must first check
 `int_mm_is_exact` of wire/ring/product.py or `is_exact` of wire/ring/product_cuda.py, and compute the product another

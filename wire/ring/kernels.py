@@ -2,7 +2,8 @@
 and decode rows, on x86-64 processors with AVX2, and use VNNI if the processor has it.
 
 Guarantees: products are exact mod 2^32 for every number, shape and memory order. Rows are encoded and decoded as by
-torch's operations, except that a row's scale β may differ in its last bit, since squares are summed in another order.
+torch's operations, except that a row's scale β, and with it the encoded row, may differ in its last bit, since
+squares are summed in another order.
 If the library was not built, or the processor lacks AVX2, `available()` returns False and callers must call nothing
 else of this module. wire/ring/product.py and wire/ring/coding.py then use torch.
 
@@ -197,7 +198,7 @@ def encode(
     Args:
         rows: float32, shape (num_rows, d), for which `codes` returns True.
         alpha: float32, shape (d,), contiguous, CPU; the rows are first multiplied by it. None stands for ones.
-        budget: the largest 2-norm of a rounded row, below 2^31.
+        budget: the largest 2-norm that a scaled row may have before it is rounded; above 0 and below 2^31.
         smallest: the smallest allowed scale β.
         encoded: the memory for the encoded rows, int32, shape (num_rows, d), contiguous, CPU.
 
@@ -326,7 +327,7 @@ class RowCodec:
             out: writable memory of 4·d bytes, to which the encoded row is written.
 
         Returns:
-            β, the row's scale, for `decode`; None if the row holds NaN or infinity.
+            β, the row's scale, as a ctypes object for `decode`; None if the row holds NaN or infinity.
 
         Raises:
             InvalidTensor: an argument is not as described.

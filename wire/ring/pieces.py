@@ -1,7 +1,7 @@
 """This module cuts the work of one operation into pieces that threads take one after another (wire/ring/threads.py).
 
-Each size in this module is the smallest for which waking another thread saved time in measurements. The block sizes are
-those of wire/ring/kernels.c.
+`_SHARED_NUMBERS` and `_SHARED_WORK` are the smallest sizes for which waking another thread saved time in measurements.
+`_REGISTER_ROWS` and `_BLOCK_ROWS` are the block sizes of wire/ring/kernels.c.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def product_pieces(num_rows: int, d: int, m: int, with_vnni: bool = False) -> list[Piece]:
-    """Cuts a product into pieces, which threads take one after another. There are about two pieces for each thread, so
-    that a core that is busy with other work does not delay the product.
+    """Cuts a product into pieces, which threads take one after another. A product that is worth sharing gives
+    about two pieces for each thread, so that a core that is busy with other work does not delay it; any other product
+    is one piece.
 
     Args:
         num_rows: the number of rows that are multiplied.
         d, m: the shape of the weight.
-        with_vnni: whether the product uses VNNI.
+        with_vnni: whether the product uses VNNI, the AVX-512 instructions for int8 products.
     """
     num_pieces = 2 * torch.get_num_threads()
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK * (_VNNI_SPEED if with_vnni else 1):

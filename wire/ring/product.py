@@ -37,8 +37,8 @@ from wire.ring.threads import use_one_core
 _EXACT_FLOAT64_ROWS = 1 << 15
 """The most products of an int32 and an int8 number that float64 sums without rounding: 2^31 · 128 · 2^15 = 2^53."""
 _ROUNDER = 1.5 * 2.0**52
-"""A float64 r such that the low 32 bits of x + r are x mod 2^32 for every integer |x| <= 2^51; see
-`_multiply_piece`."""
+"""A float64 r such that the low 32 of the 64 bits that represent x + r are x mod 2^32, for every integer |x| <= 2^51;
+see `_multiply_piece`."""
 _EXACT_ROUNDER_ROWS = 1 << 13
 """The most products that may be added to `_ROUNDER` without rounding: 2^31 · 128 · 2^13 = 2^51."""
 _FAST_INNER_ROWS = 1 << 11
@@ -51,13 +51,13 @@ _FEW_ROWS_BY_INT32 = 48
 one thread. On an AVX2 machine it was faster than float64 in one thread up to 24 rows, and than float64 in two threads
 up to 16 rows."""
 _SCRATCH_BYTES = 32 << 20
-"""The most bytes of scratch memory that each multiplying thread keeps, unless 32 rows need more. If a layer has 3,072
-outputs, 600 rows fit."""
+"""The most bytes of scratch memory that each multiplying thread keeps, unless 32 rows need more. About 600 rows
+fit if the weight is 768 × 3,072."""
 _LEAST_BLOCK = 32
 _SLOWER = 8.0
 """`_int_mm` counts as fast if it takes less than this many times the time of the int32 loop. On one core it takes 25
 times as long if it is a plain loop itself. With VNNI it should take about as long as the int32 loop; this was computed
-from the 850 GOP/s of noise/polynomial/negacyclic.py and not measured."""
+from the speed that noise/polynomial/negacyclic.py states, 850 GOP/s, and not measured."""
 _local = threading.local()
 
 Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
@@ -170,7 +170,7 @@ def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
 
 def _kernel_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Returns the first kernel that is exact on a CUDA device: Triton's, which needs the extra `gpu`, or cuBLAS'. None
-    if neither is."""
+    if neither is exact."""
     from wire.ring import product_cuda, product_triton
 
     if product_triton.is_exact(device):
@@ -179,15 +179,12 @@ def _kernel_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], t
 
 
 def is_exact_on(device: torch.device, again: bool = False) -> bool:
-    """Tells whether a CUDA device passes the self-test of a kernel that uses its matrix units. A device that fails
-    computes products in float64, exactly and slowly.
+    """Tells whether a CUDA device passes the self-test of a kernel that uses its matrix units; returns False also if
+    the device does not answer. On a device that fails, `product` computes in float64, exactly and slowly.
 
     Args:
         device: the CUDA device, with its index.
         again: whether the test is made again, because the device may have failed since.
-
-    Raises:
-        RuntimeError: the device does not answer.
     """
     from wire.ring import product_cuda, product_triton
 

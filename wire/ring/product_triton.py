@@ -27,10 +27,10 @@ Form = Literal["horner", "planes", "digits"]
 float16."""
 WRAPPING = ((9, 0),)
 """The compute capabilities for which every Triton from 3.6 on compiles an int8 product that wraps. For sm_100, 3.7.1
-compiles one that saturates, and 3.9.0 one that wraps. tests/wire/ring/test_triton_compiled.py reads it from the
-code."""
+compiles one that saturates, and 3.9.0 one that wraps. tests/wire/ring/test_triton_compiled.py reads this
+from the compiled code."""
 LITTLE_INT8 = ((10, 3),)
-"""The compute capabilities of chips whose int8 units were given up for others (Blackwell Ultra)."""
+"""The compute capabilities of chips that have few int8 units, in favour of units for other types (Blackwell Ultra)."""
 _SAFEST: Form = "planes"
 MOST_FEW_ROWS = 16
 """The most rows that are multiplied by `multiply_few`, which reads the weight once and splits it among programs."""
@@ -43,7 +43,8 @@ SPLIT_BLOCK = 1024
 _LOGGER = logging.getLogger(__name__)
 
 _NO_FUSION = {"enable_fp_fusion": False}
-"""No sum here is rounded, so nothing may be gained by fusing; Triton warns if nothing is said."""
+"""A launch option. No sum here is rounded, so fused operations would change nothing; the option is set since Triton
+warns if it is missing."""
 BLOCKS: dict[Form, dict[str, int]] = {
     "horner": {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
     "planes": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
@@ -77,7 +78,8 @@ def form_of(capability: tuple[int, int]) -> Form:
 @functools.cache
 def exact_form(device: torch.device) -> Form | None:
     """Returns the form that is used on a device: the one that suits the chip, or `planes` if that one fails the
-    self-test, as it may under another Triton. None if both fail."""
+    self-test, as it may under another Triton. None if both fail. Raises ImportError if Triton is not installed, and any
+    error of its compiler or of the driver."""
     suited = form_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "planes"
     for form in dict.fromkeys((suited, _SAFEST)):
         if passes_self_test(functools.partial(product, form=form), device):
@@ -94,7 +96,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
             its first use; see `product_cuda.prepared`.
         bits: 32; or 24, which takes three planes in place of four. No message of wire/SPEC.md has 24 bits yet, so no
             caller outside tests and benchmarks sets it.
-        form: see `Form`; None takes `exact_form`.
+        form: see `Form`; None takes that of `exact_form`, or `planes` if that is None.
 
     Returns:
         int32, shape (num_rows, m), contiguous. With 24 bits only the low 24 bits of each number are the product's.
@@ -158,7 +160,7 @@ def _multiply_many(
 _TESTED = ((1, 8, 8), (3, 40, 24), (16, 300, 130), (17, 100, 30), (130, 2048, 264))
 """The shapes (num_rows, d, m) that the self-test multiplies: few rows and many, with and without padding."""
 _TESTED_EXTREMES = (3, MOST_FEW_ROWS + 1)
-"""The numbers of rows of the products of the largest odd inner width."""
+"""The numbers of rows of `extreme_operands` in the self-test: one for the kernel of few rows, one for that of many."""
 
 
 @functools.cache

@@ -25,9 +25,9 @@ def use_one_core() -> None:
     cores.
 
     A product of one row and a matrix is too small to share: waking OpenMP's other threads costs more than it saves, and
-    takes a core from the thread that encrypts. `torch.set_num_threads` would change every thread, and MKL as a whole.
-    This function sets OpenMP's number, which belongs to the calling thread, and MKL's number for this thread. It does
-    nothing if torch's folder holds neither library.
+    takes a core from the thread that encrypts messages. `torch.set_num_threads` would change every thread, and MKL as a
+    whole. This function sets OpenMP's number, which belongs to the calling thread, and MKL's number for this thread. It
+    does nothing if torch's folder holds neither library, or if this thread has called it before.
     """
     if getattr(_local, "done", False):
         return
@@ -98,7 +98,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     the same machine, or the thread that encrypts, can use that core.
 
     Raises:
-        Whatever `work` raised, after all threads have ended.
+        Whatever `work` raised, after all helper threads that had begun are done with it.
     """
     queue = iter(items)  # This is the iterator of a sequence, whose next() is atomic.
     num_helpers = min(torch.get_num_threads(), len(items)) - 1

@@ -90,7 +90,7 @@ def multiply_planes(
     bits (Horner's rule). Writes to `reply`, int32, shape (num_rows, m), contiguous, or adds to it if ADDS.
 
     With SUM_PER_PLANE each plane's products have a sum of their own: exact on units that saturate, for d below 2^17.
-    Without, one sum serves all planes, which must wrap.
+    Without it, one sum serves all planes: exact only on units whose sums wrap mod 2^32.
     """
     row, column = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
     inner = tl.arange(0, BLOCK_K)
@@ -121,7 +121,8 @@ def multiply_digits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Computes `multiply_planes` from float16 digits of BITS bits. The sum of a block, of BLOCK_K products, is at most
-    2^(BITS - 1) · 128 · BLOCK_K = 2^24, which float32 holds exactly; blocks are added in int32, which wraps."""
+    2^(BITS - 1) · 128 · BLOCK_K. Callers choose BLOCK_K so that this is at most 2^24, up to which float32 holds every
+    integer. Blocks are added in int32, which wraps."""
     row, column = _place(num_rows, m, BLOCK_M, BLOCK_N, GROUP_M)
     inner = tl.arange(0, BLOCK_K)
     left = planes + (row % num_rows).to(tl.int64)[:, None] * row_stride + inner[None, :]

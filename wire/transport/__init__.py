@@ -1,2 +1,2 @@
-"""This package carries a tenant's requests to a provider: by gRPC or TLS sockets, both with mutual TLS, or inside one
-process."""
+"""This package carries a tenant's requests to a provider: by gRPC, by TLS sockets, by a Unix socket of one host, or
+inside one process."""

@@ -111,6 +111,6 @@ class BusyPoll:
         return None
 
     def woke(self) -> None:
-        """Records whether the last wait was short. Callers must call this after every sleep, when a message has
-        come."""
+        """Records whether the wait that began with the last call of `look` was short. Callers must call this when that
+        wait has ended, whether the thread slept or only polled."""
         self._was_short = perf_counter() - self._began_s < self._most_s

@@ -6,7 +6,7 @@ cannot be reached.
 Guarantees: replies are matched by request id in any order. Every request ends by its own deadline. A reply is checked
 against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next
 request opens a new one. Requests that were pending on the broken stream fail with one error and are never sent again
-automatically, since that could reuse a mask. Only a request that was refused because it came too early is sent again,
+automatically, since that could reuse a mask. Only a request that the provider refused for a stated time is sent again,
 later and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this module has checked
 that the provider still serves the weights of the first manifest.
 """
@@ -70,7 +70,8 @@ class _ConnectionDropped(Unavailable):
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
-    """Returns gRPC's options for the tenant's channel: limits on both sides, keepalive, and no proxy for loopback."""
+    """Returns gRPC's options for the tenant's channel: the largest message in each direction, keepalive, no retries by
+    gRPC, and no proxy for loopback."""
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", MAX_FRAME_BYTES),
         ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -156,7 +157,8 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
 
 
 def _named_retry_s(exc: grpc.RpcError) -> float:
-    """Returns the seconds after which the provider says that the tenant may try again; 0 if it names no time."""
+    """Returns the seconds after which the provider says that the tenant may try again, at most 3600; 0 if the provider
+    names no time."""
     metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
     text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
     if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
@@ -179,7 +181,8 @@ class GrpcConnection(StreamConnection):
         self._identity = identity
         self._channel: grpc.Channel | None = None
         self._port: int | None = None
-        """The tensor port that the newest stream is on; None if gRPC carries that stream."""
+        """The tensor port that the newest stream is on; None if gRPC carries that stream, or if there is no stream
+        yet."""
 
     @property
     def carrier(self) -> str | None:
@@ -223,7 +226,8 @@ class GrpcConnection(StreamConnection):
         return parse_manifest(data)
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file, never more than the manifest announced."""
+        """Yields the chunks of one bundle file, never more bytes than the manifest announced. Raises ConfigurationError
+        if the bundle has no such file."""
         size = self._announced_bytes(file_name)
         yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), deadline_s(size), size)
 
@@ -270,8 +274,8 @@ class GrpcConnection(StreamConnection):
         return translate_status(exc, connected)
 
     def _drop(self) -> None:
-        """Closes the channel after a failure, since gRPC would let the old channel wait for up to two minutes before it
-        tries again."""
+        """Closes the channel, at the end or after a failure. After a failure, gRPC would let the old channel wait for
+        up to two minutes before it connects again."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

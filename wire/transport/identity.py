@@ -1,5 +1,4 @@
-"""This module reads the folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant or of a shard's
-host."""
+"""This module reads the folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
 
     Args:
         folder: the folder that was given as FOLDER to `provider enroll NAME --out FOLDER`.
-        kind: the option of `provider enroll` that makes an identity of this kind, for the error's advice; "" for a
-            tenant.
+        kind: an option that the error's advice adds to `provider enroll NAME`; "" for none.
 
     Raises:
         ConfigurationError: a file is missing, unreadable or does not hold what its name says, or the key is open to
@@ -68,7 +66,8 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
 
 
 def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
-    """Checks all three files and returns the certificate. The TLS libraries do not say which file is at fault."""
+    """Checks all three files and returns the certificate in cert.pem; raises ConfigurationError if a file does not hold
+    what its name says. The TLS libraries would not say which file is at fault."""
     for name, pem in (("ca.pem", identity.ca_pem), ("cert.pem", identity.cert_pem)):
         try:
             certificate = x509.load_pem_x509_certificate(pem)

@@ -56,7 +56,7 @@ class MessageSocket(ABC):
         self._begun: memoryview = NOTHING
         """The rest of a large message that has not been handed to `_piece_to_send` yet."""
         self._piece: memoryview = NOTHING
-        """What goes to the kernel next."""
+        """The bytes that go to the kernel next: what is left of the last result of `_piece_to_send`."""
         self._blocked_at_s: float | None = None
         self._end_lock = threading.Lock()
         self._pid = os.getpid()
@@ -87,7 +87,8 @@ class MessageSocket(ABC):
 
     @abstractmethod
     def _receive_some(self, flags: int) -> int:
-        """Receives bytes from the socket once; returns how many, 0 at the end. Raises BlockingIOError if none came."""
+        """Receives bytes from the socket once; returns how many, 0 at the end. Raises BlockingIOError if none have come
+        and `flags` says not to wait."""
 
     @abstractmethod
     def _take_in(self, count: int) -> None:
@@ -145,7 +146,8 @@ class MessageSocket(ABC):
         return b"".join((LENGTH.pack(len(message)), message[: self.FIRST_BYTES]))
 
     def blocked_s(self) -> float:
-        """Returns for how many seconds the peer has read nothing while bytes wait to be sent; 0 if none wait."""
+        """Returns for how many seconds the connection has taken no bytes, because the peer does not read; 0 if the last
+        attempt to send was not blocked."""
         blocked_at_s = self._blocked_at_s
         return 0.0 if blocked_at_s is None else time.monotonic() - blocked_at_s
 
@@ -173,6 +175,7 @@ class MessageSocket(ABC):
 
         Raises:
             EOFError: the peer has said that it sends no more messages.
+            ForkedConnection: this is a child of the process that opened the connection.
             MalformedFrame: the peer announced a length that no message may have.
             OSError: the connection is broken or closed, or the peer ended the connection without announcing this.
         """
@@ -203,7 +206,7 @@ class MessageSocket(ABC):
 
         Raises:
             TimeoutError: no whole message came in time.
-            EOFError, MalformedFrame, OSError: see `wait`.
+            EOFError, ForkedConnection, MalformedFrame, OSError: see `wait`.
         """
         while not self._messages:
             left = give_up_at_s - time.monotonic()
@@ -249,8 +252,8 @@ class MessageSocket(ABC):
         self._take_in(count)
 
     def _check_process(self) -> None:
-        """Refuses a forked child. Parent and child would encrypt with the same keys and counters, so an eavesdropper
-        could compare what both send and read it; and both would draw the same masks."""
+        """Raises ForkedConnection in a forked child. Parent and child would encrypt with the same keys and counters, so
+        an eavesdropper could compare the two ciphertexts and read them; and both would draw the same masks."""
         if os.getpid() != self._pid:
             raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 

@@ -78,7 +78,7 @@ class Request:
                 self.nudged.set()
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, or raises this request's one error."""
+        """Waits for the outcome; returns the reply, or raises the request's error."""
         if self.outcome is None:
             self._owner.wait_for(self)
         if isinstance(self.outcome, torch.Tensor):
@@ -129,7 +129,8 @@ class Multiplexer:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_welcome(self) -> None:
-        """Waits until the provider has sent WELCOME, which ends the handshake."""
+        """Waits until the provider has sent WELCOME, which ends the handshake. Raises the error that ended the stream
+        if no WELCOME came."""
         self._welcome.result()
 
     def is_usable(self) -> bool:
@@ -241,11 +242,16 @@ class Multiplexer:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
-        """Sends one request and returns it when its last chunk has been sent. Waits first while too many bytes are in
-        flight.
+        """Sends one request and returns it when its last chunk has been sent, or earlier if it has an outcome or the
+        stream has failed. Waits first while too many bytes are in flight.
 
         Args:
             payload, reply_cols: see `Connection.submit`.
+
+        Raises:
+            LimitExceeded: the request and its reply are larger than the limit on bytes in flight.
+            DeadlineExceeded: earlier requests were not answered in time, so that there is no room.
+            VeilbaseError: the error that ended the stream.
         """
         num_rows, size = payload.num_rows, payload.num_bytes
         request = self._admit(call, num_rows, reply_cols, size)
@@ -366,5 +372,5 @@ class Multiplexer:
             request.settle(error)
 
     def close(self) -> None:
-        """Ends the stream; every pending request fails."""
+        """Ends the stream; every pending request fails with `Unavailable`."""
         self.fail(Unavailable("the connection was closed"))

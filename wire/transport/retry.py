@@ -1,5 +1,6 @@
-"""This module sends a refused request again once the provider allows it. A provider refuses requests that come too
-early, and requests while it restores a shard (wire/SPEC.md, section 6).
+"""This module sends a refused request again once the provider allows it. A provider names a waiting time if the
+tenant has sent too much at once, and while something is missing that may come back, such as a lost shard
+(wire/SPEC.md, section 6).
 
 Guarantees: a retry sends the same payload and so the same bytes, and never uses a mask's slot (one row of a mask) for
 other rows. A retry is never sent before the time that the provider named. Retries are bounded in number and in time, so
@@ -34,7 +35,7 @@ retry together."""
 
 
 class RetriedRequest:
-    """Implements `Pending`: the thread that calls `result` waits and retries."""
+    """Implements `Pending` (wire/transport/connection.py): the thread that calls `result` waits and retries."""
 
     __slots__ = ("_call", "_payload", "_reply_cols", "_request", "_stream")
 
@@ -44,7 +45,8 @@ class RetriedRequest:
         self._request = stream.submit(call, payload, reply_cols)
 
     def result(self) -> torch.Tensor:
-        """Returns the reply; see `Pending.result`. Raises `QuotaExceeded` or `Unavailable` if waiting does not help."""
+        """Returns the reply; see `Pending.result`. Raises the refusal, `QuotaExceeded` or `Unavailable`, if it names no
+        time or more than `MAX_RETRY_S`, if retries would take longer than `MAX_WAIT_S`, or if the stream has broken."""
         give_up_at, floor_s = float("inf"), _FIRST_FLOOR_S
         while True:
             try:
@@ -62,5 +64,5 @@ class RetriedRequest:
 
 
 def with_jitter(retry_s: float) -> float:
-    """Returns the seconds to wait: never less than `retry_s`, and up to a quarter more."""
+    """Returns `retry_s` seconds plus a random share of up to a quarter of them."""
     return retry_s * (1 + _JITTER * secrets.randbelow(1 << 16) / (1 << 16))

@@ -25,6 +25,7 @@ def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes, alpn: str = A
 
     Raises:
         ssl.SSLError: OpenSSL does not accept a certificate or the key.
+        ValueError: `ca_pem` is not ASCII.
     """
     return _context(ssl.PROTOCOL_TLS_CLIENT, ca_pem, cert_pem, key_pem, alpn)
 

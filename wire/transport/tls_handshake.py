@@ -86,7 +86,7 @@ class TlsPipe:
 def shake_hands(
     plain: socket.socket, context: ssl.SSLContext, server_name: str | None, alpn: str, timeout_s: float
 ) -> TlsPipe:
-    """Does the handshake. The caller closes the socket if this fails.
+    """Does the TLS handshake and returns the connection. Callers must close the socket if this fails.
 
     Args:
         plain: a connected socket.

@@ -30,7 +30,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_MS = 300_000
 """How many milliseconds the provider waits for a tenant that reads nothing: as long as the tenant's longest request may
 take. While a tenant computes, it acknowledges TCP's probes and reads nothing, which looks to Linux like a tenant that
-is gone. A provider always reads."""
+is gone. A provider always reads, so a tenant waits for KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS only."""
 _RECORD_BYTES = 1 << 14
 """The most unencrypted bytes in a TLS record, and so the most that one read returns."""
 _KEEPALIVE_PROBES = 2

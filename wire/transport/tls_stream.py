@@ -1,4 +1,5 @@
-"""This module is the tenant's end of a stream on the provider's tensor port."""
+"""This module is the tenant's end of a stream without gRPC: on the provider's tensor port, which `connect` opens, or on
+a Unix socket (wire/transport/ipc)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
 
     Raises:
         ConfigurationError: the environment variable for polling is wrong; see `busy_poll.tenants_most_s`.
-        OSError: nothing listens there, or the peer is not the expected provider (`ssl.SSLError`).
+        OSError: nothing listens or answers there, or the peer is not the expected provider (`ssl.SSLError`).
     """
     busy_poll_s = tenants_most_s()
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
@@ -36,7 +37,7 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
 
 
 class TensorStream:
-    """Implements `MessageStream` over a TLS connection to the provider's tensor port."""
+    """Implements `MessageStream` over a `MessageSocket`: TLS to the provider's tensor port, or a Unix socket."""
 
     def __init__(self, connection: MessageSocket) -> None:
         """Makes a stream over a connection whose handshake is done, and which nothing else may use."""

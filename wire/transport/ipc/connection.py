@@ -42,7 +42,8 @@ def folder_of(url: str) -> Path:
     """Returns the absolute path of DIR in `ipc:DIR`; a leading `~` stands for the user's home.
 
     Raises:
-        ConfigurationError: DIR is empty or cannot be a path.
+        ConfigurationError: the URL is not of this form, or DIR cannot be a path, cannot be printed in one line, or
+            names a user who does not exist.
     """
     text = url.removeprefix(SCHEME)
     if not text or "\0" in text or url == text:
@@ -83,7 +84,8 @@ class IpcConnection(StreamConnection):
         return parse_manifest(b"".join(self._fetch(MANIFEST, MAX_MANIFEST_BYTES, _MANIFEST_TIMEOUT_S)))
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file, never more than the manifest announced."""
+        """Yields the chunks of one bundle file, never more bytes than the manifest announced. Raises ConfigurationError
+        if the bundle has no such file."""
         size = self._announced_bytes(file_name)
         yield from self._fetch(file_name, size, deadline_s(size))
 

@@ -7,9 +7,9 @@ the true other end states.
 Ids are those of the reader's namespaces. Ends in different process namespaces (two containers) see no id at all (0), or
 one that differs, and are refused.
 
-Not guaranteed: process ids are used again, so a process of the provider's own user could have had the same one at
-another time. No other user's process can have the same user id; root and the provider's own user can read the
-provider's memory anyway.
+Not guaranteed: the system gives the id of a process that has ended to a later one, so another process of the provider's
+own user may have the same id. No other user's process can have the same user id; root and the provider's own user can
+read the provider's memory anyway.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def check_system() -> None:
 
 
 def of_peer(plain: socket.socket) -> Credentials:
-    """Returns the credentials of the process that connected, or that made the listening socket, at the other end.
+    """Returns the credentials of the process at the other end: the one that connected, or the one that made the
+    listening socket.
 
     Raises:
-        ConfigurationError: the system does not say.
+        ConfigurationError: the system does not tell them.
     """
     check_system()
     try:

@@ -27,7 +27,7 @@ def fetch(connection: MessageSocket, file_name: str, most_bytes: int, timeout_s:
         connection: a new connection; the caller releases it.
         file_name: the file's name, or `MANIFEST`.
         most_bytes: the most bytes that may come.
-        timeout_s: the seconds after which all must have come.
+        timeout_s: the seconds within which everything must come.
 
     Raises:
         VeilbaseError: the provider refused, its answer is malformed or too large, or the connection broke.
@@ -63,7 +63,7 @@ def asked_name(message: bytes | memoryview) -> str | None:
     """Returns the name in a FETCH, or None if the message is another frame or none at all.
 
     Raises:
-        MalformedFrame: no bundle may have a file of this name.
+        MalformedFrame: no bundle may have a file of this name, or the FETCH is not a valid frame.
     """
     if not len(message) or message[0] != FrameType.FETCH:
         return None

@@ -38,7 +38,8 @@ def check_folder(folder: Path, peer_uid: int | None = None) -> int:
     Raises:
         ConfigurationError: there is no such folder, a part of its path is a symbolic link, the folder belongs to
             another user, others can write to it or to a parent, the socket's path is too long, or the folder's name
-            cannot be printed.
+            cannot be printed; or everybody can make files in a parent, and the tenant has not named the user to whom
+            the next folder on the path belongs.
     """
     check_name(str(folder))
     _check_length(folder)
@@ -96,8 +97,9 @@ def _check_length(folder: Path) -> None:
 
 
 def _check_parent(folder: Path, parent: Path, owners: tuple[int, int], peer_uid: int | None) -> int:
-    """Checks one parent of the folder and returns the parent's owner. `owners` holds two user ids: the owner of the
-    folder, and the owner of the next folder on the path from the parent to the folder."""
+    """Checks one parent of the folder and returns the parent's owner; raises ConfigurationError if others could change
+    it. `owners` holds two user ids: the owner of the folder, and the owner of the next folder on the path from the
+    parent to the folder."""
     status, (owner, inner) = _look_at(parent), owners
     if status.st_uid not in (_ROOT, os.geteuid(), owner):
         raise ConfigurationError(f"{parent} belongs to user {status.st_uid}, who could replace {folder}")

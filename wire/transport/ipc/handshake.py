@@ -36,7 +36,8 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
         busy_poll_s: see `MessageSocket`.
 
     Raises:
-        ConfigurationError: the socket is not a Unix socket, or the system does not say who is at its other end.
+        ConfigurationError: the socket is not a Unix socket, or the system does not tell which process is at its other
+            end.
         WrongPeer: the provider's statement differs from what the kernel says about the two ends.
         MalformedFrame: the peer does not follow the handshake.
         OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
@@ -57,7 +58,7 @@ def tenant_handshake(plain: socket.socket, context: ssl.SSLContext, busy_poll_s:
 
 
 def provider_handshake(plain: socket.socket, context: ssl.SSLContext) -> ClearSocket:
-    """Does the provider's part on an accepted socket; see `tenant_handshake`.
+    """Does the provider's part on an accepted socket; see `tenant_handshake`, also for errors.
 
     The provider sends its statement before it checks the tenant's, so that the tenant also learns of a difference.
     """
