@@ -1,10 +1,10 @@
 """This module opens a session. It connects to the providers, and sets up the trusted checkpoint, the ledger (record of
 used masks), the mask and the executor, which sends calls.
 
-Guarantees: an impossible arithmetic or `kappa`, a tokenizer or trusted checkpoint that cannot be found, and one
-provider in place of two are refused before a provider is contacted. Mask options are checked before the trusted
-checkpoint is read. With `verify`, no masked row is sent before the manifest and the whole bundle have been compared
-with the trusted checkpoint. If a step fails, everything that was opened is closed.
+Guarantees: an impossible arithmetic or `kappa`, a tokenizer that cannot be found, and one provider in place of two are
+refused before a provider is contacted. Mask options are checked before the trusted checkpoint is looked for. With
+`verify`, no masked row is sent before the manifest and the whole bundle have been compared with the trusted checkpoint.
+If a step fails, everything that was opened is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -41,9 +40,6 @@ from wire.transport.connection import Connection
 from wire.transport.grpc_connection import DEFAULT_PORT, GrpcConnection
 from wire.transport.identity import TlsIdentity, load_identity
 from wire.transport.ipc import connection as ipc
-
-if TYPE_CHECKING:
-    from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 
 
 class NotVerifiedWarning(UserWarning):
@@ -106,7 +102,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         _arithmetic(plan, known)  # before the network is used: no provider could make the setting possible
         _check_apart(plan.urls, identities)
         tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
-        verifier, checkpoint = _trusted(plan)
+        verifier = None if plan.verify is None else Verifier(plan.kappa)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:
             undo.callback(connection.close)
@@ -126,10 +122,8 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         # at once.
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
-        if checkpoint is not None and verifier is not None:
-            folder = fetch_bundle(connections[0], manifest, plan.cache)
-            keep = own_weights.__setitem__ if plan.mask == "pad" else None
-            checkpoint.check_provider(manifest, folder, verifier, on_verified, keep)
+        if verifier is not None:
+            _compare(plan, connections[0], manifest, on_verified, own_weights, verifier)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
@@ -290,14 +284,24 @@ def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
     return Ledger.open(folder / "ledger", f"{tenant_name(identity)} of {authority}")
 
 
-def _trusted(plan: Plan) -> tuple[Verifier, TrustedCheckpoint] | tuple[None, None]:
-    """Returns a verifier of replies and the trusted checkpoint; returns (None, None) without `verify`.
+def _compare(
+    plan: Plan,
+    connection: Connection,
+    manifest: Manifest,
+    on_verified: Callable[[int, int], None] | None,
+    own_weights: dict[int, torch.Tensor],
+    verifier: Verifier,
+) -> None:
+    """Compares the provider with the trusted checkpoint, and gives the verifier the checkpoint's weights.
+
+    For mask='pad' the quantised trusted weights are put into `own_weights`, by group number.
 
     Raises:
-        ConfigurationError: `kappa` is out of range, or there is no such checkpoint.
+        ConfigurationError: there is no such checkpoint.
+        VerificationFailed: the provider offers something else than the checkpoint.
     """
-    if plan.verify is None:
-        return None, None
     from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 
-    return Verifier(plan.kappa), TrustedCheckpoint.open(plan.verify)
+    checkpoint, folder = TrustedCheckpoint.open(str(plan.verify)), fetch_bundle(connection, manifest, plan.cache)
+    keep = own_weights.__setitem__ if plan.mask == "pad" else None
+    checkpoint.check_provider(manifest, folder, verifier, on_verified, keep)

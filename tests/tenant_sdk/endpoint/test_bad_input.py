@@ -105,14 +105,16 @@ def test_an_unknown_model(endpoint: Endpoint, model: str) -> None:
     "body", [b"", b"{", b"\xff", b"nan", b"[]", b"9" * 10_000, b"[" * 100_000, b'{"model": NaN}', b"null"]
 )
 def test_what_is_no_json_object(endpoint: Endpoint, body: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[str]:  # other loggers may write too
+        return [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
+
     with caplog.at_level(logging.INFO, "veilbase.endpoint"), raw(endpoint) as http:
         answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] in ("invalid_json", "invalid_value")
-        until(lambda: caplog.records, "the line in the log, which comes after the answer")
-    lines = [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
-    assert len(lines) == 1
-    assert lines[0].startswith("/v1/chat/completions 400 invalid_")
+        until(lines, "the line in the log, which comes after the answer")
+    assert len(lines()) == 1
+    assert lines()[0].startswith("/v1/chat/completions 400 invalid_")
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
