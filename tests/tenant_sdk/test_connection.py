@@ -25,7 +25,7 @@ from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.ring_products import REPLY_COLS
 from tests.support.ring_rows import COLS
 from tests.support.serving import serving
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import (
     ConfigurationError,
@@ -295,6 +295,45 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
                 model(ids)
         with serving(chat_served_model, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
+
+
+def test_reconnect_opens_a_stream_and_sends_no_request(fake: FakeProvider, connection: GrpcConnection) -> None:
+    connection.reconnect()
+    works(connection)
+    fake.next_received()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: connection.reconnect(), range(4)))  # it is open: nothing happens
+    fake.script = lambda request: [b"garbage"]  # ends the stream
+    with pytest.raises(MalformedFrame):
+        works(connection)
+    fake.next_received()
+    fake.script = lambda request: [answer(request)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: connection.reconnect(), range(4)))
+    assert fake.received.empty(), "a request was sent"
+    works(connection)
+    fake.stop()
+    until(lambda: is_lost(connection), "the end of the stream")
+    connection.close()
+    with pytest.raises(Unavailable, match="closed"):
+        connection.reconnect()
+
+
+def is_lost(connection: GrpcConnection) -> bool:
+    """Returns whether `reconnect` fails."""
+    try:
+        connection.reconnect()
+    except Unavailable:
+        return True
+    return False
+
+
+def test_a_client_that_is_closed_does_not_reconnect(chat_folder: Path) -> None:
+    client = TenantClient(f"inproc:{chat_folder}", mask="off", arithmetic="float", weights="native")
+    client.reconnect()
+    client.close()
+    with pytest.raises(ConfigurationError, match="closed"):
+        client.reconnect()
 
 
 def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, connection: GrpcConnection) -> None:

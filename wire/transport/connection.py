@@ -48,7 +48,8 @@ class Pending(Protocol):
         """Waits for the reply and returns it.
 
         Returns:
-            The reply, shape (rows of the request, reply_cols), in the dtype of the call's arithmetic; read-only.
+            The reply, shape (rows of the request, reply_cols), in the dtype of the call's arithmetic. Callers must not
+            write to it.
 
         Raises:
             VeilbaseError: one error of wire/errors.py, whatever went wrong.

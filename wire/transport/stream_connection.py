@@ -3,9 +3,9 @@ opens a stream at first use, checks that the provider's weights have not changed
 stream after one is broken.
 
 Guarantees: a forked child is refused. Requests that were pending on a broken stream fail with one error and are never
-sent again automatically, since that could reuse a mask. Only a request that was refused because it came too early is
-sent again, later and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this module has
-checked that the provider still serves the weights of the first manifest.
+sent again automatically, since that could reuse a mask. Only a request that the provider refused, naming a time, is
+sent again, after that time and as the same bytes (wire/transport/retry.py). No request is sent on a stream before this
+module has checked that the provider still serves the weights of the first manifest.
 """
 
 from __future__ import annotations
