@@ -195,25 +195,25 @@ class _Run:
         set_seed(self.settings.seed)
         model = _adapted(self.session, self.peft_config, self.settings.seed)
         course = planned_calls(model).course
-        course.sends_zeros = is_spoilt
+        course.sends_zeros |= is_spoilt
         num_virtual = virtual_tokens(self.peft_config)
         kept, windows = self._save_memory(model, num_virtual)
-        trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, course)
-        if self.on_step is not None:
-            trainer.add_callback(StepLosses(self.on_step))
-        if isinstance(trainer, CompletionTrainer):
-            trainer.windows = windows
-            _prepare_loss(trainer, self.session.bucket, num_virtual)
-        trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
-        try:
-            with closing(kept), saving_errors(), reading_errors(start):
+        with closing(kept), saving_errors(), reading_errors(start):
+            trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, course)
+            if self.on_step is not None:
+                trainer.add_callback(StepLosses(self.on_step))
+            if isinstance(trainer, CompletionTrainer):
+                trainer.windows = windows
+                _prepare_loss(trainer, self.session.bucket, num_virtual)
+            trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
+            try:
                 self.session.fetch_hints(backward=True)
                 self._train(trainer, start)
-                _check_finite(model, course, self.checkpoints)
-                save_adapter(model, self.output_dir)
-        finally:
-            self.num_tokens += trainer.num_tokens
-            self.num_steps = trainer.state.global_step
+            finally:
+                self.num_tokens += trainer.num_tokens
+                self.num_steps = trainer.state.global_step
+            _check_finite(model, course, self.checkpoints)
+            save_adapter(model, self.output_dir)
         return trainer.state
 
     def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:

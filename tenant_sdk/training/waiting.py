@@ -6,12 +6,13 @@ every row gets a new mask. A run that failed otherwise is not continued: only a 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from tenant_sdk.warn import warn_and_go_on
-from wire.errors import ForkedConnection, TransportError
+from wire.errors import ForkedConnection, QuotaExceeded, TransportError
 from wire.transport.retry import with_jitter
 
 WAIT_S = 600.0
@@ -20,6 +21,10 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0
 """The seconds between two tries to reach the provider: the first pause, which doubles, and the longest."""
 _CHECK_S = 0.25
 """The most seconds of a pause between two calls of `check`."""
+
+_AWAY = (TransportError, QuotaExceeded)
+"""The errors that are waited for. A provider counts a stream that has just broken for half a minute, and may refuse
+another one meanwhile (QuotaExceeded)."""
 
 _Result = TypeVar("_Result")
 
@@ -44,38 +49,43 @@ def with_waits(
 ) -> _Result:
     """Returns what `attempt` returns. After a failed connection it waits for the provider and calls `attempt` again.
 
-    A provider that comes back and goes away again, before the run has made a step more than ever, has the rest of the
-    same time.
+    Only waits count towards `wait_s`, not the steps that an attempt makes again. A provider that comes back and goes
+    away again, before the run has made a step more than ever, has what is left of the time.
 
     Args:
         attempt: runs from the last checkpoint to the end.
         session: the tenant's session.
-        wait_s: the most seconds from the first failure to the last try; 0 for no wait.
+        wait_s: the most seconds to wait, after which one try to reach the provider may still be under way; 0 for no
+            wait.
         num_steps: returns the number of optimizer steps that the newest attempt has reached.
-        check: called every quarter of a second during a wait; it may raise an error to end the run.
+        check: called every quarter of a second during a wait, but not while the session connects; it may raise an error
+            to end the run.
 
     Raises:
-        TransportError: the provider was not back in time.
+        TransportError, QuotaExceeded: the provider was not back in time, or did not take this tenant back in time.
         VeilbaseError: the run failed otherwise, or the provider that is back serves another model.
     """
-    give_up_at, most_steps, pause_s = 0.0, -1, _FIRST_PAUSE_S
+    left_s, most_steps, pause_s = 0.0, -1, _FIRST_PAUSE_S
     while True:
         try:
             return attempt()
         except ForkedConnection:
             raise
-        except TransportError:
+        except _AWAY:
             if num_steps() > most_steps:
-                give_up_at, most_steps, pause_s = time.monotonic() + wait_s, num_steps(), _FIRST_PAUSE_S
-            if time.monotonic() >= give_up_at:
+                left_s, most_steps, pause_s = wait_s, num_steps(), _FIRST_PAUSE_S
+            if left_s <= 0:
                 raise
         # outside `except`: the error's frames hold the model and a batch, whose memory the next attempt needs
+        gc.collect()
         warn_and_go_on(
-            f"the connection to the provider failed: this run waits for it, up to "
-            f"{max(0.0, give_up_at - time.monotonic()):.0f} s, and goes on from its last checkpoint",
+            f"the connection to the provider failed: this run waits for it, up to {left_s:.0f} s, and goes on from its "
+            "last checkpoint",
             ProviderAwayWarning,
         )
-        pause_s = _wait(session, give_up_at, pause_s, check)
+        began = time.monotonic()
+        pause_s = _wait(session, began + left_s, pause_s, check)
+        left_s -= time.monotonic() - began
 
 
 def _wait(session: Reconnects, give_up_at: float, pause_s: float, check: Callable[[], None]) -> float:
@@ -88,7 +98,7 @@ def _wait(session: Reconnects, give_up_at: float, pause_s: float, check: Callabl
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         try:
             session.reconnect()
-        except TransportError:
+        except _AWAY:
             if time.monotonic() >= give_up_at:
                 raise
         else:

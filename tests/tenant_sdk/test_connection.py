@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +35,7 @@ from wire.errors import (
     LimitExceeded,
     MalformedFrame,
     RemoteFault,
+    Unauthenticated,
     Unavailable,
     VeilbaseError,
     VersionMismatch,
@@ -295,6 +298,47 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
                 model(ids)
         with serving(chat_served_model, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
+
+
+def test_a_handshake_that_is_cut_refuses_nobody_who_was_accepted_before(
+    chat_served_model: ServedModel, tmp_path: Path
+) -> None:
+    """A load balancer, or a provider that is starting, may close a connection in its handshake. For a new client that
+    looks like a certificate that is refused; a client that was accepted before waits for the provider."""
+    state = StateDir(tmp_path / "state")
+    with serving(chat_served_model, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        enroll(state, "acme", tmp_path / "acme", url)
+        client = TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float")
+        client.reconnect()
+    with client, socket.create_server(("127.0.0.1", server.port)) as listener:
+        is_over = threading.Event()
+
+        def answer_plainly() -> None:
+            listener.settimeout(0.05)
+            while not is_over.is_set():
+                with contextlib.suppress(OSError), listener.accept()[0] as guest:
+                    guest.recv(1 << 16)
+                    guest.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+
+        thread = threading.Thread(target=answer_plainly)
+        thread.start()
+        try:
+            until(lambda: not is_reachable(client), "the end of the stream")
+            with pytest.raises(Unauthenticated):
+                TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float").connect()
+        finally:
+            is_over.set()
+            thread.join(WAIT_S)
+
+
+def is_reachable(client: TenantClient) -> bool:
+    """Returns whether `reconnect` succeeds; only `Unavailable` may keep it from that."""
+    try:
+        client.reconnect()
+    except Unavailable:
+        return False
+    return True
 
 
 def test_reconnect_opens_a_stream_and_sends_no_request(fake: FakeProvider, connection: GrpcConnection) -> None:

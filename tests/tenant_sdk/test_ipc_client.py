@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.trust.pins import Pins
 from tests.support.quick_training import QUICK, ROWS, lora
-from wire.errors import ConfigurationError, ProviderChanged, VeilbaseError, WrongPeer
+from wire.errors import ConfigurationError, ProviderChanged, Unavailable, VeilbaseError, WrongPeer
 
 PROMPT = "who?"
 
@@ -53,6 +54,36 @@ def test_answers_and_training_are_those_over_tcp(
     assert found[0][0] == found[1][0]
     assert found[0][2] == found[1][2]  # the same frames
     assert found[0][1] == found[1][1].expected
+
+
+def test_a_folder_that_goes_with_the_provider_is_no_wrong_setting(
+    root: Path, served_model: ServedModel, tmp_path: Path
+) -> None:
+    """systemd removes the folder of a service (RuntimeDirectory) when the service stops."""
+
+    def start() -> Server:
+        made = Server("127.0.0.1", 0, StateDir(root / "state"), ipc=folder)
+        made.start(served_model)
+        return made
+
+    folder, identity = tmp_path / "run", tmp_path / "other"
+    enroll(StateDir(root / "state"), "other", identity, "grpcs://127.0.0.1:1")
+    first = start()
+    with TenantClient(f"ipc:{folder}", identity=identity, mask="off", cache=tmp_path / "cache") as client:
+        want = client.generate(PROMPT, max_new_tokens=4)
+        first.stop()
+        shutil.rmtree(folder)
+        with pytest.raises(Unavailable, match="no folder"):
+            client.reconnect()
+        second = start()
+        try:
+            client.reconnect()
+            assert client.generate(PROMPT, max_new_tokens=4) == want
+        finally:
+            second.stop()
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        TenantClient(f"ipc:{folder}", identity=identity, mask="off").connect()
 
 
 def test_settings_that_cannot_be(root: Path, server: Server) -> None:

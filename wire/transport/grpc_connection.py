@@ -59,6 +59,8 @@ _DROPPED = "Handshake read failed"
 """The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
 another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
 connection is not tried a second time."""
+_OTHER_PROVIDER = ("CERTIFICATE_VERIFY_FAILED",)
+"""Words in gRPC's text if the provider's certificate is of another authority than this identity's."""
 _MOST_DIGITS = 9
 DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
@@ -112,12 +114,14 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     return grpc.insecure_channel(target, channel_options(host))
 
 
-def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
+def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_before: bool = False) -> VeilbaseError:
     """Returns the error of wire/errors.py that stands for a gRPC status. It holds no text from the peer.
 
     Args:
         exc: the error that grpc raised.
         connected: whether the provider had accepted this identity on the same connection.
+        accepted_before: whether the provider had accepted it on an earlier connection. A connection that ends in its
+            handshake then says that the provider is going away or starting, not that it refuses the identity.
     """
     code = exc.code() if hasattr(exc, "code") else None
     if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -142,9 +146,8 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
             "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
             "try again later"
         )
-    if not connected and any(
-        word in details for word in ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
-    ):
+    more = () if accepted_before else ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
+    if not connected and any(word in details for word in (*_OTHER_PROVIDER, *more)):
         # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
         return Unauthenticated(
             "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
@@ -244,7 +247,7 @@ class GrpcConnection(StreamConnection):
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise translate_status(exc) from None  # The text is the peer's.
+            raise self._translate(exc, connected=False) from None  # The text is the peer's.
         finally:
             call.cancel()
 
@@ -271,7 +274,7 @@ class GrpcConnection(StreamConnection):
             raise Unavailable("the provider was started anew just now, and nothing was sent to it: ask again")
 
     def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
-        return translate_status(exc, connected)
+        return translate_status(exc, connected, accepted_before=self._compared is not None)
 
     def _drop(self) -> None:
         """Closes the channel, at the end or after a failure. After a failure, gRPC would let the old channel wait for

@@ -11,7 +11,7 @@ import pytest
 from tenant_sdk.plain_values import seconds
 from tenant_sdk.training import waiting
 from tenant_sdk.training.waiting import ProviderAwayWarning, with_waits
-from wire.errors import ConfigurationError, ForkedConnection, Unauthenticated, Unavailable, VeilbaseError
+from wire.errors import ConfigurationError, ForkedConnection, QuotaExceeded, Unauthenticated, Unavailable, VeilbaseError
 
 AWAY = Unavailable("the provider is gone")
 
@@ -97,6 +97,27 @@ def test_a_provider_that_comes_back_in_vain_has_no_more_time(clock: Clock) -> No
         provider.train(60)
     assert clock.now_s == pytest.approx(60)
     assert provider.num_attempts < 20
+
+
+@pytest.mark.filterwarnings("ignore::tenant_sdk.ProviderAwayWarning")
+def test_steps_that_are_made_again_are_no_waiting(clock: Clock) -> None:
+    provider = Provider(clock, AWAY, AWAY)
+    attempt = provider.attempt
+
+    def slow() -> str:
+        clock.now_s += 1000 * provider.num_attempts
+        return attempt()
+
+    provider.attempt = slow  # type: ignore[method-assign]
+    assert provider.train(60) == "done"
+    assert provider.num_attempts == 3
+
+
+@pytest.mark.filterwarnings("ignore::tenant_sdk.ProviderAwayWarning")
+def test_a_provider_that_has_no_place_yet_is_waited_for(clock: Clock) -> None:
+    provider = Provider(clock, AWAY, QuotaExceeded("too many calls"), back_at=30)
+    provider.refusal = QuotaExceeded("too many calls at once")
+    assert provider.train(60) == "done"
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.ProviderAwayWarning")

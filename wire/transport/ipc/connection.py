@@ -136,6 +136,9 @@ class IpcConnection(StreamConnection):
 
     def _try_to_dial(self, context: ssl.SSLContext, busy_poll_s: float) -> ClearSocket:
         credentials.check_system()
+        if self._manifest is not None and not os.path.lexists(self._folder):
+            # systemd removes a RuntimeDirectory while its service is stopped
+            raise Unavailable(f"there is no folder {self._folder} at the moment: the provider went away")
         owner = check_folder(self._folder, self._peer_uid)
         path = check_socket(self._folder, owner)
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
