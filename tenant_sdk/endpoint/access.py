@@ -1,8 +1,8 @@
 """This module checks the headers of every request, before any route handles it: host, origin, key and content type.
 
 Guarantees: a web page of another origin gets nothing and starts nothing, even if its host name was bound to this
-machine's address (DNS rebinding). Keys are compared in constant time. Of a
-request that is refused here, the body is not read, and only a status and a fixed word are logged.
+machine's address (DNS rebinding). Keys are compared in constant time. Of a request that is refused here,
+the body is not read, and only a status and a fixed word are logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This module keeps uploaded training files (`/v1/files`) in a private folder of the endpoint.
 
 Guarantees: a file is kept only if every line of it is a valid training row; nothing is left on disk of any other. If
-the process dies while it stores a file, the next start removes the remains. It is stored under a random name; the name
+the process dies while it stores a file, the next start removes the remains. A kept file has a random name; the name
 that the client gave is remembered, but never used as a path. Folders have mode 0700 and files 0600.
 """
 

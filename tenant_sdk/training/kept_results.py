@@ -5,8 +5,8 @@ It works beside tenant_sdk/training/kept_replies.py, which keeps the provider's 
 results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
 computing a block again.
 
-Guarantees: results come back bit for bit, in the layout in memory that they had. If the
-block runs an operation in only one of its two runs, the other operations still get their own results. A result that was
+Guarantees: results come back bit for bit, in the layout in memory that they had. If the block runs an
+operation in only one of its two runs, the other operations still get their own results. A result that was
 not kept, because the store has no room for it or because the operation is another one (one on a GPU, or attention with
 dropout), is computed again, which gives the same numbers.
 """

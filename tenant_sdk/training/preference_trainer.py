@@ -69,7 +69,8 @@ class PreferenceTrainer(SavesAdapter, DPOTrainer):  # type: ignore[misc]
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def precompute_reference(self) -> None:
-        """Asks for the reference of each row once, before the training, in batches of the run's size."""
+        """Computes the reference's log-probabilities of all rows before the training, in batches of the run's size, and
+        adds them to the data sets. The training then makes no reference passes. Leaves the model in evaluation mode."""
         trainer: Any = self
         trainer.model.eval()
         trainer.train_dataset = self._with_reference(trainer.train_dataset)

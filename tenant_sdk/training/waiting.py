@@ -44,8 +44,7 @@ def with_waits(
 ) -> _Result:
     """Returns what `attempt` returns. After a failed connection it waits for the provider and calls `attempt` again.
 
-    A provider that comes back and goes away again, before the run has made a step more than ever, has the rest of the
-    same time.
+    The time limit starts anew at a failure only if the run has reached a later step than at any failure before.
 
     Args:
         attempt: runs from the last checkpoint to the end.
@@ -80,6 +79,7 @@ def with_waits(
 
 def _wait(session: Reconnects, give_up_at: float, pause_s: float, check: Callable[[], None]) -> float:
     """Waits until the provider can be reached. Returns the seconds to pause before the next try, if there is another.
+    Raises TransportError if the provider cannot be reached by `give_up_at`.
 
     There is a pause before the first try, since a provider that refuses at once must not be asked without end.
     """
