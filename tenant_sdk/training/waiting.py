@@ -54,7 +54,8 @@ def with_waits(
         check: called every quarter of a second during a wait; it may raise an error to end the run.
 
     Raises:
-        TransportError: the provider was not back in time.
+        TransportError: the provider was not back in time; or at once, as ForkedConnection, if this process is a fork
+            of the one that opened the connection.
         VeilbaseError: the run failed otherwise, or the provider that is back serves another model.
     """
     give_up_at, most_steps, pause_s = 0.0, -1, _FIRST_PAUSE_S

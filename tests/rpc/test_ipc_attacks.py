@@ -134,7 +134,8 @@ def test_a_relay_of_another_user_in_its_own_folder_is_found_out(
     provider: Provider, tmp_path: Path, open_parents: None
 ) -> None:
     """Another user has a folder of its own, in good order, and passes on what a tenant that was given its name sends.
-    Certificates fit and the folder's owner is who listens, but this process is not the one that the provider states."""
+    Certificates are right, and the listener owns the folder, but the listening process is not the one that the provider
+    states."""
     folder = tmp_path / "mallory"
     folder.mkdir(0o711)
     os.chown(folder, OTHER_UID, OTHER_UID)
