@@ -99,8 +99,8 @@ def send_aside(plain: socket.socket) -> None:
 
 @pytest.mark.parametrize("when", ["alone", "before", "inside"])
 def test_a_byte_out_of_band_is_part_of_no_message(provider: Provider, when: str) -> None:
-    """Where such a byte is, `recv` may return nothing, as at the end of a connection. So the tenant that sent it is
-    answered, or its connection ends; nobody else notices."""
+    """At an out-of-band byte, `recv` may return nothing, as at the end of a connection. So the tenant that sent the
+    byte is answered, or its connection ends. Other tenants are served as before."""
     connection, hello = connect_ipc(provider, "odd"), frame.hello(FrameType.HELLO)
     plain, whole = connection._plain, LENGTH.pack(len(hello)) + hello
     cut = {"alone": len(whole), "before": 0, "inside": 9}[when]
