@@ -4,7 +4,7 @@ response unread.
 Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
 request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
 cancelled, so that others can run. With TLS, a handshake takes `handshake_s` seconds at most, and if there are as many
-unfinished handshakes as connections are allowed, the oldest one ends for the next. At most `MOST_ENDING` connections
+unfinished handshakes as connections are allowed, a new one ends the oldest. At most `MOST_ENDING` connections
 beyond the limit may be in the middle of closing, so that clients that delay the close cannot use up file descriptors.
 """
 

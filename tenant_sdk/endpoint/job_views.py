@@ -1,7 +1,7 @@
 """This module describes fine-tuning jobs as objects of OpenAI's interface: jobs, their events and their checkpoints.
 
-A job is a dict, as jobs.py stores it. A list is given in pages, so that looking at a job of a million steps costs no
-more than looking at a short one.
+A job is a dict, as jobs.py stores it. Jobs and events are listed in pages, so that looking at a job of a million steps
+costs no more than looking at a short one.
 """
 
 from __future__ import annotations

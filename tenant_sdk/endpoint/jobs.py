@@ -28,7 +28,7 @@ from tenant_sdk.endpoint.training import JobStopped, checkpoints_of, publish, tr
 from wire.errors import VeilbaseError
 
 MOST_JOBS = 256
-"""The most jobs that are remembered."""
+"""The most jobs that are remembered, ended ones included; further ones are refused."""
 _ENDED = ("succeeded", "failed", "cancelled")
 _log = logging.getLogger("veilbase.endpoint")
 

@@ -160,7 +160,7 @@ class Endpoint:
         """Serves in this thread until Ctrl-C, `stop`, or an error that cannot be recovered from.
 
         Raises:
-            VeilbaseError: such an error, for example a reply that failed its check.
+            VeilbaseError: the error after which the endpoint cannot serve, such as a reply that failed its check.
         """
         try:
             self._server.run(sockets=[self._socket])

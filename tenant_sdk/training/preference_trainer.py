@@ -30,7 +30,8 @@ from wire.errors import ConfigurationError
 
 
 class PreferenceTrainer(SavesAdapter, DPOTrainer):  # type: ignore[misc]
-    """Is TRL's trainer with the reference, the head and the files that the module's text describes."""
+    """Changes TRL's trainer as the module's docstring says: how it computes the reference, and what it sends and
+    writes."""
 
     num_tokens = 0
     before_forward: Callable[[torch.Tensor], None] = staticmethod(lambda token_ids: None)
