@@ -1,8 +1,8 @@
 """This module checks the headers of every request, before any route handles it: host, origin, key and content type.
 
 Guarantees: a web page of another origin gets nothing and starts nothing, even if its host name was bound to this
-machine's address (DNS rebinding). Keys are compared in constant time. Nothing of a refused request is
-read or logged besides its method and a fixed word.
+machine's address (DNS rebinding). Keys are compared in constant time. Of a request that is refused here,
+the body is not read, and only a status and a fixed word are logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Access:
     """Checks the headers of requests."""
 
     def __init__(self, settings: EndpointSettings) -> None:
-        """Keeps a digest of the key, and which values of the Host header are accepted."""
+        """Keeps a digest of the key, and whether only loopback names are accepted in the Host header."""
         self._only_loopback = settings.is_loopback
         self._key_digest = _digest(settings.key)
 

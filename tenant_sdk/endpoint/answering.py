@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Runs work in another thread, such as writing the logprobs of an answer, which takes seconds if there are many, so
-    that other requests go on meanwhile."""
+    """Runs a function in another thread and returns its result, so that the event loop can serve other requests.
+
+    An example is writing the logprobs of a long answer, which takes seconds.
+    """
     return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
@@ -59,7 +61,8 @@ class Answering:
         """Asks the engine for all answers. This runs in another thread, since it tokenizes prompts and reads files.
 
         Raises:
-            VeilbaseError: one of them was refused.
+            HttpError: a prompt is larger than the model's context.
+            VeilbaseError: the engine refused one of them.
         """
         await asyncio.get_running_loop().run_in_executor(None, self._submit_all, submits)
 
@@ -102,7 +105,7 @@ class Answering:
             yield event
 
     async def texts(self) -> list[str]:
-        """Waits for all answers and returns their texts."""
+        """Waits for all answers and returns their texts. Raises: see `events`."""
         texts = [""] * len(self.answers)
         async for event in self.events():
             if isinstance(event, Piece):
@@ -111,7 +114,7 @@ class Answering:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Returns the number of tokens of the prompts, without padding."""
+        """Returns the number of prompt tokens, without padding. A prompt counts once for each of its answers."""
         return sum(answer.num_prompt_tokens for answer in self.answers)
 
     @property

@@ -143,7 +143,7 @@ class App:
 
 
 def _query(scope: Scope) -> dict[str, str]:
-    """Returns the parameters after the question mark of a request's URL; an empty dict if they cannot be read."""
+    """Returns the parameters after the question mark of a request's URL; an empty dict if there are more than 16."""
     try:
         return dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=16))
     except ValueError:

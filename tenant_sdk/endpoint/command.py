@@ -24,7 +24,8 @@ def serving_settings(
     *, host: str, port: int, api_key_file: Path | None, tls_cert: Path | None, tls_key: Path | None, unverified: bool,
     release_values: float | None, is_verified: bool,
 ) -> EndpointSettings:  # fmt: skip
-    """Checks the options of the command line and returns them as settings, before anything is loaded.
+    """Checks the options of the command line and returns them as settings, before anything is loaded. Without a key
+    file, the settings get a new key.
 
     Raises:
         ConfigurationError: a file cannot be used, or an endpoint with these settings may not listen.

@@ -4,8 +4,8 @@ response unread.
 Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
 request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
 cancelled, so that others can run. With TLS, a handshake takes `handshake_s` seconds at most, and if there are as many
-unfinished handshakes as connections are allowed, the oldest one ends for the next. A client cannot delay an end so that
-file descriptors pile up: of connections that are ending, only a few are waited for.
+unfinished handshakes as connections are allowed, a new one ends the oldest. At most `MOST_ENDING` connections
+beyond the limit may be in the middle of closing, so that clients that delay the close cannot use up file descriptors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 
 _FULL_RETRY_S = 1.0
 MOST_ENDING = 32
-"""The most connections beside the allowed ones that may be ending: those that get the response that there are too many,
-and over TLS wait for the client's end of it; and handshakes that were shut, which the event loop has not closed yet."""
+"""Limits two counts of TLS connections that are closing: those over the connection limit, which still get a response,
+and those whose handshake was ended, which the event loop has not closed yet."""
 
 
 class ListeningSocket(socket.socket):
@@ -47,8 +47,8 @@ class ListeningSocket(socket.socket):
         """Returns the next connection and its client's address.
 
         Raises:
-            BlockingIOError: there is none; or many have been shut, which the event loop first has to close. It asks
-                again then.
+            BlockingIOError: no connection waits, or the event loop must first close `MOST_ENDING` connections that
+                were shut here. The event loop then calls this method again.
         """
         self._shut = [one for one in self._shut if one.fileno() >= 0]
         if len(self._shut) >= MOST_ENDING:
@@ -73,7 +73,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     """Gives clients less time for a TLS handshake than asyncio's 60 seconds, for which uvicorn has no setting."""
 
     async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
-        """Begins to listen."""
+        """Returns a server, which gets the handshake limit of its `ListeningSocket` if it uses TLS."""
         listening = options.get("sock")
         if isinstance(listening, ListeningSocket) and options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = listening.limits.handshake_s

@@ -41,8 +41,8 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Gives a file that nobody changes a second name, which takes no space; copies the file where the disk has no hard
-    links.
+    """Makes a hard link to a file, or a copy with mode 0600 if no link can be made. The file must not change
+    afterwards, since a link shares its contents.
 
     Raises:
         OSError: neither is possible.

@@ -71,7 +71,11 @@ class Embeddings:
             return answering.answers
 
     def _shown(self, mean_hidden: torch.Tensor | None, request: EmbeddingRequest) -> list[float] | str:
-        """Returns an embedding as a list of numbers, or as the base64 text of little-endian float32 numbers."""
+        """Returns an embedding as a list of numbers, or as the base64 text of little-endian float32 numbers.
+
+        Raises:
+            HttpError: rounding has made all numbers 0.
+        """
         if mean_hidden is None:
             raise TypeError("an answer without its mean hidden state")
         rounded = self._service.released.rounded_vector(mean_hidden)

@@ -42,7 +42,7 @@ class HttpError(Exception):
             text: one line for the client, without contents of other requests.
             code: a fixed word for programs and for the log.
             param: the field of the request that is wrong; None if the error is not about a field.
-            retry_s: the seconds after which the same request may succeed.
+            retry_s: the seconds after which the same request may succeed; None if this is not known.
         """
         super().__init__(code)  # A log that shows this exception shows its code only.
         self.status, self.text, self.code, self.param, self.retry_s = status, text, code, param, retry_s

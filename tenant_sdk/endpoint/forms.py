@@ -32,7 +32,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
         body: the request's body.
 
     Raises:
-        HttpError: this is no such form, it has a field twice, or too many fields.
+        HttpError: the body is not a form of this kind, or it has a field twice, or more than 16 fields.
     """
     found = _BOUNDARY.search(content_type)
     if found is None:
@@ -58,7 +58,11 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
 
 
 def _named(head: bytes) -> tuple[str, str | None]:
-    """Returns the name of a field, and the name of its file, from the field's header lines."""
+    """Returns the name of a field, and the name of its file or None, from the field's header lines.
+
+    Raises:
+        HttpError: the field has no name, or its contents are encoded.
+    """
     pairs = (line.partition(":") for line in head.decode("utf-8", "replace").split("\r\n"))
     lines = {name.lower(): value for name, _, value in pairs}
     if lines.get("content-transfer-encoding", "binary").strip().lower() not in ("binary", "8bit", "7bit"):

@@ -52,6 +52,7 @@ class Grammars:
 
         Raises:
             HttpError: the schema is too large, or no grammar can express it.
+            ConfigurationError: the model has no stop token, or its tokenizer does not work with llguidance.
         """
         text = json.dumps(_ANY_OBJECT if schema is None else schema)
         if len(text) > self._most_bytes:
@@ -106,10 +107,11 @@ class GrammarHook:
             raise ConfigurationError("the grammar of this request became too complex in the middle of the answer")
 
     def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, with minus infinity for the tokens that the grammar forbids.
+        """Returns the logits, with minus infinity for the tokens that the grammar forbids. After the end of the text,
+        returns them unchanged.
 
         Raises:
-            ConfigurationError: the grammar reached llguidance's limits in the middle of the answer.
+            ConfigurationError: the grammar reached llguidance's limits, and the hook was made with `raises`.
         """
         fresh = [] if self._num_seen is None else token_ids[0, self._num_seen :].tolist()
         self._num_seen = token_ids.shape[1]

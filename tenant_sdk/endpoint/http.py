@@ -1,8 +1,8 @@
 """This module receives requests and sends responses. It reads bodies within limits, sends JSON or server-sent events,
 and cancels the work for a request whose client goes away.
 
-Guarantees: whatever happens, a request ends with one response of OpenAI's form, one count in the metrics and one line
-in the log, which shows the route, the status and a fixed word, and no contents.
+Guarantees: unless its client goes away, a request gets one response of OpenAI's form. It is counted once in the metrics
+and has one line in the log, which shows the route, the status, a code and the duration, and no contents.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class JsonRoute:
         Args:
             name: a fixed name of the route, for metrics and log.
             work: the function that handles a body.
-            limits: what clients may take.
+            limits: the size of a body, and the time in which it must arrive.
             metrics: the counters to which each request is added.
             held: counts the bytes of the bodies of all requests.
         """
@@ -140,8 +140,8 @@ class HeldBodies:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts bytes of one body, and takes them off the count at the end. The function raises
-        HttpError if there are too many."""
+        """Yields a function that adds a number of bytes of one body to the count. It raises HttpError if the count
+        would exceed the limit. At the end of the `with` block, the bytes of this body are subtracted again."""
         own = 0
 
         def add(num_bytes: int) -> None:
@@ -158,7 +158,7 @@ class HeldBodies:
 
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int, hold: Callable[[int], None]) -> bytes:
-    """Returns the body of a request. Calls `hold` with the number of each further bytes.
+    """Returns the body of a request. Calls `hold` with the number of bytes of each part that arrives.
 
     Raises:
         HttpError: the body is larger than the limit, by its header or by the bytes that were received, or `hold`

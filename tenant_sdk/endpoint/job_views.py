@@ -1,7 +1,7 @@
 """This module describes fine-tuning jobs as objects of OpenAI's interface: jobs, their events and their checkpoints.
 
-A job is a dict, as jobs.py stores it. A list is given in pages, so that looking at a job of a million steps costs no
-more than looking at a short one.
+A job is a dict, as jobs.py stores it. Jobs and events are listed in pages, so that looking at a job of a million steps
+costs no more than looking at a short one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def event_page(
 
     Args:
         job: the job.
-        losses: the losses of its steps.
+        losses: the losses of its steps so far, the oldest first.
         query: see `job_page`.
         shown: returns a loss in the form in which clients may see it.
 
@@ -78,7 +78,11 @@ def event_page(
 
 
 def _place_after(after: str | None, job_id: str, num_steps: int, num_told: int) -> int:
-    """Returns the place in the list of events that follows the event with the id `after`."""
+    """Returns the place in the list of events that follows the event with the id `after`; 0 if this is None.
+
+    Raises:
+        HttpError: the id is not that of an event of this job.
+    """
     if after is None:
         return 0
     found = re.fullmatch(rf"ftevent-{job_id}-([sm])([0-9]{{1,9}})", after)
@@ -134,8 +138,8 @@ def checkpoint_list(job: Mapping[str, Any], found: Sequence[tuple[int, float | N
 
 
 def loss_curve(losses: Sequence[float], shown: Callable[[float], float]) -> dict[str, Any]:
-    """Returns the losses for a picture: pairs of a step and its loss, every step up to 256 of them and then every
-    second, third and so on, always with the newest one. Args: see `event_page`."""
+    """Returns at most 256 points of the loss curve, each a pair of a step and its loss. With more steps, it takes every
+    second one, every third one and so on, and always the newest one. Args: see `event_page`."""
     every = -(-len(losses) // _MOST_POINTS) or 1
     points = [[step, shown(losses[step - 1])] for step in range(len(losses), 0, -every)]
     return {"object": "fine_tuning.job.losses", "num_steps": len(losses), "data": points[::-1]}

@@ -1,6 +1,6 @@
 """This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
 
-Guarantees: what a client asks for (a job, its cancel, its resume) is on disk before the client is told so. A job
+Guarantees: a client's request (to create, cancel or resume a job) is on disk before the client is told so. A job
 therefore survives a crash: if it was running, it is queued again and resumes from its last checkpoint. The losses of
 the steps after this checkpoint are in memory only, since a resumed job computes them again. A job's record holds
 settings, states and losses, and nothing of its data. If the disk is full, the request fails, or the running job fails,
@@ -28,7 +28,7 @@ from tenant_sdk.endpoint.training import JobStopped, checkpoints_of, publish, tr
 from wire.errors import VeilbaseError
 
 MOST_JOBS = 256
-"""The most jobs that are remembered."""
+"""The most jobs that are remembered, ended ones included; further ones are refused."""
 _ENDED = ("succeeded", "failed", "cancelled")
 _log = logging.getLogger("veilbase.endpoint")
 
@@ -46,7 +46,7 @@ class Jobs:
             session: the tenant's session, with which jobs train.
             folder: a private folder for the jobs, on the same file system as `adapters`.
             adapters: the folder to which complete adapters are moved.
-            on_error: called with the error of a job that failed.
+            on_error: called with the VeilbaseError that ended a job; other errors are only stored with the job.
             shown: returns a loss in the form in which clients may see it.
             pause: called before every call of a job to the provider; it may wait.
         """
@@ -70,7 +70,8 @@ class Jobs:
 
         Args:
             model: the base model's name, for the record.
-            file_id, data: the id of the training file, and its path; the job keeps the file, also if it is deleted.
+            file_id, data: the id of the training file, and its path; the job keeps a link or copy, so the upload may
+                be deleted.
             name: the adapter's name; None for a generated name.
             settings: see `training.train`.
 
@@ -224,7 +225,7 @@ class Jobs:
         job.update(changed)
 
     def _note_or_log(self, job: dict[str, Any], status: str, text: str) -> None:
-        """Does the same for the thread that runs jobs: the job has its new state even if the disk is full."""
+        """Calls `_note`. If the job cannot be stored, logs this and gives the job its new state in memory only."""
         try:
             self._note(job, status, text)
         except OSError as exc:
@@ -232,7 +233,8 @@ class Jobs:
             _log.error("a job could not be stored (%s)", exc.strerror)
 
     def _go_on(self, job: dict[str, Any]) -> None:
-        """Queues a job whose process died, unless it was complete and only its last state is missing."""
+        """Queues a job whose process ended while it ran. If its adapter was already published, the job has
+        succeeded."""
         is_published = job["losses"] and not self._output(job).exists() and (self._adapters / job["adapter"]).exists()
         if is_published:
             self._note_or_log(job, "succeeded", f"The adapter {job['adapter']} is served.")
@@ -290,7 +292,7 @@ class Jobs:
 
 
 def _stored(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the jobs that are stored in a folder. A job that cannot be read is left out, and said so in the log."""
+    """Yields the jobs that are stored in a folder. A job that cannot be read is left out, and the log says so."""
     for path in folder.glob("ftjob-*/job.json"):
         try:
             job = json.loads(path.read_text(encoding="utf-8"))

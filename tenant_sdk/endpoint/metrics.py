@@ -56,8 +56,8 @@ class Metrics:
             self._mean_s += _WEIGHT * (seconds - self._mean_s)
 
     def busy_s(self) -> float:
-        """Returns the seconds after which a full engine is expected to take another request: the mean time of a
-        request."""
+        """Returns the seconds after which a full engine is expected to take another request: a moving average of how
+        long requests took, but at least 1 and at most 60."""
         with self._lock:
             return min(_MOST_BUSY_S, max(1.0, self._mean_s))
 

@@ -31,7 +31,8 @@ class Store(Protocol):
         """Returns the names of the adapters that requests may use."""
 
     def reserve(self, name: str) -> Ticket:
-        """Starts to load an adapter onto the device, if it is not there. It stays until the ticket is released."""
+        """Starts to load an adapter onto the device, if it is not there. The adapter stays there until
+        the ticket is released."""
 
     def tiers(self) -> dict[str, Tier]:
         """Returns the tier of each adapter: device, host (memory), disk or network."""
@@ -74,8 +75,8 @@ class ModelNames:
         return [] if self._store is None else self._store.names()
 
     def _target(self, name: str, found: Collection[str]) -> str:
-        """Returns the subfolder for which a name stands. A subfolder's own name stands for it, also if the name stood
-        for another one before the subfolder was there, as when a job has trained it meanwhile."""
+        """Returns the subfolder for which a name stands. A subfolder's own name always stands for this subfolder, even
+        if `load` gave the name to another one before this subfolder existed."""
         return name if name in found else self._alias.get(name, name)
 
     def _names(self) -> list[str]:
@@ -112,15 +113,17 @@ class ModelNames:
         }  # fmt: skip
 
     def load(self, name: str, path: str | None) -> None:
-        """Gives an adapter of the folder a name for requests, and loads it, so that its first request is fast.
+        """Gives an adapter of the folder a name for requests, and loads it, so that its first request is fast. If it is
+        not loaded after 60 seconds, it gets the name all the same and is loaded when it is used.
 
         Args:
             name: the name for requests.
             path: the adapter's subfolder, as its name or as the absolute path; None means the subfolder `name`.
 
         Raises:
-            HttpError: the name is taken or not allowed, or the path is not a direct subfolder of the adapters' folder.
-            ConfigurationError: there is no such adapter, or it cannot be used.
+            HttpError: there is no folder of adapters, the name is taken or not allowed, too many names are in use, or
+                the path is not a direct subfolder.
+            VeilbaseError: there is no such adapter, or it cannot be loaded.
         """
         if self._store is None:
             raise bad_request("this server was started without --adapters")
@@ -178,10 +181,10 @@ class ModelNames:
         return rest
 
     def unload(self, name: str) -> None:
-        """Forgets a name; requests that use its adapter are still answered.
+        """Refuses further requests with this name; those under way are still answered.
 
         Raises:
-            HttpError: there is no such adapter.
+            HttpError: no adapter has this name.
         """
         if name not in self._names():
             raise _unknown(name)

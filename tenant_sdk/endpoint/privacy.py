@@ -93,7 +93,8 @@ class Released:
             )
 
     def rounded(self, value: float) -> float:
-        """Returns a number in the form in which it may be released: unchanged, or rounded to the step."""
+        """Returns a number as it may be released: unchanged if `is_exact`, otherwise rounded to the step. Callers must
+        have called `check`, which refuses the request if there is no step."""
         if self.is_exact or self.step is None:
             return value
         return round(value / self.step) * self.step if math.isfinite(value) else value

@@ -79,7 +79,7 @@ class Message(_Strict):
     annotations: Annotated[list[_JsonObject], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    """These four are empty in answers, and clients send an answer back as they got it."""
+    """The last four fields are empty in answers. Clients send them back with an answer in the next request."""
 
     @property
     def text(self) -> str:
@@ -142,7 +142,7 @@ class StreamOptions(_Strict):
 class _Request(_Strict):
     """Holds the fields that requests for chat and for plain completions share.
 
-    The last fields have no effect on the answer. They are accepted because clients send them.
+    The fields from `user` on have no effect on the answer. They are accepted because clients send them.
     """
 
     model: str = Field(min_length=1, max_length=512)
@@ -231,7 +231,7 @@ class LoadAdapter(_Strict):
 
 
 class UnloadAdapter(_Strict):
-    """Holds a request of /v1/unload_lora_adapter."""
+    """Holds a request of /v1/unload_lora_adapter. Its `lora_int_id` is accepted and ignored."""
 
     lora_name: str = Field(min_length=1, max_length=128)
     lora_int_id: int | None = None

@@ -51,7 +51,7 @@ class ServedSession(TrainingSession, Protocol):
 
     @property
     def error_sigma(self) -> float:
-        """Returns the standard deviation of the lattice mask's error; 0 for other masks."""
+        """Returns the standard deviation of the lattice mask's error, in units of encoded rows; 0 for other masks."""
 
     def explain(self) -> str:
         """Prints and returns the privacy in force."""
@@ -160,7 +160,7 @@ class Endpoint:
         """Serves in this thread until Ctrl-C, `stop`, or an error that cannot be recovered from.
 
         Raises:
-            VeilbaseError: such an error, for example a reply that failed its check.
+            VeilbaseError: the error after which the endpoint cannot serve, such as a reply that failed its check.
         """
         try:
             self._server.run(sockets=[self._socket])
@@ -174,7 +174,7 @@ class Endpoint:
         self._server.should_exit = True
 
     def close(self) -> None:
-        """Closes the engine and the socket."""
+        """Stops the running job, and closes the engine and the socket."""
         self._opened.close()
 
     def _end(self, error: VeilbaseError) -> None:
@@ -209,7 +209,11 @@ class Endpoint:
             self.run()
 
     def __enter__(self) -> Endpoint:
-        """Starts to serve in a thread, and returns when the endpoint accepts requests."""
+        """Starts to serve in a thread, and returns when the endpoint accepts requests.
+
+        Raises:
+            VeilbaseError: the endpoint ended before it was ready.
+        """
         self._thread.start()
         while not self._answers.wait(0.1):
             if not self._thread.is_alive():
@@ -239,7 +243,7 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
+        """Begins to listen, and then calls the function."""
         await super().startup(sockets)
         self._on_ready()
 

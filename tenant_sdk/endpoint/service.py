@@ -98,8 +98,8 @@ class Service:
         return "ok" if self.ended_by is None else "ended"
 
     def status(self) -> dict[str, Any]:
-        """Returns what the web page shows: the number of requests, each adapter with its tier, and the privacy in
-        force."""
+        """Returns what the web page shows: the numbers of running and waiting requests, each adapter with its tier, and
+        the privacy in force."""
         engine, tiers = self.engine.status(), self.names.tiers()
         return {
             "running": engine.num_running,

@@ -1,8 +1,9 @@
 """This module lets training wait for the engine, so that answers stay fast while a job trains.
 
-Both take the same processors and the same provider. While the engine computes a step for its requests, a job goes on
-for a short time, its slice, and then waits at its next call to the provider until the step is over. Without requests a
-job never waits. Guarantees: the engine never waits for a job; a job gets at least one call for each step of the engine.
+Training and the engine share the processors and the provider. While the engine computes a step for its requests, a job
+goes on for a short time, its slice, and then waits at its next call to the provider until the step is over. Without
+requests a job never waits. Guarantees: the engine never waits for a job; a job gets at least one call for each step of
+the engine.
 """
 
 from __future__ import annotations

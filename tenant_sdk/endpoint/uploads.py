@@ -1,8 +1,8 @@
 """This module keeps uploaded training files (`/v1/files`) in a private folder of the endpoint.
 
-Guarantees: a file is kept only if every line of it is a valid training row; nothing is left on disk of any other, also
-if the disk is full or the process dies. It is stored under a random name; the name that the client gave is remembered,
-but never used as a path. Folders have mode 0700 and files 0600.
+Guarantees: a file is kept only if every line of it is a valid training row; nothing is left on disk of any other. If
+the process dies while it stores a file, the next start removes the remains. A kept file has a random name; the name
+that the client gave is remembered, but never used as a path. Folders have mode 0700 and files 0600.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Uploads:
     """Holds the training files of one endpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Uses `folder`, which is made when the first file is uploaded. Removes what a process has left that died while
-        it stored a file."""
+        """Uses `folder`, which is made when the first file is uploaded. Removes the remains of
+        uploads that an earlier process did not complete."""
         self._folder = folder
         self._lock = threading.Lock()
         for path in [*folder.glob("file-*.jsonl"), *folder.glob("file-*.new")]:

@@ -189,6 +189,9 @@ def choose(
         has_dropout: whether an adapter has dropout.
         memory_budget_mb: the memory that a step's activations may take, in MB; None for half of the free memory.
         folder: a folder on the disk that takes the replies that do not fit into memory.
+
+    Raises:
+        StorageError: the mode is `replies`, and the disk has no room for them.
     """
     need = estimate(base, num_rows, has_dropout)
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Reads the data sets of a recipe, so that a mistake in them is found before a provider is asked.
+    """Reads the data sets of a recipe, so that a mistake in them is found before a provider is asked. Does nothing if
+    the data come from a pipe, which can be read only once.
 
     Raises:
         DatasetError, ConfigurationError: see `tenant_sdk.training.run_data.parse_data`.
@@ -31,7 +32,7 @@ def check_data(recipe: Recipe) -> None:
 
 
 def finetune_command(recipe: Recipe, client: Trains, echo: Callable[[str], object]) -> None:
-    """Trains as a recipe says, and prints what came of it.
+    """Trains as a recipe says, and prints the adapter's folder, losses, tokens, traffic and time.
 
     Args:
         recipe: the recipe, with a data set and an output folder.

@@ -63,9 +63,10 @@ class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: igno
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Returns mean cross-entropy over labelled tokens, which equals the model's own loss.
+        """Returns the loss of a batch, and the model's outputs too if `return_outputs` is set.
 
-        Logits are computed at as few positions as possible, because the head is by far the widest layer.
+        The loss is mean cross-entropy over labelled tokens. A model with another loss, or without `logits_to_keep`, and
+        prompt learning use the model's own loss, unless `chunk_loss` has changed the model.
         """
         self.num_tokens += int(inputs["attention_mask"].sum())
         self.before_forward(inputs["input_ids"])
@@ -79,7 +80,8 @@ class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: igno
 
     @staticmethod
     def without_cache(model: Any) -> dict[str, bool]:
-        """Returns the argument by which a model keeps no cache; prefix tuning gives its vectors as one."""
+        """Returns the argument that turns the KV cache off. With prompt learning it returns none, since prefix tuning
+        passes its vectors in the cache."""
         return {} if getattr(model.active_peft_config, "is_prompt_learning", False) else {"use_cache": False}
 
     def _keeps_logits(self, model: Any) -> bool:
@@ -103,7 +105,8 @@ class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: igno
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
-    """Returns a model's mean loss per labelled token over tokenised rows, for comparing models; nothing is trained."""
+    """Returns a model's mean loss per labelled token over tokenised rows; NaN if no token has a label. The
+    model stays in its mode, so callers turn dropout off."""
     collate, total, count = Collator(pad_token_id), 0.0, 0
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):

@@ -1,6 +1,6 @@
 """This module reads data sets from files other than JSONL: parquet files, and folders of the library `datasets`.
 
-Guarantees: rows are read into memory, and no copy of them is written anywhere, neither into a cache. An error is one
+Guarantees: rows are read into memory, and no copy of them is written anywhere, not even into a cache. An error is one
 line without a row's contents. The libraries are optional (the extra `parquet`), and are imported when they are needed.
 """
 
@@ -25,12 +25,12 @@ def one_line(path: str) -> str:
 
 
 def is_table(path: str) -> bool:
-    """Returns whether a path is one of a parquet file or of a folder, whose rows have numbers and no lines."""
+    """Returns whether a path names a parquet file or a folder. Errors then give a row's number in place of a line."""
     return path.lower().endswith(_SUFFIX) or is_saved_dataset(path)
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Returns whether a path is a folder; a path that cannot be one is not."""
+    """Returns whether a path is an existing folder, which is then taken for a saved data set."""
     try:
         return Path(path).is_dir()
     except ValueError:  # the path holds a null character

@@ -125,7 +125,8 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
 
 
 def are_preferences(rows: Iterable[Row]) -> bool:
-    """Returns whether rows are preferences (prompts with a chosen and a rejected answer); the first row decides."""
+    """Returns whether rows are preferences (prompts with a chosen and a rejected answer); the first row decides. There
+    must be one."""
     return isinstance(next(iter(rows)).form, Preference)
 
 

@@ -34,7 +34,8 @@ class EvaluatesInChunks:
     _num_labels = 0
 
     def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None, None]:
-        """Returns a batch's mean loss over labelled tokens, without logits and labels."""
+        """Returns (the batch's mean loss over labelled tokens, None, None); the stock method gives logits and labels
+        too."""
         trainer: Any = self
         inputs = trainer._prepare_inputs(inputs)
         with torch.no_grad(), trainer.compute_loss_context_manager():
@@ -56,7 +57,8 @@ class EvaluatesInChunks:
 
 
 class EvaluateAtTheEnd(TrainerCallback):  # type: ignore[misc]
-    """Has the last step evaluated too, and treats a loss that is not finite as the course says."""
+    """Asks for an evaluation after the last step too, and passes each evaluation's loss to the run's `Course`, which
+    decides what happens if a value is not finite (tenant_sdk/model/planned_calls.py)."""
 
     def __init__(self, course: Course) -> None:
         """Takes the run's course, which records whether a value was not finite."""

@@ -5,10 +5,10 @@ It works beside tenant_sdk/training/kept_replies.py, which keeps the provider's 
 results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
 computing a block again.
 
-Guarantees: results come back bit for bit, in the layout in memory that they had. An operation that a block runs in one
-of its two runs only, since its result is remembered, does not shift the others. A result that was not kept, because
-the store has no room for it or because the operation is another one (one on a GPU, or attention with dropout), is
-computed again, which gives the same numbers.
+Guarantees: results come back bit for bit, in the layout in memory that they had. If the block runs an
+operation in only one of its two runs, the other operations still get their own results. A result that was
+not kept, because the store has no room for it or because the operation is another one (one on a GPU, or attention with
+dropout), is computed again, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SUM_BYTES = 4
 
 
 Operation = tuple[Any, ...]
-"""What tells an operation of a block from its others: the function, and of each tensor that it is given the shape and
-the type; for a product also where the weight is in memory. A kept result holds that memory, so that no other weight can
-come to the same place: autocast, and some kinds of adapters, make a weight anew in each run."""
+"""Identifies an operation of a block: the function, the weight's address (0 for attention), and the shape and type of
+each tensor argument. A kept result holds the weight's memory, so that no other weight can get the same address:
+autocast and some kinds of adapters make new weights in each run."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _is_narrow(in_features: int, out_features: int) -> bool:
 
 
 class _InCostlyCalls(TorchFunctionMode):
-    """Turns a dispatch mode on inside those of torch's functions that may run a costly operation. The mode sees every
-    operation while it is on, which takes four times as long as this class does."""
+    """Turns a dispatch mode on inside those of torch's functions that may run a costly operation. Leaving the mode on
+    for all operations would add four times as much time."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()

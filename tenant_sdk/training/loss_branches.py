@@ -40,7 +40,7 @@ class StopEarly(TrainerCallback):  # type: ignore[misc]
     """Ends a run when the evaluation's loss has not fallen for some optimizer steps.
 
     The decision follows from the history in the run's checkpoints, so a resumed run ends where an uninterrupted one
-    does. With a threshold it is that of transformers' EarlyStoppingCallback: a loss counts as progress if it is below
+    does. The threshold works as in transformers' EarlyStoppingCallback: a loss counts as progress if it is below
     every earlier one by more than the threshold.
     """
 
@@ -55,7 +55,8 @@ class StopEarly(TrainerCallback):  # type: ignore[misc]
 
 
 def steps_without_progress(history: list[Evaluation], threshold: float) -> int:
-    """Returns the optimizer steps from the last evaluation that made progress to the last one; 0 without any."""
+    """Returns the optimizer steps from the last evaluation that made progress to the last one; 0 without
+    evaluations. If none made progress, it counts from step 0."""
     progressed_at, best = 0, float("inf")
     for evaluation in history:
         if best - evaluation.loss > threshold:

@@ -40,6 +40,7 @@ def preference_rows(
         DatasetError: a row is too long or cannot be used; with a bucket and an unverified provider's tokenizer such a
             row is cut, or gets no answers and teaches nothing.
         ConfigurationError: the bucket is longer than `max_length`.
+        TemplateDoesNotFit: see `tenant_sdk.training.token_rows.may_be_unusable`; only with a bucket.
     """
     never_refuse = False
     if bucket is not None:

@@ -30,7 +30,8 @@ from wire.errors import ConfigurationError
 
 
 class PreferenceTrainer(SavesAdapter, DPOTrainer):  # type: ignore[misc]
-    """Is TRL's trainer with the reference, the head and the files that the module's text describes."""
+    """Changes TRL's trainer as the module's docstring says: how it computes the reference, and what it sends and
+    writes."""
 
     num_tokens = 0
     before_forward: Callable[[torch.Tensor], None] = staticmethod(lambda token_ids: None)
@@ -69,7 +70,8 @@ class PreferenceTrainer(SavesAdapter, DPOTrainer):  # type: ignore[misc]
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def precompute_reference(self) -> None:
-        """Asks for the reference of each row once, before the training, in batches of the run's size."""
+        """Computes the reference's log-probabilities of all rows before the training, in batches of the run's size, and
+        adds them to the data sets. The training then makes no reference passes. Leaves the model in evaluation mode."""
         trainer: Any = self
         trainer.model.eval()
         trainer.train_dataset = self._with_reference(trainer.train_dataset)

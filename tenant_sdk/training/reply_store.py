@@ -39,7 +39,11 @@ class KeptReply(ABC):
 
     @abstractmethod
     def take(self) -> torch.Tensor:
-        """Returns the reply, bit for bit as it was stored."""
+        """Returns the reply, bit for bit as it was stored.
+
+        Raises:
+            StorageError: the file cannot be read, or its bytes have changed.
+        """
 
 
 class ReplyStore:

@@ -44,7 +44,7 @@ def _writer_class() -> Any:
 
 @contextmanager
 def reports(trainer: Any, report_to: str | None, folder: Path) -> Iterator[None]:
-    """Has a trainer's losses and metrics written to TensorBoard's files inside the context.
+    """Makes a trainer write its losses and metrics to TensorBoard's files inside the context.
 
     Args:
         trainer: a Trainer.

@@ -43,7 +43,7 @@ class RunData:
     are_preferences: bool
 
     def longest_batch(self, batch_size: int, num_virtual: int) -> int:
-        """Returns the rows of the largest batch times their length, in tokens; a preference is two sequences."""
+        """Returns the tokens of the largest training batch, virtual tokens included; a preference is two sequences."""
         length = max(map(longest_side if self.are_preferences else num_tokens_of, self.rows))
         return batch_size * (2 if self.are_preferences else 1) * (length + num_virtual)
 
@@ -58,9 +58,9 @@ def parse_data(data: Any, eval_data: Any, seed: int) -> ParsedData:
         seed: the seed that chooses the rows held back.
 
     Raises:
-        DatasetError: a data set cannot be used, or both are not of the same kind.
-        ConfigurationError: `eval_data` is a number that is no part, or leaves no row on one side; or TRL, which
-            preferences need, is not installed.
+        DatasetError: a data set cannot be used, or only one of the two holds preferences.
+        ConfigurationError: `eval_data` is a number that is not between 0 and 1 or leaves no row to train on; or TRL,
+            which preferences need, is not installed.
     """
     rows = load_rows(data)
     if are_preferences(rows):

@@ -1,6 +1,6 @@
 """This module turns errors of libraries during a run into errors of one line that say what to do.
 
-Guarantees: these errors keep no cause whose frames hold texts, an adapter or gradients.
+Guarantees: errors of saving and of reading keep no cause, since its frames hold texts, an adapter or gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def adapter_errors() -> Iterator[None]:
 
 @contextmanager
 def saving_errors() -> Iterator[None]:
-    """Turns an error about a full disk into a VeilbaseError of one line."""
+    """Turns an error of writing a file, such as a full disk, into a VeilbaseError of one line."""
     try:
         yield
     except VeilbaseError:
@@ -48,7 +48,8 @@ def saving_errors() -> Iterator[None]:
 
 @contextmanager
 def reading_errors(checkpoint: Path | None) -> Iterator[None]:
-    """Turns an error about a damaged checkpoint into a ConfigurationError of one line."""
+    """Turns an error about a damaged checkpoint into a ConfigurationError of one line. Without a checkpoint (None),
+    errors stay as they are."""
     try:
         yield
     except (json.JSONDecodeError, pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError) as exc:

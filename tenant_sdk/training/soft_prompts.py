@@ -3,8 +3,8 @@
 A soft prompt is a number of virtual tokens in front of every row, which are trained. Prompt tuning and P-tuning train
 their embeddings, and prefix tuning trains their keys and values in every layer.
 
-Guarantees: what comes of a batch is what PEFT's own forward method computes for it. The gradients of the virtual tokens
-are collected while the windows go backward, and reach the adapter once, after the last window.
+Guarantees: a batch gets the virtual tokens that PEFT's own forward method would give it. The gradients of the virtual
+tokens are collected while the windows go backward, and reach the adapter once, after the last window.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ def training_rows(
         DatasetError: a row is too long or cannot be used. With a bucket and an unverified provider's tokenizer, a row
             that is too long is cut instead, and a row that cannot be used gets no labels.
         ConfigurationError: the bucket is longer than `max_length`.
+        TemplateDoesNotFit: see `may_be_unusable`; only with a bucket.
     """
     limit = tokenizer_limit(truncation, max_length if bucket is None else bucket)
     if bucket is None:

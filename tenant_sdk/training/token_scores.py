@@ -1,4 +1,5 @@
-"""This module scores next tokens in chunks of rows: log-probability, entropy, mean logit, and whether none is likelier.
+"""This module scores next tokens in chunks of rows: log-probability, entropy, mean logit, and whether
+the label is the likeliest token.
 
 Evaluation and DPO need numbers for each token and not one loss for a batch. As in chunked_loss.py, the logits of a
 whole batch never exist at once, and a chunk's gradient is taken with the chunk: a row's log-probability depends on this

@@ -29,7 +29,8 @@ def check_truncation(truncation: str, bucket: int | None) -> None:
         bucket: the number of tokens to which rows are padded; None if they are not padded.
 
     Raises:
-        ConfigurationError: the value is none of MODES, or rows are dropped although their number may depend on no text.
+        ConfigurationError: the value is none of MODES, or it is `drop` although rows are padded: the number of rows
+            would then show how many are long.
     """
     if truncation not in MODES:
         raise ConfigurationError(f"truncation must be {', '.join(MODES)}, got {truncation!r}")

@@ -1,4 +1,4 @@
-"""This module refuses options of a run that would have no effect: who sets one expects that it does something."""
+"""This module refuses options of a run that would have no effect, since the user expects that they do something."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def check_used(
     report_to: str | None,
     log_dir: str | Path | None,
 ) -> None:
-    """Refuses an option that differs from its default although what it belongs to is not there.
+    """Refuses an option that differs from its default but has no effect, because another option or a kind of rows is
+    missing.
 
     Args:
         settings: the run's settings.

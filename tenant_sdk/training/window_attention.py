@@ -136,7 +136,8 @@ def share_masks(model: Any) -> None:
 
 
 def _float_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Returns transformers' mask for torch's attention as numbers to add to scores: 0, or -inf for hidden tokens."""
+    """Returns transformers' mask for torch's attention as numbers to add to scores: 0, or -inf for hidden tokens.
+    Returns None if no mask is needed."""
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -84,8 +84,8 @@ class _Kept:
         self._gradients[:, :, first:start] += gradient
 
     def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the keys (or values) of the present window and their gradient from later windows, and forgets the
-        former. Returns None if there is no such gradient."""
+        """Returns the keys (or values) of the present window and their gradient from later windows, and drops `own`.
+        Returns None if there is no such gradient."""
         own, self.own = self.own, None
         if own is None or self._gradients is None:
             return None

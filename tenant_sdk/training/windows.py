@@ -96,6 +96,10 @@ class Windows:
 
         Returns:
             The loss times `share`, without an autograd graph.
+
+        Raises:
+            ConfigurationError: a layer of the model does not use its cache, or the model does not show its last hidden
+                states.
         """
         prompted = Prompted(self._model, inputs)
         inputs = prompted.inputs

@@ -76,8 +76,8 @@ def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
 
 
 class Killer:
-    """Kills processes in the middle of a run. The first is killed after the first checkpoint, and the sixth waits for
-    that."""
+    """Kills processes in the middle of a run, after its first checkpoint. The run waits after its checkpoint of step 12
+    until they are killed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path, pids: list[int]) -> None:
         self._pids, self._has_begun, self._is_done = pids, threading.Event(), threading.Event()

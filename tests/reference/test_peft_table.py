@@ -11,7 +11,7 @@ from tests.support.peft_cases import CASES, NOT_ROWS, Case, starts_of, variants_
 from tests.support.peft_table import Site, bound_of_line, line_of, lines_of_page, measure, opened
 
 STARTS_OF_LORA = ("LORA", "ADALORA")
-"""The kinds whose configs have LoRA's setting; AdaLoRA does not read it."""
+"""The kinds whose configs have the setting `init_lora_weights`. AdaLoRA does not read it."""
 
 
 @pytest.fixture(scope="module")

@@ -99,8 +99,8 @@ def send_aside(plain: socket.socket) -> None:
 
 @pytest.mark.parametrize("when", ["alone", "before", "inside"])
 def test_a_byte_out_of_band_is_part_of_no_message(provider: Provider, when: str) -> None:
-    """Where such a byte is, `recv` may return nothing, as at the end of a connection. So the tenant that sent it is
-    answered, or its connection ends; nobody else notices."""
+    """At an out-of-band byte, `recv` may return nothing, as at the end of a connection. So the tenant that sent the
+    byte is answered, or its connection ends. Other tenants are served as before."""
     connection, hello = connect_ipc(provider, "odd"), frame.hello(FrameType.HELLO)
     plain, whole = connection._plain, LENGTH.pack(len(hello)) + hello
     cut = {"alone": len(whole), "before": 0, "inside": 9}[when]
@@ -134,7 +134,8 @@ def test_a_relay_of_another_user_in_its_own_folder_is_found_out(
     provider: Provider, tmp_path: Path, open_parents: None
 ) -> None:
     """Another user has a folder of its own, in good order, and passes on what a tenant that was given its name sends.
-    Certificates fit and the folder's owner is who listens, but this process is not the one that the provider states."""
+    Certificates are right, and the listener owns the folder, but the listening process is not the one that the provider
+    states."""
     folder = tmp_path / "mallory"
     folder.mkdir(0o711)
     os.chown(folder, OTHER_UID, OTHER_UID)

@@ -10,7 +10,7 @@ from attacks.report.table import Result
 
 
 def read(folder: Path) -> list[Result]:
-    """Returns the results in the report.json of a folder."""
+    """Returns the results in the report.json of a folder. A value of null in this file stands for infinity."""
     results = json.loads((folder / "report.json").read_text())["results"]
     return [
         Result(

@@ -14,7 +14,7 @@ from wire.ring.quantise import quantise
 
 
 def dequantised(folder: Path) -> Any:
-    """Returns the local model in a folder, with W̃·diag(α) in place of the weight of each layer that is served."""
+    """Returns the local model in a folder, with each served layer's weight rounded to int8 and scaled back."""
     model: Any = local(folder)
     for layer in model.modules():
         if not isinstance(layer, nn.Linear | Conv1D) or layer.weight is model.get_input_embeddings().weight:

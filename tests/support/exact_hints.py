@@ -26,7 +26,8 @@ def exact_hint(features: int, rows: int = ROWS) -> torch.Tensor:
 
 
 class Provider:
-    """Serves the rows of a hint; the request with number `fail_at` fails."""
+    """Serves the rows of a hint. The request with the number `fail_at`, counted from 0, fails; None lets all
+    succeed."""
 
     def __init__(self, hint: torch.Tensor, fail_at: int | None = None) -> None:
         self.hint, self.fail_at = hint, fail_at

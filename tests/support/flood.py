@@ -59,8 +59,8 @@ class Flood:
 def main() -> None:
     """Floods until the process is killed. Prints a line when the flood has reached its full strength.
 
-    This is so when as many connections were dropped as there are clients. If the provider drops none, the line is
-    printed after a while.
+    The flood is at full strength when as many connections were dropped as there are clients. The line is printed after
+    10 seconds at the latest.
     """
     port, num_clients = map(int, sys.argv[1:])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -43,7 +43,7 @@ HONEST: list[dict[str, Any]] = [
     {"lora_name": "support"},
     {"model": "llama", "training_file": "file-0", "seed": 1, "hyperparameters": {"n_epochs": 1, "batch_size": "auto"}},
 ]  # fmt: skip
-"""Valid requests. Each is damaged in one or several places before it is sent."""
+"""Valid requests. `made` damages a copy of one of them in up to four places."""
 ODD: list[Any] = [
     None,
     True,

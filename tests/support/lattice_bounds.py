@@ -26,7 +26,8 @@ def bounds(
     spec: GroupSpec, direction: Direction, weight: torch.Tensor, rows: torch.Tensor, parameters: LatticeParameters,
     hint_error: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the exact product, the largest distance of a masked one and the scales, float64, shape (num_rows, cols).
+    """Returns the exact product and the largest distance of a masked one from it, both of shape (num_rows, cols), and
+    the scales β of the encoded rows, which broadcast to this shape; all are float64.
 
     The input v is x, or g ⊙ α for gradients. Encoding changes it by ‖v − β·ṽ‖∞ ≤ β/2 and a few fp32 roundings. The
     mask adds an error row e with ‖e‖₂ ≤ e_max·√d. Each of the k·N coefficients of the hint that a secret multiplies is

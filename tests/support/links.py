@@ -149,7 +149,7 @@ def dial_ipc(provider: Provider) -> socket.socket:
 
 
 def connect_ipc(provider: Provider, name: str) -> ClearSocket:
-    """Returns a connection to the socket of this host, on which reading gives up after a while."""
+    """Returns a connection to the socket of this host, on which reading fails after WAIT_S seconds."""
     identity, plain = provider.identity(name), dial_ipc(provider)
     made = tenant_handshake(plain, client_context(identity.ca_pem, identity.cert_pem, identity.key_pem, IPC_ALPN))
     plain.settimeout(WAIT_S)

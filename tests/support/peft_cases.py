@@ -17,7 +17,8 @@ from peft import (
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
-"""The layers that examples change: some share a call with other layers, and down has one of its own."""
+"""The layers that examples change: some share a call to the provider with other layers, and down_proj has a call
+of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ NOT_ROWS = {
     "zero": "the start of prefix tuning's vectors",
     "orthogonal": "a way to draw random numbers",
 }
-"""The starts and variants that need no row of their own where a config names them, with the reason."""
+"""Maps starts and variants that PEFT's configs name, but that need no row of the table, to the reason."""
 
 
 def starts_of(config: type) -> Iterator[str]:

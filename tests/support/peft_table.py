@@ -45,7 +45,7 @@ _EXTRA: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "POLY": lambda ids: {"task_ids": torch.zeros(ids.shape[0], dtype=torch.long)},
     "MULTITASK_PROMPT_TUNING": lambda ids: {"task_ids": torch.zeros(ids.shape[0], dtype=torch.long)},
 }
-"""What a model with an adapter of a kind needs beside token ids."""
+"""Maps a kind to a function from token ids to the further arguments that a model with such an adapter needs."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def measure(case: Case, site: Site) -> Found:
 
 
 def _reason(act: Callable[[], float], folder: Path) -> tuple[str | None, float | None]:
-    """Returns (None, what an action returned), or (why it was refused, None); "it" stands for the adapter's folder."""
+    """Returns (None, what an action returned), or (why it was refused, None); the reason says "it" for the
+    adapter's folder."""
     try:
         return None, act()
     except VeilbaseError as exc:
@@ -139,7 +140,8 @@ def _made(model: Any, config: Any) -> Any:
 
 
 def _stock(case: Case, site: Site, folder: Path) -> float:
-    """Does what `_compared` does, and gives the sentence of `finetune` for an adapter that reads base weights."""
+    """Does what `_compared` does. If that fails, raises the error with which `finetune` refuses the kind, or else the
+    error itself."""
     config = _config(case)
     if case.start == "lora_ga":  # its gradients are not prepared here, and without them PEFT makes a plain start
         check_trainable(config)
@@ -213,7 +215,8 @@ def _served(case: Case, site: Site, folder: Path) -> float:
 
 
 def _copy_numbers(ours: Any, theirs: Any, site: Site) -> None:
-    """Gives the local model the remote model's adapter, and takes out of its weights what ours subtracts itself."""
+    """Gives the local model the remote model's adapter. Subtracts the start of an adapter such as PiSSA from the local
+    weights, since the remote model cannot change its weights and subtracts it in each pass."""
     held = theirs.state_dict() | dict(theirs.named_buffers())  # some kinds keep factors in buffers that are not saved
     for key, value in (ours.state_dict() | dict(ours.named_buffers())).items():
         if key in held and held[key].shape == value.shape:
@@ -291,7 +294,8 @@ def _plain(reason: str) -> str:
 
 
 def bound_of(error: float | None) -> float | None:
-    """Returns the bound of the table for a measured error, None for none."""
+    """Returns the least of BOUNDS that is twice a measured error; infinity if none is, and None if nothing was
+    measured."""
     return None if error is None else next((each for each in BOUNDS if 2 * error <= each), float("inf"))
 
 
@@ -303,7 +307,7 @@ def lines_of_page() -> dict[str, str]:
 
 
 def bound_of_line(line: str) -> float | None:
-    """Returns the error that a line states."""
+    """Returns the error that a line states; None if it states none."""
     cell = line.split(" | ")[5].strip()
     return float(cell) if cell else None
 

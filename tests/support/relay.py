@@ -47,11 +47,11 @@ class Relay:
     """Runs a relay in a process of its own, until `close` is called."""
 
     def __init__(self, record: Path, target: str | int, listen_at: Path | None = None, uid: int = 0) -> None:
-        """Starts it.
+        """Starts the relay, and waits until it listens.
 
         Args:
             record: the file that gets every byte of either direction.
-            target: the provider's socket's path, or its port on this machine.
+            target: the path of the provider's socket, or the provider's port on this machine.
             listen_at: the path to listen at; None for a port of its own choice.
             uid: the user as whom it runs; 0 for the test's own user.
         """

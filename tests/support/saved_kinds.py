@@ -56,8 +56,7 @@ OF_CONV1D = (
 )  # fmt: skip
 """The examples that PEFT makes for Conv1D."""
 TARGETS = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}
-"""The layers that examples change. Of those whose input may change, only o, down and GPT-2's layers have their own
-calls."""
+"""The layers that examples change, by kind of model. q_proj and v_proj share a call to the provider."""
 
 
 def save_kind(model: Any, kind: str, folder: Path, title: str, seed: int, **changes: Any) -> Path:

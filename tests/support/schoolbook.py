@@ -6,7 +6,8 @@ import torch
 
 
 def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tensor:
-    """Computes what `combine` and `product` must equal: the schoolbook sum in integers, X^N = −1.
+    """Returns the products mod 2^32, as schoolbook sums in integers with X^N = −1. `combine` and `product` of
+    noise/polynomial/ must equal them.
 
     Args:
         matrix: int32, shape (k·N, features).

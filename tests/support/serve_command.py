@@ -27,7 +27,7 @@ class ServeCommand:
             command, stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, **(env or {})}
         )
         self.printed: list[str] = []
-        """The lines that it printed, up to the one that says it is ready."""
+        """The lines that the command printed, up to the one that says that it is ready."""
         assert self.process.stdout is not None
         while not self.printed or not self.printed[-1].startswith("ready "):
             self.printed.append(self.process.stdout.readline().strip())

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
 
 VOCAB = 128
-"""The vocabulary of every tiny model: one token for each byte below 128."""
+"""The number of tokens in the vocabulary of every tiny model."""
 
 
 SIZES: dict[str, Any] = {

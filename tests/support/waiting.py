@@ -15,7 +15,7 @@ SLOW_TIMEOUT_S = 600.0
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Waits, by polling, until a condition holds that no event announces."""
+    """Polls until a condition holds, and fails the test after WAIT_S seconds. It is for conditions without an event."""
     give_up_at = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < give_up_at, f"waited {WAIT_S:.0f} s in vain for {what}"
@@ -23,12 +23,12 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def comes(event: threading.Event, what: str) -> None:
-    """Waits until an event is set."""
+    """Waits until an event is set, and fails the test after WAIT_S seconds."""
     assert event.wait(WAIT_S), f"waited {WAIT_S:.0f} s in vain for {what}"
 
 
 def end(threads: Iterable[threading.Thread] | threading.Thread) -> None:
-    """Waits until threads have ended."""
+    """Waits until threads have ended, and fails the test if one takes more than WAIT_S seconds."""
     for thread in [threads] if isinstance(threads, threading.Thread) else threads:
         thread.join(WAIT_S)
         assert not thread.is_alive(), f"the thread {thread.name} has not ended within {WAIT_S:.0f} s"

@@ -102,7 +102,8 @@ def test_a_second_look_frees_the_thread_of_the_first(served: ServedModel, folder
 
 
 def test_whatever_else_fails_is_one_line(served: ServedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would not start an actor again that raises at its start, and tell the provider's process nothing of use."""
+    """Ray would not restart an actor that raises an error at its start, and would not tell the provider's process
+    why."""
 
     def fail(_model: object) -> None:
         raise MemoryError("two\nlines")
@@ -118,7 +119,7 @@ def test_of_two_looks_at_once_only_the_later_keeps_a_thread(
     has_come = threading.Event()
 
     class Meanwhile(threading.Event):
-        """Has the second call come while the first one is under way."""
+        """Makes the second call come while the first one is under way."""
 
         def set(self) -> None:
             if threading.current_thread() is looking[0]:

@@ -52,7 +52,8 @@ def info(tmp_path_factory: pytest.TempPathFactory) -> GroupInfo:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Has `ray.get` take the answers of methods, and notes for each `ray.kill` whether the actor is started again."""
+    """Makes `ray.get` return the answers of methods, and notes for each `ray.kill` whether the actor is started
+    again."""
     noted: list[bool] = []
 
     def get(method: Method, timeout: float) -> Any:

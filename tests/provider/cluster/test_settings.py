@@ -166,7 +166,7 @@ def test_a_head_that_does_not_answer_is_not_called_open(environment: dict[str, s
 
 
 def grpc_server(kind: str, environment: dict[str, str], host: str = "127.0.0.1") -> tuple[grpc.Server, int]:
-    """Starts a gRPC server that asks for certificates, or takes everybody by TLS, or speaks without TLS."""
+    """Starts a gRPC server that asks for client certificates, or uses TLS without them, or uses no TLS."""
     server = grpc.server(ThreadPoolExecutor(1))
     if kind == "plain":
         port = server.add_insecure_port(f"{host}:0")
@@ -195,7 +195,7 @@ def test_only_a_server_that_asks_for_certificates_passes(
 
 
 def test_a_server_that_answers_nothing_is_not_taken_for_a_closed_one(environment: dict[str, str]) -> None:
-    """A probe that is not let in where it should be says so. A silent server must not pass for a safe one."""
+    """If a server does not answer the probe at all, this is reported. A silent server must not pass for a safe one."""
     identity = cluster_identity()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(WAIT_S)

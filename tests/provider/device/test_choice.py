@@ -111,8 +111,8 @@ def test_no_such_device(machine: Machine) -> None:
 
 
 def test_weights_that_do_not_fit_say_how_many_layers_would(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """Groups of 500 MB need 1 GB each on the device, for which kernels keep two copies; half a GB is reserved. `auto`
-    then computes on the CPU."""
+    """Kernels keep two copies of a weight, so each group of 500 MB needs 1 GB on the device, where half a GB is
+    reserved. `auto` then computes on the CPU."""
     machine(free=2_000_000_000)
     groups = [_group(number, 25_000, 20_000) for number in range(2)]
     with pytest.raises(ConfigurationError, match="do not fit on cuda:0: 1 of 2 layers would") as caught:

@@ -50,7 +50,7 @@ def with_lowest(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, bits: int) -> None:
-    """Checks the low `bits` of each number; the others must be dropped by whoever asked for 24 bits."""
+    """Checks the low `bits` bits of each number. A caller that asks for 24 bits must drop the others."""
     assert (found.shape, found.dtype) == (expected.shape, torch.int32)
     assert torch.equal(found << (32 - bits), expected << (32 - bits))
 
@@ -136,7 +136,7 @@ def test_no_planes_sum_leaves_int32() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted", "_fresh_self_test")
 def test_the_self_test_accepts_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of the inner width are made large, since the interpreter takes its time for each."""
+    """Blocks of the inner width are made large, since the interpreter is slow for each block."""
     blocks = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 1 << 12}
     monkeypatch.setitem(product_triton.BLOCKS, "planes", {**product_triton.BLOCKS["planes"], **blocks})
     few = {"BLOCK_N": 16, "BLOCK_K": 1 << 12}
