@@ -56,7 +56,8 @@ def public_of(kind: str) -> PublicModel:
 
 
 def normed_groups(public: PublicModel) -> set[int]:
-    """Returns the ids of the groups (layers that read the same input) whose input is the output of a norm layer."""
+    """Returns the ids of the groups (layers that read the same input) whose input is the output of a block's norm
+    layer."""
     return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
 
 
@@ -88,14 +89,15 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Pairs a request with a reply of zeros, because these adversaries read requests only."""
+    """Pairs a request with a reply of zeros, because the adversaries of float masks read requests only. `fields` may
+    set the `direction` and the `purpose` of the Exchange."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
 
 def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> Traffic:
-    """Records exchanges, each given with its unmasked rows, or with None if the exchange asks for an effect (a mask's
-    product with the weight)."""
+    """Records exchanges in `folder`, each given with its unmasked rows, or with None if the exchange asks for an effect
+    (a mask's product with the weight)."""
     both = list(sent)
     view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
     truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
@@ -144,7 +146,15 @@ def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]
 
 
 def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Makes the traffic that a tenant with `mask='gaussian-pool'` sends for these inputs."""
+    """Makes the traffic that a tenant with `mask='gaussian-pool'` sends for these inputs. A group has 8 noise vectors,
+    which are drawn afresh after 6 messages.
+
+    Args:
+        kind: the kind of model, as in `tiny_model`.
+        folder: an existing folder for the recording.
+        sigma: the standard deviation of the noise, in units of the rows' root mean square.
+        inputs: for each message of a group, the group's unmasked rows by group id.
+    """
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
     def effect_path(call: Call, payload: Payload, reply_cols: int) -> Future[torch.Tensor]:
@@ -183,7 +193,7 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Returns the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens. The
+    """Computes the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens. The
     adversary is not told σ, the strength of the noise."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)

@@ -18,13 +18,13 @@ _MOST_RANK, _RANK_FLOOR = 17, 1e-4
 """A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR`
 of the largest one are rounding."""
 _SHRUNK = 0.99
-"""A claim with at least this error counts as a guess, because a guess near zero has an error a little below 1 without
-any knowledge."""
+"""A claim with at least this relative error counts as a guess, because a guess near zero has an error a little below 1
+without any knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Computes the error and the cosine of claims, over all blocks, for each kind of layer that the victim adapted. If
-    nothing was claimed, there are no findings.
+    """Computes the error, the cosine and the subspace overlap of claims, over all blocks, for each kind of layer that
+    the victim adapted. If nothing was claimed, there are no findings.
 
     If the adversary claims adapters, but claimed nothing about some or all layers of a kind, a line says so.
     """
@@ -129,8 +129,8 @@ def kind_of(layer: str) -> str:
 
 
 def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """Returns the part of ΔW on which the model's results depend. A LayerNorm removes the mean of a row, so with
-    LayerNorm the mean is removed here, too."""
+    """Returns the part of ΔW on which the model's results depend. In GPT-2 models a LayerNorm removes the mean of each
+    row that o_proj and down_proj add to. For these two, the mean over the outputs is therefore removed here, too."""
     delta = truth.deltas[layer]
     lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
     return delta - delta.mean(1, keepdim=True) if lost else delta

@@ -1,6 +1,7 @@
 """Writes a stolen adapter as a PEFT LoRA adapter. Unmodified PEFT loads it, so that anyone can check what was stolen.
 
-The claimed ΔW of a layer is reduced to its leading singular vectors. Layers without a claim are left out.
+The claimed ΔW of a layer is reduced to at most MAX_RANK leading singular vectors. Layers without a usable claim (finite
+and not zero) are left out.
 """
 
 from __future__ import annotations
