@@ -24,7 +24,8 @@ BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds a view (what a provider sees) of one prompt and one training step, and the secrets that it should reveal.
+    """Holds a view (what a provider sees) of one prompt and one training step, and the secrets that an adversary should
+    find in the view.
 
     Attributes:
         token_ids, labels: the token and the label of each row of the batch, in order. The label is the token to be

@@ -111,7 +111,7 @@ def to_ring(rows: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Draws int32 numbers, uniform over the ring."""
+    """Draws int32 numbers that are uniform over all 2^32 values."""
     return torch.randint(-(2**31), 2**31, tuple(shape), dtype=torch.int32, generator=generator)
 
 
@@ -136,7 +136,8 @@ def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> di
 
 
 def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
-    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about a difference X of two messages' rows."""
+    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about a difference X of two messages' rows. Where
+    the two messages have the same rows, ‖X‖_F counts as 1e-30, so that any wrong claim has a huge error."""
     errors = []
     for claim in claims:
         if isinstance(claim, StolenDifference):
@@ -151,9 +152,9 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
 
     Args:
         kind: the kind of model, as in `tiny_model`.
-        folder: an existing folder for the recording.
+        folder: a folder for the recording.
         sigma: the standard deviation of the noise, in units of the rows' root mean square.
-        inputs: for each message of a group, the group's unmasked rows by group id.
+        inputs: the unmasked rows of each forward pass, by group id.
     """
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 

@@ -211,9 +211,12 @@ CHOSEN = (
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
-    """Returns how many facts about an adapter were claimed correctly, and how many facts there are. A claim that lists
-    several kinds or layers counts as correct if the true one is listed and the list has at most as many entries as the
-    code allows for this fact."""
+    """Returns how many facts about an adapter were claimed correctly, and how many facts there are.
+
+    A claim that lists several possible values counts as correct if the true value is listed and the list is short: at
+    most three layers or sets of layers, and at least one kind of adapter less than there are. If the claim assumes that
+    `client.finetune` trained the adapter, the list may have at most two kinds.
+    """
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))

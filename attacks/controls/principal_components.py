@@ -42,6 +42,7 @@ def control() -> ControlResult:
     with tempfile.TemporaryDirectory() as folder:
         traffic = traffic_under_one_mask(folder)
         claims = ADVERSARY.attack(traffic.view, traffic.public, None)
+        # an error above 1e6 means that both messages hold the same prompt, so there is no difference to find
         errors = [error for error in difference_errors(claims, traffic.truth) if error < 1e6]
     setting = f"{NUM_PROMPTS} prompts in {NUM_MESSAGES} messages, one mask of strength 30, fresh noise of strength 2"
     worst = max(errors, default=1.0)

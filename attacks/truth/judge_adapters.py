@@ -24,7 +24,7 @@ without any knowledge."""
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
     """Computes the error, the cosine and the subspace overlap of claims, over all blocks, for each kind of layer that
-    the victim adapted. If nothing was claimed, there are no findings.
+    the victim adapted. q and k are judged together, without an overlap. If nothing was claimed, there are no findings.
 
     If the adversary claims adapters, but claimed nothing about some or all layers of a kind, a line says so.
     """
@@ -95,9 +95,10 @@ def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[
 def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
     """Returns (overlap, its value by chance, its standard deviation by chance); None if `wanted` is not of low rank.
 
-    The overlap is the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r, which is
-    r/d by chance. For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d. So the mean of r² of
-    their squares, times r, has a standard deviation of √2/d.
+    The overlap is the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r, where r
+    is the rank of `wanted`, d its number of inputs, and U₁ and U₂ are orthonormal bases of the subspaces. By chance it
+    is r/d. For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d. So the mean of r² of their
+    squares, times r, has a standard deviation of √2/d.
     """
     torch.manual_seed(0)  # svd_lowrank draws random numbers
     found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))

@@ -92,7 +92,7 @@ def _fact_finding(claim: StolenFact, answer: str, num_choices: float) -> Finding
 
 
 def in_words(claim: StolenFact) -> str:
-    """Returns the claim as a report shows it."""
+    """Returns the claim's value as text for the report. Several possible values become `one of a, b`."""
     if not isinstance(claim.value, tuple):
         return str(claim.value)
     return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"

@@ -56,7 +56,7 @@ def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> P
 
 
 def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[str, torch.Tensor]:
-    """Joins the parts of a fused layer side by side, and returns ΔW by module name."""
+    """Joins the parts of a fused layer side by side, and returns ΔW by module name. A part without a claim is zero."""
     layers: Mapping[str, Any] = public.layers()
     whole: dict[str, torch.Tensor] = {}
     for name, delta in deltas.items():
@@ -72,7 +72,8 @@ def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[
 
 
 def _factors(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns ΔW ≈ down · up as two factors, (in_features, rank) and (rank, out_features); None if ΔW is unusable."""
+    """Returns ΔW ≈ down · up as two factors, (in_features, rank) and (rank, out_features); None if ΔW is zero
+    or not finite."""
     if not bool(torch.isfinite(delta).all()) or not bool(delta.any()):
         return None
     u, sizes, vh = torch.linalg.svd(delta, full_matrices=False)
