@@ -18,10 +18,11 @@ from wire.ring import coding
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
-"""The Euclidean norm of a column of 8-bit weights, about as in a layer with 48 inputs."""
+"""The bound on the norm of a weight's column that `encode` gets. A column of 48 int8 weights, each at most 127, has a
+Euclidean norm of at most 880."""
 _LARGEST = 1 << 20
-"""The largest number in a row of `scaled`. For layers of real width, `wire.ring.coding.encode` gives numbers of this
-size."""
+"""The upper limit of the numbers in `scaled`. For layers of real width, the rows that `wire.ring.coding.encode` returns
+have about this Euclidean norm."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,15 @@ class Traffic:
 def make(
     folder: Path, kind: str = "llama", targets: str | list[str] = "all-linear", arithmetic: str = "float"
 ) -> Traffic:
-    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, without a mask."""
+    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, and records the unmasked inputs
+    of its layers.
+
+    Args:
+        folder: a folder for the model and the recording.
+        kind: the kind of model, as in `tiny_model`.
+        targets: the layers that get LoRA, as PEFT's `target_modules`.
+        arithmetic: `float` to send rows as they are; any other text sends them as encoded int32 rows.
+    """
     from peft import LoraConfig, get_peft_model
 
     manifest = tiny_manifest(kind, "native", folder / "model")

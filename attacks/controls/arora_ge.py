@@ -1,5 +1,5 @@
 """Runs the adversary `tiny-error` on lattice errors that are 0 or 1, at dimension 8. Two rows whose contents are zeros
-reveal the secret, and with it all rows under the same secret."""
+reveal the secret, and with it all rows under the same secret, up to the errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def binary(shape: Sequence[int]) -> torch.Tensor:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the unmasked rows of three blocks. The lattice errors, which are 0 or 1,
-    contribute less than 1/ACTIVATION (ACTIVATION: the largest number of a row)."""
+    """Computes the relative error of the unmasked rows of three blocks. The lattice errors, which are 0 or 1, alone
+    cause about 1.4/ACTIVATION (ACTIVATION: the largest number of a row)."""
     traffic = Traffic(toy(8, 1, 0.0), 64, binary)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)

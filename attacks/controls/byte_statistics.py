@@ -24,7 +24,7 @@ from wire.ring import coding
 
 NUM_ROWS, NUM_FEATURES = 256, 64
 _ACTIVATION = 1 << 15
-"""The standard deviation of encoded rows."""
+"""The standard deviation of encoded rows, before features get different sizes of 0.5 to 1.5 times this."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def record(folder: Path, sent: Mapping[str, Case]) -> View:
 
 
 def is_right(found: Uniformity, group: int, case: Case) -> bool:
-    """Returns whether the adversary named the group's faults. If the group's mask is honest, the adversary must name
-    none."""
+    """Returns whether the adversary named all faults in `case.shows_in`; it may name more. If that set is empty,
+    because the mask is honest, the adversary must name none."""
     (figures,) = (one for one in found.looked_at if one.group == group)
     words = set(figures.faults(found.bound))
     return words >= case.shows_in if case.shows_in else not words

@@ -14,7 +14,8 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error over the layers that unmasked traffic determines.
+    """Computes the largest relative error of ΔW, in float and in ring arithmetic, over the layers that unmasked traffic
+    determines. The error of a layer without a claim is 1.
 
     The traffic does not determine the last down_proj, whose output goes to a head that the tenant keeps. In ring
     arithmetic it does not determine gate_proj and up_proj of the last block either, because no message shows how large

@@ -14,7 +14,7 @@ class ControlResult:
         adversary: the adversary's name in the catalogue.
         setting: the weakness of the traffic, in a few words.
         metric: the meaning of `value`.
-        value, needed: the control wins if value <= needed (with `smaller_wins`) or if value >= needed (without).
+        value, needed: the adversary wins if value <= needed (with `smaller_wins`) or if value >= needed (without).
     """
 
     adversary: str

@@ -12,8 +12,8 @@ from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:
-    """Returns the share of tokens that the adversary recovers correctly from unmasked traffic, without knowing the
-    adapter."""
+    """Computes the share of correct tokens among the tokens that the adversary claims. The adversary does not know the
+    adapter. Prompts that it does not try, because of its limit, are not counted."""
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = deep_state.ADVERSARY.attack(traffic.view, traffic.public, None)

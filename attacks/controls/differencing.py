@@ -15,8 +15,8 @@ NUM_PROMPTS = 3
 
 
 def control() -> ControlResult:
-    """Returns the largest relative error of the claimed differences between two prompts' rows, in float and ring
-    arithmetic."""
+    """Computes the largest relative error of the claimed differences between two prompts' rows, in float and ring
+    arithmetic. The result is 1 if the number of claims is not one for each pair of prompts in each group."""
     generator = torch.Generator().manual_seed(0x5EED0003)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     inputs = inputs_of("llama", NUM_PROMPTS, 12)

@@ -16,7 +16,12 @@ from attacks.seen.forward_passes import Opened
 
 
 def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
-    """Returns the relative error of the claimed change of each down_proj by layer name; 1 if nothing is claimed."""
+    """Returns the relative error of the claimed change of each down_proj by layer name; 1 if nothing is claimed.
+
+    Args:
+        traffic: the training step to attack.
+        opened: unmasked rows that the adversary uses in place of the recorded ones; None stands for the recorded ones.
+    """
     claims = ADVERSARY.attack(traffic.view, traffic.public, opened)
     got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
     found = {}
@@ -30,7 +35,7 @@ def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
 
 
 def control() -> ControlResult:
-    """Returns the largest relative error of the claimed changes of down_proj layers, over tiny-llama and tiny-gpt2."""
+    """Computes the largest relative error of the claimed changes of down_proj layers, over tiny-llama and tiny-gpt2."""
     worst = 0.0
     for name in ("tiny-llama", "tiny-gpt2"):
         with tempfile.TemporaryDirectory() as folder:

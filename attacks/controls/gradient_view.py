@@ -24,12 +24,14 @@ BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """Holds a view (what a provider sees) of one prompt and one training step, and the secrets that it should reveal.
+    """Holds a view (what a provider sees) of one prompt and one training step, and the secrets that an adversary should
+    find in the view.
 
     Attributes:
-        token_ids, labels: the tokens and labels of all rows of the batch, in order.
-        gradients: the gradients of the base weights by group id, summed over the batch; float32, shape (in_features,
-            out_features).
+        token_ids, labels: the token and the label of each row of the batch, in order. The label is the token to be
+            predicted, or NO_LABEL if the row has none.
+        gradients: the gradients of the batch's loss with respect to the base weights, by group id; float32, shape
+            (in_features, out_features).
         deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one entry.
     """
 
@@ -65,8 +67,13 @@ class _Kept:
 
 
 def make(folder: Path, name: str = "tiny-llama") -> Traffic:
-    """Makes the traffic of one prompt and of one training batch, forward and backward. The first tokens of each
-    sequence in the batch have no label."""
+    """Makes the traffic of one prompt and of one training batch, forward and backward. The prompt is the beginning of
+    the batch's first sequence. The first two rows and the last row of each sequence have no label.
+
+    Args:
+        folder: a folder for the model and the recording.
+        name: the model's name, one of quick_model.NAMES.
+    """
     from transformers import AutoModelForCausalLM
 
     from provider.model.load import load, resolve
@@ -93,8 +100,8 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
-    """Returns the model with a LoRA adapter whose B is not zero, and the object in which its layers keep their inputs
-    and gradients. Base weights get gradients."""
+    """Returns the model with a LoRA adapter whose matrix B is not zero, and the object in which its layers keep their
+    inputs and gradients. A backward pass also computes the gradients of the base weights."""
     from peft import LoraConfig, get_peft_model
 
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -56,7 +56,8 @@ def public_of(kind: str) -> PublicModel:
 
 
 def normed_groups(public: PublicModel) -> set[int]:
-    """Returns the ids of the groups (layers that read the same input) whose input is the output of a norm layer."""
+    """Returns the ids of the groups (layers that read the same input) whose input is the output of a block's norm
+    layer."""
     return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
 
 
@@ -88,14 +89,15 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Pairs a request with a reply of zeros, because these adversaries read requests only."""
+    """Pairs a request with a reply of zeros, because the adversaries of float masks read requests only. `fields` may
+    set the `direction` and the `purpose` of the Exchange."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
 
 def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> Traffic:
-    """Records exchanges, each given with its unmasked rows, or with None if the exchange asks for an effect (a mask's
-    product with the weight)."""
+    """Records exchanges in `folder`, each given with its unmasked rows, or with None if the exchange asks for an effect
+    (a mask's product with the weight)."""
     both = list(sent)
     view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
     truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
@@ -109,7 +111,7 @@ def to_ring(rows: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Draws int32 numbers, uniform over the ring."""
+    """Draws int32 numbers that are uniform over all 2^32 values."""
     return torch.randint(-(2**31), 2**31, tuple(shape), dtype=torch.int32, generator=generator)
 
 
@@ -134,7 +136,8 @@ def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> di
 
 
 def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
-    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about a difference X of two messages' rows."""
+    """Returns the relative error ‖X̂ − X‖_F / ‖X‖_F of every claim X̂ about a difference X of two messages' rows. Where
+    the two messages have the same rows, ‖X‖_F counts as 1e-30, so that any wrong claim has a huge error."""
     errors = []
     for claim in claims:
         if isinstance(claim, StolenDifference):
@@ -144,7 +147,15 @@ def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]
 
 
 def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Makes the traffic that a tenant with `mask='gaussian-pool'` sends for these inputs."""
+    """Makes the traffic that a tenant with `mask='gaussian-pool'` sends for these inputs. A group has 8 noise vectors,
+    which are drawn afresh after 6 messages.
+
+    Args:
+        kind: the kind of model, as in `tiny_model`.
+        folder: a folder for the recording.
+        sigma: the standard deviation of the noise, in units of the rows' root mean square.
+        inputs: the unmasked rows of each forward pass, by group id.
+    """
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
     def effect_path(call: Call, payload: Payload, reply_cols: int) -> Future[torch.Tensor]:
@@ -183,7 +194,7 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Returns the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens. The
+    """Computes the share of messages that the adversary unmasks. Messages hold whole prompts or single tokens. The
     adversary is not told σ, the strength of the noise."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)

@@ -24,7 +24,7 @@ from wire.ring import coding
 from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 
 ACTIVATION = 1 << 17
-"""The largest encoded activation of the traffic."""
+"""The largest absolute value of an encoded activation in the traffic."""
 
 
 def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
@@ -70,7 +70,7 @@ class Traffic:
         error: a function that draws lattice errors of a shape; None draws from the distribution that `parameters`
             define.
         truth: the unmasked encoded rows x̃ of each exchange, int64; None for the exchange of the hint.
-        secrets: the secret of each block, int8, shape (k, N).
+        secrets: the secret of each block, int8, shape (rank, ring_degree).
     """
 
     parameters: LatticeParameters
@@ -101,10 +101,10 @@ class Traffic:
         return torch.randint(-ACTIVATION, ACTIVATION + 1, shape, generator=self._generator, dtype=torch.int64)
 
     def block(self, secret: torch.Tensor | None = None) -> torch.Tensor:
-        """Makes the mask of one block: int32, shape (N, num_features).
+        """Makes the mask of one block: int32, shape (ring_degree, num_features).
 
         Args:
-            secret: the block's lattice secret, int8, shape (1, k, N); None draws a fresh one.
+            secret: the block's lattice secret, int8, shape (1, rank, ring_degree); None draws a fresh one.
         """
         if secret is None:
             secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))

@@ -1,4 +1,5 @@
-"""Runs `leaked-secret` with the default lattice parameters. A known secret reveals the rows up to the error."""
+"""Runs the function `open_block` of `leaked-secret` on a mask with the default lattice parameters. The function gets
+the block's secret, and must recover the rows up to the lattice error."""
 
 from __future__ import annotations
 

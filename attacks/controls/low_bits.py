@@ -20,8 +20,8 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
     """Returns True for each element of a guess that equals the row's element modulo the spacing of bfloat16 numbers at
     the mask's element, up to the rounding of the sum; bool, the shape of `rows`.
 
-    A random guess is right for one element in 2^14, because the tolerance, the rounding of the sum, is 2^-14 of half
-    that spacing.
+    A random guess is right for at most about one element in 2^14, because the tolerance, which is the rounding of the
+    sum, is at most about 2^-14 of half that spacing.
     """
     spacing = torch.exp2(torch.floor(torch.log2(mask.abs()))) * 2.0**-7
     off = guess - rows

@@ -1,4 +1,4 @@
-"""Trains tiny adapters of every kind with the real tenant code, and records the metadata that the provider sees.
+"""Trains tiny adapters of many kinds with the real tenant code, and records the metadata that the provider sees.
 
 Tenant and provider run in this process, so that one kind takes only half a second. The provider's own recorder writes
 the recording. No mask is used, because the metadata are the same under every mask.
@@ -32,7 +32,7 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 PROMPTS = ("who founded us?", "what year?")
-"""Prompts whose tokens are their characters; each prompt is answered with one token."""
+"""The prompts that the tenant sends with each adapter. Each character is one token, and each answer has one token."""
 NUM_VIRTUAL = 4
 _BATCH = 4
 
@@ -58,7 +58,7 @@ class Example:
 
     @property
     def num_virtual(self) -> int:
-        """Returns the number of rows that a soft prompt adds before each prompt."""
+        """Returns the number of rows that a soft prompt adds before each prompt; 0 if the adapter adds none."""
         return NUM_VIRTUAL if self.kind in (shape.PROMPT, shape.P_TUNING) else 0
 
 
@@ -211,8 +211,12 @@ CHOSEN = (
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
-    """Returns how many facts about an adapter were claimed correctly, and how many facts there are. A claim that lists
-    several kinds or layers counts as correct if the true one is listed and the list is short."""
+    """Returns how many facts about an adapter were claimed correctly, and how many facts there are.
+
+    A claim that lists several possible values counts as correct if the true value is listed and the list is short: at
+    most three layers or sets of layers, and at least one kind of adapter less than there are. If the claim assumes that
+    `client.finetune` trained the adapter, the list may have at most two kinds.
+    """
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))

@@ -22,7 +22,7 @@ GROUP = 4
 
 def traffic_under_one_mask(folder: str) -> Traffic:
     """Makes the traffic of NUM_PROMPTS prompts. Each prompt is sent many times, in random order, and all messages have
-    one mask. The fresh noise of each message is twice as strong as the differences between prompts."""
+    one mask. The fresh noise of each message is twice as strong as the prompts' deviation from their mean."""
     generator = torch.Generator().manual_seed(0x5EED0007)
     prompts = torch.stack([one[GROUP] for one in inputs_of("llama", NUM_PROMPTS, NUM_TOKENS)])
     strength = float((prompts - prompts.mean(0)).pow(2).mean().sqrt())
@@ -37,10 +37,12 @@ def traffic_under_one_mask(folder: str) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the claimed differences between messages of different prompts."""
+    """Computes the largest relative error of the claimed differences between messages of different prompts; 1 without
+    a claim."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = traffic_under_one_mask(folder)
         claims = ADVERSARY.attack(traffic.view, traffic.public, None)
+        # an error above 1e6 means that both messages hold the same prompt, so there is no difference to find
         errors = [error for error in difference_errors(claims, traffic.truth) if error < 1e6]
     setting = f"{NUM_PROMPTS} prompts in {NUM_MESSAGES} messages, one mask of strength 30, fresh noise of strength 2"
     worst = max(errors, default=1.0)

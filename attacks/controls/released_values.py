@@ -1,5 +1,8 @@
-"""Runs `released-values` at the default lattice parameters, on results that are not rounded. The adversary knows some
-prompts, and must recover the rows of other prompts under the same secret, up to the lattice error."""
+"""Runs the functions of `released-values` at the default lattice parameters, on results that are not rounded.
+
+A client of the tenant and the provider work together. The client knows the prompts that it sent and gets their results.
+The two must recover the rows of other prompts under the same secret, up to the lattice error.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def seeded_secret_error() -> float:
 
 
 def control() -> ControlResult:
-    """Returns the largest relative error of a message's unmasked rows, over three kinds of masks: float masks from a
+    """Computes the largest relative error of a message's unmasked rows, over three kinds of masks: float masks from a
     small seed, int32 masks from the time as a seed, and a lattice mask whose secret comes from a seed."""
     worst = 0.0
     for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):

@@ -45,7 +45,8 @@ def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traf
 
 
 def differences_error(made: Traffic, claims: list[Claim]) -> float:
-    """Returns the relative error of the claimed differences between messages 1 to 8 and 9 to 16; 1 without a claim."""
+    """Returns the relative error of the claimed differences between each of the messages 1 to 8 and the message eight
+    later. A difference that is not claimed counts as a claim of zero."""
     said = {(claim.seq, claim.other_seq): claim.rows for claim in claims if isinstance(claim, StolenDifference)}
     wrong = total = 0.0
     for seq in range(1, 9):
@@ -59,8 +60,9 @@ def differences_error(made: Traffic, claims: list[Claim]) -> float:
 
 
 def control() -> ControlResult:
-    """Returns the larger of two relative errors. One is that of the claimed differences if two blocks share a lattice
-    error. The other is that of the unmasked rows if the pieces of a block share a lattice error."""
+    """Computes the larger of two relative errors: that of the claimed differences if two blocks share a lattice error,
+    and that of the unmasked rows if the pieces of a block share one. The adversary wins with a relative error of up to
+    21/ACTIVATION, because 21 is the largest lattice error."""
     blocks = traffic(share_blocks=True, share_pieces=False)
     claims = blocks.attacked(ADVERSARY.attack)
     worst = differences_error(blocks, claims) if StolenFact(SHARED, "1, 9") in claims else 1.0

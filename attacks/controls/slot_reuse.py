@@ -29,7 +29,7 @@ def attack_on_a_shared_secret() -> list[Claim]:
 
 
 def control() -> ControlResult:
-    """Returns the correlation of the claimed difference of two messages with the true difference; 0 if the adversary
+    """Computes the correlation of the claimed difference of two messages with the true difference; 0 if the adversary
     makes any other claim, or does not name the messages with a shared secret."""
     traffic = Traffic(PARAMETERS["default"], 32)
     mask, other = traffic.block(), traffic.block()

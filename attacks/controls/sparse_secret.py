@@ -1,4 +1,7 @@
-"""Runs `sparse-secret` at the default parameters, on lattice secrets with one to three non-zero trits."""
+"""Runs `sparse-secret` at the default parameters, on lattice secrets with one to three non-zero trits.
+
+A trit is a coefficient of the secret: -1, 0 or 1.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ NUM_FEATURES, ROWS = 32, 40
 
 
 def sparse(weight: int) -> torch.Tensor:
-    """Draws a secret of the default parameters with `weight` non-zero trits: int8, shape (1, k, N)."""
+    """Draws a secret of the default parameters with `weight` non-zero trits: int8, shape (1, rank, ring_degree)."""
     parameters = PARAMETERS["default"]
     secret = torch.zeros(1, parameters.rank, parameters.ring_degree, dtype=torch.int8)
     rng = sampling.Csprng()
@@ -38,7 +41,8 @@ def traffic(weights: tuple[int, ...]) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of all unmasked rows. The lattice error alone causes less than 21/ACTIVATION."""
+    """Computes the relative error of all unmasked rows. The lattice error alone causes less than 21/ACTIVATION, because
+    21 is the largest lattice error."""
     sent = traffic((1, 2, 3, 3))
     error = sent.relative_error(sent.attacked(ADVERSARY.attack))
     setting = "lattice mask 3x512 (default), secrets of one, two and three trits"

@@ -15,7 +15,8 @@ STRENGTH = 30.0
 
 
 def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts: int) -> Traffic:
-    """Makes the traffic of prompts of 12 tokens. All rows of a group have the same Gaussian mask row."""
+    """Makes the traffic of prompts of 12 tokens, for the groups (layers that read the same input) whose input is a norm
+    layer's output. All rows of a group have the same Gaussian mask row."""
     generator = torch.Generator().manual_seed(0x5EED0002)
     inputs = inputs_of(kind, num_prompts, 12)
     masks = {group: STRENGTH * torch.randn(inputs[0][group].shape[1], generator=generator) for group in inputs[0]}
@@ -25,7 +26,7 @@ def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts:
 
 
 def control(kind: str = "llama") -> ControlResult:
-    """Returns the largest relative error of the claimed rows, over four groups whose inputs come from a norm layer."""
+    """Computes the largest relative error of the claimed rows, over four groups whose inputs come from a norm layer."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = fixed_mask_traffic(kind, folder, public_of(kind), 10)
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

@@ -16,7 +16,7 @@ STRENGTH = 1000.0
 
 
 def control() -> ControlResult:
-    """Returns the correlation of the claimed rows with the part of the true rows that is orthogonal to the noise. Each
+    """Computes the cosine of the claimed rows with the part of the true rows that is orthogonal to the noise. Each
     row has fresh noise in the same 3-dimensional subspace."""
     generator = torch.Generator().manual_seed(0x5EED0005)
     inputs = [one[4] for one in inputs_of("llama", 30, 12)]

@@ -38,7 +38,7 @@ STEPS = (96, 64)
 
 
 def control() -> ControlResult:
-    """Returns the share of facts that the adversary claims correctly, over messages of zeros and over adapters that a
+    """Computes the share of facts that the adversary claims correctly, over messages of zeros and over adapters that a
     real tenant trains at a real provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,8 +10,8 @@ from attacks.controls.known_mask import decode_steps, inputs_of, normed_groups, 
 
 
 def control() -> ControlResult:
-    """Returns the largest relative error over 32 messages. Each message is masked with one of 8 noise vectors, or of 16
-    if the pool was renewed."""
+    """Computes the largest relative error of a message's unmasked rows, over 32 messages. Each message is masked with
+    one of its group's 8 noise vectors, which are drawn afresh after 6 messages."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = pool_traffic("llama", folder, 1.0, decode_steps(inputs_of("llama", 2, 12), 3))
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

@@ -64,7 +64,8 @@ class Fault:
     Attributes:
         purpose, direction: the kind of requests whose replies are changed. In the reply to a request for a product the
             last row is changed, and for a hint the first row.
-        delta: the number that is added mod 2^32; None means that the previous reply is sent again.
+        delta: the number that is added mod 2^32; None means that the previous reply is sent again, if it has the same
+            shape.
         first: how many replies of the kind are honest before the first wrong one.
     """
 
@@ -125,7 +126,8 @@ class Outcome:
         metadata: how runs compare with their honest runs: all are the `same`, all are the same but some are `cut
             short`, or some are `different`.
         decode_steps: the number of decode steps of each answer; empty for training.
-        answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
+        answer_length_changed: whether some run has another number of decode steps than its honest run; always False if
+            `caught` is True.
         tells_secrets_apart: whether the metadata differed between runs that differ only in the secret.
     """
 
@@ -160,7 +162,14 @@ class SecretReading:
 
 @dataclass
 class Liar(HonestOffer):
-    """Plays a provider that is honest except for one fault, and notes the metadata of every request."""
+    """Plays a provider that is honest except for one fault, and notes the metadata of every request.
+
+    Attributes:
+        fault: the fault; None for an honest provider.
+        group, column: the output head's group, and the head's column of the end-of-answer token.
+        seen: the metadata of the requests so far, in order.
+        first_wrong: the number of requests up to the first wrong reply, included; None before it.
+    """
 
     fault: Fault | None
     group: int
@@ -389,7 +398,7 @@ def _yes(value: bool) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes active.json and active.md. Returns 1 if `verify` let a fault pass, or if `row_counts.is_held_off` is
-    false for the hostile bundles; otherwise 0."""
+    false for the hostile bundles; 2 for a request that cannot be carried out; otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ normal quantile times the standard error from a bootstrap over the runs. Even wi
 0.5 in one game of a thousand. So play again before you conclude anything.
 
 The exit status is 0 if every interval contains 0.5 and every control wins, 1 if not, and 2 for a request that cannot be
-carried out.
+carried out. If FULL_RUNS runs or more are played, no half-width may be above NEEDED_HALF_WIDTH, or the status is 1.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def play(mask: str = "lattice", num_runs: int = FULL_RUNS, secret: str = "prompt
         secret: one of SECRETS.
 
     Raises:
-        ConfigurationError: the mask or the secret is unknown, or there are too few runs.
+        ConfigurationError: the mask or the secret is unknown, or there are too few runs to compare the two inputs.
     """
     with _tenant(mask, secret) as tenant:
         return outcomes(*run(tenant.send, tenant.known, num_runs))
@@ -201,6 +201,9 @@ def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.
 
     Returns:
         scores, float64, shape (num_scores, num_runs); coins, bool, shape (num_runs,).
+
+    Raises:
+        ConfigurationError: there are fewer than 2 runs.
     """
     if num_runs < 2:
         raise ConfigurationError(f"a game takes at least 2 runs, got {num_runs}")
@@ -216,8 +219,8 @@ def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
     """Computes the AUC and the interval of every score from the results of `run`.
 
     Raises:
-        ConfigurationError: all coins are equal, or a score is the same in all runs, so that there is nothing to
-            compare.
+        ConfigurationError: all coins are equal, or a score is not finite or is the same in all runs, so that there is
+            nothing to compare.
     """
     if bool(coins.all()) or not bool(coins.any()):
         raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
@@ -266,7 +269,7 @@ def quantile(num_scores: int) -> float:
 
 def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
     """Returns the half-width of an interval if the score is pure chance. It is the quantile times √((n+1)/(12·n₀·n₁)),
-    the standard deviation of the rank-sum statistic."""
+    the standard deviation of the AUC of n₀ and n₁ random scores; n₀ and n₁ are n/2, half of the runs."""
     half = num_runs / 2
     return quantile(num_scores) * math.sqrt((num_runs + 1) / (12 * half * half))
 

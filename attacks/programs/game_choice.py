@@ -22,7 +22,8 @@ _SEQUENCES = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds one group (layers that read the same input) and the two inputs between which the coin chooses.
+    """Holds one group (layers that read the same input) and the two inputs between which the game's coin
+    chooses.
 
     Attributes:
         group: the facts about the group that a mask scheme needs.
@@ -62,7 +63,8 @@ def choice(secret: str) -> Choice:
 
 
 def _adapted(seed: int) -> Any:
-    """Makes a copy of the tiny model with a rank-4 LoRA that changes as much as a trained one."""
+    """Returns a copy of the tiny model with a random LoRA of rank 4, whose ΔW is about as large as that of a trained
+    one."""
     from peft import LoraConfig, get_peft_model
 
     generator = torch.Generator().manual_seed(seed)

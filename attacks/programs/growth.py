@@ -27,8 +27,8 @@ second has an error that needs BKZ from dimension 64 or so on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints the results. Returns 1 if no line can be drawn, and 2 for a request that cannot be carried
-    out."""
+    """Measures and prints the results. Returns 0, or 1 if no line can be drawn for some series, or 2 for a request that
+    cannot be carried out."""
     options = _parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 

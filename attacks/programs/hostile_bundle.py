@@ -23,7 +23,7 @@ class HostileBundle:
     """
 
     def __init__(self, honest: Handler) -> None:
-        """Copies the files of the honest provider's bundle, which callers may then change.
+        """Copies the files of the honest provider's bundle into `files`, which callers may change.
 
         Args:
             honest: the honest provider.
@@ -35,8 +35,8 @@ class HostileBundle:
         """The number of rows of each request so far, in order."""
 
     def announce(self, **changes: Any) -> None:
-        """Makes a manifest for the files as they are now, config included, and then applies `changes` to the
-        manifest."""
+        """Makes a manifest for the files as they are now, and then applies `changes` to the manifest. The manifest's
+        config is that of config.json, or the honest one if config.json holds no JSON object."""
         files = tuple(
             BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             for name, data in self.files.items()

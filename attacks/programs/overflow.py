@@ -226,7 +226,7 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes overflow.json and overflow.md. Returns 1 if a fault told the data of the real tenant apart, or if the
-    provider did not win against the control; otherwise 0."""
+    provider did not win against the control; 2 for a request that cannot be carried out; otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
     options = parser.parse_args(arguments)

@@ -85,8 +85,8 @@ def _spelling_normalizer(bundle: HostileBundle) -> None:
 
 
 def _guessing_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a splitting rule that keeps to all limits. The rule merges each guess with a different number of the
-    template's filler characters."""
+    """Sets a chat template that adds filler characters, and a splitting rule that merges each guess with a different
+    number of them into one token. Both keep to all limits."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     guesses = [f"{number:02d}{_FILLER}{{{number}}}" for number in range(NUM_SECRETS)]
     tokenizer["pre_tokenizer"] = {
@@ -100,8 +100,8 @@ def _guessing_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _word_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a splitting rule for texts without a template. The rule merges each guess with a different number of the
-    letters before it into one token."""
+    """Sets a splitting rule for texts without a template. The rule merges each guess with one to nine of the characters
+    before it into one token; how many depends on the guess."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     before = "the pin? "
     guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
@@ -112,7 +112,8 @@ def _word_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _failing_vocabulary(bundle: HostileBundle) -> None:
-    """Removes the tokens for the digit 1 and for unknown text, so that the tokenizer fails on half of the guesses."""
+    """Removes the tokens for the digit 1 and for unknown text, so that the tokenizer fails on the guesses with a 1,
+    which are 7 of 16."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     tokenizer["model"]["unk_token"] = "missing"  # noqa: S105
     del tokenizer["model"]["vocab"]["1"]
@@ -137,7 +138,7 @@ DEFENCES: dict[str, dict[str, Any]] = {
 
 def is_held_off(leaks: Sequence[Leak]) -> bool:
     """Returns whether every bundle wins on a stock tokenizer, and learns nothing against the defences that promise to
-    stop it."""
+    stop it. `tokenizer=` and `pad_rows=` promise to stop every bundle, and `none` those of OUT_OF_BOUNDS."""
     for leak in leaks:
         if leak.defence == STOCK and leak.bits == 0:
             return False

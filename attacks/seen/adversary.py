@@ -1,8 +1,8 @@
 """Defines the interface of every adversary: a name, and a function from a view and the public model to claims.
 
-An adversary module may import wire, noise.params and the modules of attacks that hold no truth (those in attacks/seen);
-import-linter checks this. Whether a claim is right is decided in attacks/truth/judge.py, which knows the victim. An
-adversary never learns the decision.
+An adversary module may import wire, noise.params and the modules of attacks that hold no truth (those in attacks/seen
+and attacks/adversaries); import-linter checks this. Whether a claim is right is decided in attacks/truth/judge.py,
+which knows the victim. An adversary never learns the decision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class StolenTokens:
 
 @dataclass(frozen=True)
 class StolenRows:
-    """Claims the unmasked rows of one message, up to the rounding of its arithmetic; float64, the request's shape."""
+    """Claims the unmasked rows of one message, in the units of the request: encoded rows in ring arithmetic, else the
+    rows themselves; float64, the request's shape. They may still hold a small error, such as that of a lattice mask."""
 
     seq: int
     rows: torch.Tensor
@@ -58,10 +59,11 @@ class StolenDifference:
 
 @dataclass(frozen=True)
 class StolenFact:
-    """Claims something that was read from metadata, such as the number of prompt tokens.
+    """Claims a fact that is none of the above, such as the number of prompt tokens or the labels of a batch.
 
     Attributes:
-        value: what was read. A tuple means that one of its entries is true, and that the adversary cannot tell which.
+        value: the claimed value. A tuple means that one of its entries is true, and that the adversary cannot tell
+            which.
     """
 
     name: str

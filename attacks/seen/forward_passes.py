@@ -1,9 +1,10 @@
 """Reassembles messages into forward passes, and forward passes into prompts with their answers.
 
-Only the view is used. In a pass, groups (layers that read the same input) follow the order of the manifest, so a step
-back in that order begins a new pass. A pass of one row continues the prompt before it, since with a KV cache each
-decode step has one row. If several prompts of one tenant run at once, the result is wrong. An attack therefore needs a
-recording in which prompts follow one another.
+Only messages with a reply are used. In a pass, groups (layers that read the same input) follow the order of
+the manifest, so a step back in that order begins a new pass, and so does a forward message after a backward one. If the
+view has messages of one group only, each forward message begins a pass. A pass of one row continues the prompt before
+it, since with a KV cache each decode step has one row. If several prompts of one tenant run at once, the result is
+wrong. An attack therefore needs a recording in which prompts follow one another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ForwardPass:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of tokens, over the whole batch."""
+        """Returns the number of tokens, over the whole batch; 0 if no forward message was recorded."""
         return next(iter(self.forward.values())).num_rows if self.forward else 0
 
     @property
@@ -78,7 +79,7 @@ class Prompt:
     """Holds one prompt and its answer as rows: the input of each group, token after token.
 
     Attributes:
-        number: the prompt's number among the prompts of the view, in order.
+        number: the prompt's number among the prompts of the view, in order, from 0.
         rows: maps a group id to the group's input, float64, shape (num_tokens, in_features).
         repeats: maps a group id to the rows of the group's further requests in each pass, which have other inputs.
     """
@@ -89,8 +90,8 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of prompt and answer, without the last one, which does not go through the
-        layers."""
+        """Returns the number of tokens that went through the layers: all of the prompt, and all of its answer but the
+        last."""
         return next(iter(self.rows.values())).shape[0]
 
 
@@ -100,7 +101,8 @@ Opened = Mapping[int, torch.Tensor]
 
 def places(view: View) -> dict[int, tuple[int, int]]:
     """Maps the seq of each message of inference to two numbers: the prompt's number in `prompts`, and the position of
-    the message's first row in that prompt."""
+    the message's first row in that prompt. If a group was requested several times in a pass, only its first message is
+    in the map."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
     for one in forward_passes(view):
@@ -114,7 +116,8 @@ def places(view: View) -> dict[int, tuple[int, int]]:
 
 
 def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
-    """Returns the prompts of a view's inference traffic, in order; training passes are left out.
+    """Returns the prompts of a view's inference traffic, in order. Training passes are left out, and so are prompts
+    without any of the wanted rows.
 
     Args:
         view: the view of one tenant.

@@ -1,9 +1,9 @@
 """Reads and checks a recording made by `provider serve --record`, which holds what one provider sees.
 
-A view holds the manifest and the recorded bytes, and nothing that only the tenant knows. A recording that is empty,
-damaged or of another model is refused with one `ConfigurationError`. Tensors are read only when a method needs them. If
-the recorder reached its size limit, later messages have no tensors, and `is_truncated` is True. If the recorder did not
-end properly, `is_ended` is False.
+A view holds the manifest and the recorded bytes, and nothing that only the tenant knows. A recording that is empty or
+damaged is refused with a `ConfigurationError`. Tensors are read only when a method needs them, so a damaged tensor is
+noticed only then. If the recorder reached its size limit, later messages have no tensors, and `is_truncated` is True.
+If the recorder did not end properly, `is_ended` is False.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Message:
     """Holds one request and its reply.
 
     Attributes:
-        seq: the message's number in the recording; messages are numbered in the order of the replies.
+        seq: the message's number in the recording, from 0, in the order in which requests got a reply or ended without
+            one.
         group: the group's id in the manifest.
         num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
         widths: the numbers of columns of the request and of the reply, according to the manifest.
@@ -73,14 +74,22 @@ class Message:
 
     def request(self) -> torch.Tensor:
         """Returns what the provider received: int32 or float32, shape (num_rows, features); for a hint its 48-byte
-        payload, uint8."""
+        payload, uint8.
+
+        Raises:
+            ConfigurationError: the tensors were not recorded, or are damaged.
+        """
         if self.purpose == "hint":
             return self._read("request", (PACKED_BYTES,), torch.uint8)
         rows = self.num_rows
         return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
 
     def reply(self) -> torch.Tensor:
-        """Returns the reply, shape (num_rows, `widths[1]`), int32 in ring arithmetic and float32 otherwise."""
+        """Returns the reply, shape (num_rows, `widths[1]`), int32 in ring arithmetic and float32 otherwise.
+
+        Raises:
+            ConfigurationError: there was no reply, or the tensors were not recorded or are damaged.
+        """
         return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
 
     def seeded_rows(self) -> SeededRows:
@@ -125,11 +134,12 @@ class View:
 
     @property
     def is_truncated(self) -> bool:
-        """Returns whether some messages lack their tensors."""
+        """Returns whether the tensors of some message with a reply are missing."""
         return any(message.file is None for message in self.messages)
 
     def with_tensors(self) -> View:
-        """Returns the same view up to the first message whose tensors are missing."""
+        """Returns the same view up to the first message whose tensors are missing. Of the messages without a reply,
+        those with tensors are kept."""
         whole = itertools.takewhile(lambda message: message.file is not None, self.messages)
         kept = tuple(message for message in self.unanswered if message.file is not None)
         return replace(self, messages=tuple(whole), unanswered=kept)

@@ -23,7 +23,7 @@ class Question:
 
     Attributes:
         num_tokens: the number of tokens of the question's answer.
-        losses: the losses of base model, victim and stolen adapter, each summed over the answer.
+        losses: the losses of base model, victim and stolen adapter, each summed over the answer, in nats.
         divergences: KL divergences of stolen adapter and base model from the victim's distribution, summed over the
             answer, in nats.
         agreed: at how many tokens of the answer the stolen adapter, and the base model, would choose the same token as
@@ -88,8 +88,8 @@ class Gain:
 
 
 def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
-    """Computes the ratio of two sums over questions. Intervals come from a bootstrap, which draws questions with
-    replacement.
+    """Computes Σ stolen / Σ sizes as the value, and Σ base / Σ sizes as the baseline; both are 0 if Σ sizes is 0. The
+    intervals come from a bootstrap, which draws questions with replacement.
 
     The interval of chance is where a stolen adapter that is as good as the base model would lie. Its width is the
     spread, over the same draws, of the difference between stolen adapter and base model.
@@ -125,7 +125,7 @@ class _Said:
     """Holds the answers of one model to private questions.
 
     Attributes:
-        losses: the loss of each answer.
+        losses: the loss of each right answer, summed over its tokens, in nats.
         log_probabilities: for each answer, float32, shape (num_tokens, vocabulary).
         answers: the text that the model itself generates for the first questions.
     """
@@ -143,7 +143,7 @@ class PrivateTask:
 
         Args:
             base, victim: the base model and the victim's model, made by attacks/truth/secrets.py.
-            tokenizer: transformers' tokenizer of both.
+            tokenizer: transformers' tokenizer of both models.
             rows: the questions, each with `messages` or with `prompt` and `completion`.
         """
         self._base, self._victim, self._tokenizer = base, victim, tokenizer
@@ -155,7 +155,11 @@ class PrivateTask:
         return base, victim
 
     def measure(self, stolen: Path) -> Gain:
-        """Measures what the adapter in a PEFT folder is worth, in float32."""
+        """Measures what the adapter in a PEFT folder is worth, in float32.
+
+        Raises:
+            ConfigurationError: the adapter does not fit the model.
+        """
         base, victim = self._before
         thief = self._hear(adapted_copy(self._base, stolen))
         questions = [
@@ -211,8 +215,8 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
-    """Generates greedily exactly as many tokens as the right answer has. The model's `generate` is not used, because it
-    could end earlier."""
+    """Generates `count` tokens greedily, but at most _MAX_ANSWER. The model's `generate` is not used, because it could
+    end earlier."""
     given, past, answer = prompt, None, []
     for _ in range(min(count, _MAX_ANSWER)):
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """Decides whether claims are right, by computing metrics and their random baselines from the victim's secrets.
 
-Every metric has a baseline with a 99% interval, which comes from random guesses of what the adversary claims to know. A
-value in the interval is "at baseline". This means only that, by this metric, the adversary did no better than guessing.
+Every metric has a baseline, which is the value of a guess. If guesses differ in value, the baseline has a 99% interval.
+A value in the interval is "at baseline". This means only that, by this metric, the adversary did no better than
+guessing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def judge(
 
     Args:
         claims: what the adversary claimed.
-        view: the view that it attacked.
+        view: the view that the adversary attacked.
         truth: the victim's secrets.
         sent: for each prompt of the view, the tokens that went through the layers.
         trained: the batches of the view's training passes, in order.
@@ -71,8 +72,8 @@ class _KnownRows:
         self._of_step: dict[int, torch.Tensor] = {}
 
     def of(self, seq: int) -> torch.Tensor | None:
-        """Returns a message's true rows. Returns None for gradients, and for later training steps, whose adapters are
-        not kept."""
+        """Returns a message's true rows in the units of the request, float64. Returns None if the judge does not know
+        them, as for gradients, and for later training steps, whose adapters are not kept."""
         message, place = self._messages.get(seq), self._places.get(seq)
         if message is None:
             return None
@@ -135,7 +136,7 @@ def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
 
 
 def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
-    """Computes the mean cosine of rows.
+    """Computes the mean cosine between claimed and true rows; the list is empty if there are no rows to compare.
 
     The baseline compares each claim with the true rows of another message of the same width. So it is no win to claim
     only what all activations have in common.

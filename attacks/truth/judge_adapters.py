@@ -18,13 +18,13 @@ _MOST_RANK, _RANK_FLOOR = 17, 1e-4
 """A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR`
 of the largest one are rounding."""
 _SHRUNK = 0.99
-"""A claim with at least this error counts as a guess, because a guess near zero has an error a little below 1 without
-any knowledge."""
+"""A claim with at least this relative error counts as a guess, because a guess near zero has an error a little below 1
+without any knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Computes the error and the cosine of claims, over all blocks, for each kind of layer that the victim adapted. If
-    nothing was claimed, there are no findings.
+    """Computes the error, the cosine and the subspace overlap of claims, over all blocks, for each kind of layer that
+    the victim adapted. q and k are judged together, without an overlap. If nothing was claimed, there are no findings.
 
     If the adversary claims adapters, but claimed nothing about some or all layers of a kind, a line says so.
     """
@@ -95,9 +95,10 @@ def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[
 def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
     """Returns (overlap, its value by chance, its standard deviation by chance); None if `wanted` is not of low rank.
 
-    The overlap is the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r, which is
-    r/d by chance. For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d. So the mean of r² of
-    their squares, times r, has a standard deviation of √2/d.
+    The overlap is the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r, where r
+    is the rank of `wanted`, d its number of inputs, and U₁ and U₂ are orthonormal bases of the subspaces. By chance it
+    is r/d. For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d. So the mean of r² of their
+    squares, times r, has a standard deviation of √2/d.
     """
     torch.manual_seed(0)  # svd_lowrank draws random numbers
     found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))
@@ -129,8 +130,8 @@ def kind_of(layer: str) -> str:
 
 
 def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """Returns the part of ΔW on which the model's results depend. A LayerNorm removes the mean of a row, so with
-    LayerNorm the mean is removed here, too."""
+    """Returns the part of ΔW on which the model's results depend. In GPT-2 models a LayerNorm removes the mean of each
+    row that o_proj and down_proj add to. For these two, the mean over the outputs is therefore removed here, too."""
     delta = truth.deltas[layer]
     lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
     return delta - delta.mean(1, keepdim=True) if lost else delta

@@ -25,7 +25,8 @@ _WHOLE = 0.9
 
 
 def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Computes the share of tried tokens that are right, and the share of all tokens that were tried.
+    """Computes the share of tried tokens that are right, and the share of all tokens that were tried. The list is empty
+    if none was tried.
 
     A full win needs both: an adversary that tries a few easy tokens reads these tokens, but not the prompts.
     """
@@ -72,7 +73,8 @@ def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Seque
 
 
 def _changing_inputs(truth: Truth, kind: str | None) -> set[str]:
-    """Returns the names of the layers whose input the adapter changes."""
+    """Returns the names of the modules whose input an adapter of this kind would change if it adapted them: all for OFT
+    and BOFT, the feed-forward layers for IA3, and none for other kinds."""
     modules = dict(truth.adapted.base_model.model.named_modules())
     return {
         name
@@ -90,7 +92,7 @@ def _fact_finding(claim: StolenFact, answer: str, num_choices: float) -> Finding
 
 
 def in_words(claim: StolenFact) -> str:
-    """Returns the claim as a report shows it."""
+    """Returns the claim's value as text for the report. Several possible values become `one of a, b`."""
     if not isinstance(claim.value, tuple):
         return str(claim.value)
     return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
@@ -104,8 +106,8 @@ def first_step(view: View) -> ForwardPass | None:
 def judge_batch(
     claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
 ) -> list[Finding]:
-    """Judges tokens and labels of the first training pass, padding included, row by row as the provider received
-    them."""
+    """Judges tokens and labels of the first training pass, padding included, row by row as the provider received them.
+    The list is empty if there was no training."""
     step = first_step(view)
     if step is None or not trained:
         return []
@@ -119,7 +121,7 @@ def judge_batch(
 
 
 def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Computes the share of a whole batch that is right. Missing positions count as wrong. Most of a batch is padding
-    and positions without a label, which are easy to guess; the baseline of `share_right` allows for this."""
+    """Computes the share of a whole batch that is claimed correctly. Missing positions count as wrong. Most of a batch
+    is padding and positions without a label, which are easy to guess; the baseline of `share_right` allows for this."""
     listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
     return share_right(claim.name, torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1), wanted)

@@ -81,15 +81,16 @@ class Truth:
         return {name: after[name] - weight for name, weight in before.items()}
 
     def rows(self, token_ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Returns the input of each group (layers that read the same input) by group id, float64, shape (num_tokens,
-        in_features)."""
+        """Returns the input of each group (layers that read the same input) in the victim's adapted model, by group id;
+        float64, shape (num_tokens, in_features)."""
         return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
 
     def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
-        """Returns the inputs of groups in a first training step, shape (batch·num_tokens, in_features). The batch's
-        sequences follow one another.
+        """Returns the inputs of groups in the first training step of a fresh adapter, by group id; float64, shape
+        (batch·num_tokens, in_features). The batch's sequences follow one another.
 
-        A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
+        The base model computes them, because a fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one,
+        OFT and BOFT at the identity.
         """
         return self._rows(self.base, input_ids=batch.token_ids, attention_mask=batch.attn_mask)
 
@@ -119,7 +120,11 @@ def _inner(adapted: Any) -> Any:
 
 
 def adapted_copy(base: Any, adapter: Path) -> Any:
-    """Returns a copy of the model with an adapter, float64, in eval mode."""
+    """Returns a copy of the model with an adapter, float64, in eval mode.
+
+    Raises:
+        ConfigurationError: the adapter does not fit the model.
+    """
     import copy
 
     return _adapt(copy.deepcopy(base), adapter, copied=True)

@@ -1,6 +1,7 @@
 """Writes a stolen adapter as a PEFT LoRA adapter. Unmodified PEFT loads it, so that anyone can check what was stolen.
 
-The claimed ΔW of a layer is reduced to its leading singular vectors. Layers without a claim are left out.
+The claimed ΔW of a layer is reduced to at most MAX_RANK leading singular vectors. Layers without a usable claim (finite
+and not zero) are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> P
 
 
 def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[str, torch.Tensor]:
-    """Joins the parts of a fused layer side by side, and returns ΔW by module name."""
+    """Joins the parts of a fused layer side by side, and returns ΔW by module name. A part without a claim is zero."""
     layers: Mapping[str, Any] = public.layers()
     whole: dict[str, torch.Tensor] = {}
     for name, delta in deltas.items():
@@ -71,7 +72,8 @@ def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[
 
 
 def _factors(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns ΔW ≈ down · up as two factors, (in_features, rank) and (rank, out_features); None if ΔW is unusable."""
+    """Returns ΔW ≈ down · up as two factors, (in_features, rank) and (rank, out_features); None if ΔW is zero
+    or not finite."""
     if not bool(torch.isfinite(delta).all()) or not bool(delta.any()):
         return None
     u, sizes, vh = torch.linalg.svd(delta, full_matrices=False)

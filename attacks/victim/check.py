@@ -58,5 +58,5 @@ def alarms(checks: Sequence[Check]) -> list[str]:
 
 
 def total_tests(checks: Sequence[Check]) -> int:
-    """Returns T, the number of all tests of a report (attacks/victim/draws_statistics.py)."""
+    """Returns the number of all tests of a report, over all kinds."""
     return sum(one.num_tests for one in checks)

@@ -43,7 +43,7 @@ class Place:
     """Identifies what a mask was made for.
 
     Attributes:
-        session: the number of the mask scheme in this process, from 0.
+        session: the number of the mask scheme among those that the watch has seen, from 0.
         group: the group's id.
     """
 
@@ -82,11 +82,12 @@ class Watch:
     """Collects secrets and errors in the order in which masks are made. The class is thread-safe.
 
     Attributes:
-        secrets: the secrets from which masks were made, each int8, shape (k, N).
+        secrets: the secrets from which masks were made, each int8, shape (rank, ring_degree).
         places: for each secret, what the mask was made for.
         units: all blocks and pieces.
         trits_drawn, errors_drawn: how many trits and errors were requested from noise.sampling.
-        num_unknown: the number of calls that made masks in a way that the watch does not understand.
+        num_unknown: the number of calls, blocks and pieces whose masks were made in a way that the watch does not
+            understand, so that their errors were not observed.
     """
 
     def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:

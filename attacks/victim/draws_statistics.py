@@ -71,7 +71,11 @@ class Statistics:
     num_errors: int = 0
 
     def __post_init__(self) -> None:
-        """Chooses the distribution that errors must have under the parameters."""
+        """Chooses the distribution that errors must have under the parameters.
+
+        Raises:
+            ConfigurationError: the parameters' sigma is not above 0.
+        """
         if self.parameters.sigma == NOMINAL_SIGMA:
             self.sigma, self.distribution = math.sqrt(ETA / 2), tails.centred_binomial(ETA)
         elif self.parameters.sigma > 0:
@@ -123,7 +127,8 @@ class Statistics:
     # ---- everything --------------------------------------------------------------------------------------------------
 
     def checks(self, watch: Watch) -> list[Check]:
-        """Computes all tests of a watch that gave its errors to `keep`. Call this method only once."""
+        """Computes all tests of a watch that gave its errors to `keep`. Call this method only once, because it adds its
+        tests to those that `keep` made."""
         self._test_coverage(watch)
         if watch.secrets and self.num_errors:
             self._test_distribution()
@@ -181,7 +186,7 @@ class Statistics:
                     self._add(name, "of σ²", 1, ratio, tails.mean_square(ratio, int(count)))
 
     def _test_secrets(self, secrets: torch.Tensor) -> None:
-        """Adds the tests of secrets, int8, shape (B, k, N)."""
+        """Adds the tests of secrets, int8, shape (num_secrets, rank, ring_degree)."""
         self._never("trits that are none", int((secrets.abs() > 1).sum()))
         flat = secrets.flatten(1).to(torch.float64)
         for name, rows in (("a secret", flat), ("one place in all secrets", flat.t())):

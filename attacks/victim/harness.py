@@ -28,7 +28,7 @@ def record(
     """Runs the victim with a provider that records, and keeps only the recording for adversaries.
 
     Args:
-        folder: holds the provider's state, identities and logs.
+        folder: the folder for the provider's state, the identities, the job and the logs.
         seen: the folder for the recording; nothing that adversaries must not see is put there.
         model: the model, as `provider serve --model` takes it.
         job: what the victim does.
@@ -37,7 +37,8 @@ def record(
         layers: fnmatch patterns of the layers to record; None records all.
 
     Raises:
-        ConfigurationError: the provider or the victim failed; the text has the last line of its log.
+        ConfigurationError: the provider did not start or could not enrol a tenant, or the victim failed or took longer
+            than _VICTIM_S seconds. For a start or a victim that failed, the text has the last line of the log.
     """
     options = ["--record", str(seen), "--record-limit", limit]
     if layers is not None:

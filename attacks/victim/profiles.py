@@ -29,7 +29,7 @@ class Profile:
     Attributes:
         model: the model, as `provider serve --model` takes it.
         layers: patterns of the layers to record; None records all.
-        limit: the recording's size limit.
+        limit: the recording's size limit, such as 1GiB.
     """
 
     name: str
@@ -105,8 +105,8 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
 
 
 def _peft(model: str, kind: str) -> dict[str, Any]:
-    """Returns PEFT's options for LoRA on all linear layers, or for another method on the layers whose input the method
-    changes."""
+    """Returns PEFT's options for LoRA on all linear layers, or for another method on a few layers. OFT and BOFT change
+    the inputs of these layers. IA3 changes the input of the last layer of each MLP, and the outputs of the others."""
     llama = model == "tiny-llama"
     if kind == "lora":
         return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}

@@ -27,8 +27,8 @@ FACTS = tuple(
 
 
 def make(name: str, folder: Path, num_layers: int = 2) -> Path:
-    """Saves one of NAMES as a Hugging Face folder. The weights are larger than those that transformers would draw, so
-    that adapters have visible effects."""
+    """Saves the model with this name, one of NAMES, and its tokenizer in `folder`, and returns `folder`. The weights
+    are larger than those that transformers would draw, so that adapters have visible effects."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     vocab_size = len(SPECIAL) + len(CHARACTERS)

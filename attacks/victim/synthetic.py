@@ -29,9 +29,9 @@ def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchan
     """Writes a recording and opens it.
 
     Args:
-        folder: the folder to make.
+        folder: the folder to make; it must not exist.
         manifest: the manifest; its `groups` must hold every group that the exchanges name.
-        exchanges: requests and replies in order; int32 tensors make ring messages, float32 tensors make float messages.
+        exchanges: requests and replies in order. A float32 reply makes a float message, any other makes a ring message.
     """
     folder.mkdir(parents=True)
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())

@@ -1,8 +1,8 @@
-"""Computes provable upper bounds on the probability that chance gives a measured value, as logarithms.
+"""Computes provable upper bounds on the probability that chance gives a measured value, as natural logarithms.
 
-Each function bounds p(x) = P(a statistic is at least as far out as x) for the honest distribution, so that
-P(p ≤ a) ≤ a. With T such bounds, however they depend on each other, the probability that any is at or below a/T is at
-most a (union bound). No limit theorem and no table of quantiles is used, so all bounds hold at every sample size.
+Each of the first four functions bounds p(x) = P(a statistic is at least as far out as x) for the honest distribution,
+so that P(p ≤ a) ≤ a. With T such bounds, however they depend on each other, the probability that any is at or below a/T
+is at most a (union bound). No limit theorem and no table of quantiles is used, so all bounds hold at every sample size.
 
 Sources: Chernoff, "A measure of asymptotic efficiency for tests of a hypothesis based on the sum of observations", 1952
 (the binomial tail by relative entropy); Boucheron, Lugosi, Massart, "Concentration inequalities", 2013, sections 2.3 to
@@ -24,7 +24,8 @@ NEVER = -math.inf
 
 
 def sub_gaussian(distance: float) -> float:
-    """Bounds the probability that a weighted sum is at least this far from zero: 2·exp(−distance²/2).
+    """Returns the natural logarithm of a bound on the probability that a weighted sum is at least this far from zero.
+    The bound is 2·exp(−distance²/2).
 
     `distance` is the sum in units of the square root of Σ weight²·σ². The weights may be random, as long as the summed
     variables are independent of them.
@@ -33,8 +34,8 @@ def sub_gaussian(distance: float) -> float:
 
 
 def binomial(count: int, num_trials: int, probability: float) -> float:
-    """Bounds the probability that a count is at least this far from its mean, on either side: 2·exp(−n·KL(count/n ‖
-    probability))."""
+    """Returns the natural logarithm of a bound on the probability that a count is at least this far from its mean, on
+    either side. The bound is 2·exp(−n·KL(count/n ‖ probability)), where n is `num_trials`."""
     share, rest = count / num_trials, 1 - count / num_trials
     if (count and probability <= 0) or (count < num_trials and probability >= 1):
         return NEVER
@@ -44,7 +45,8 @@ def binomial(count: int, num_trials: int, probability: float) -> float:
 
 
 def mean_square(ratio: float, num_numbers: int) -> float:
-    """Bounds the probability of a ratio Σ X²/(n·σ²), for n independent, σ²-sub-Gaussian X of variance σ².
+    """Returns the natural logarithm of a bound on the probability that a ratio is at least this far from 1. The ratio
+    is Σ X²/(n·σ²), for n independent, σ²-sub-Gaussian X of variance σ²; n is `num_numbers`.
 
     If the ratio is above 1: exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a normal g, so
     E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2. Hence Σ X²/σ² has the Chernoff bound of chi-square,
@@ -59,8 +61,8 @@ def mean_square(ratio: float, num_numbers: int) -> float:
 
 
 def collisions(num_items: int, log_probability: float) -> float:
-    """Bounds the probability that any two of several independent items are equal, if two given items are equal with
-    probability exp(log_probability)."""
+    """Returns the natural logarithm of a bound on the probability that any two of several independent items are equal,
+    if two given items are equal with probability exp(log_probability). For fewer than two items it returns 0."""
     pairs = num_items * (num_items - 1) / 2
     return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
 

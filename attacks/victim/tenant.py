@@ -4,7 +4,7 @@ attacks/victim/harness.py starts this process with a job in JSON. When the tenan
 names a provider in a line of JSON on standard input. The tenant writes the truth that attacks/truth/judge.py needs
 (adapter, token ids, batches) to a folder that adversaries do not get. The traffic under one mask begins with a few
 fine-tuning steps of a fresh adapter. After these, the private adapter is used for whole prompts without an answer, for
-prompts answered token by token, and for one training step.
+prompts and questions answered token by token, and, if the job asks for it, for the passes of one training step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Job(BaseModel):
         adapter: an adapter to use instead of training one.
         rows: private facts, as rows of a data set.
         train_steps: optimizer steps of the private adapter.
-        traffic_steps, traffic_rows: the optimizer steps and the data set's rows with which a fresh adapter is trained
-            at the attacked provider.
+        traffic_steps, traffic_rows: the optimizer steps, and the data set's rows in each step, with which a fresh
+            adapter is trained at the attacked provider.
+        learning_rate, batch_size: the settings of the private adapter's training; `learning_rate` is also that of the
+            fresh adapter.
         continued_rows: the data set's rows in one training step of the private adapter at the attacked provider, as
             when a tenant continues training; 0 for no such step.
         peft_kind, peft: one of KINDS, and keyword arguments of its config.

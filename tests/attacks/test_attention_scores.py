@@ -17,8 +17,8 @@ from attacks.truth.judge_adapters import judge_deltas
 
 
 def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
-    """Attacks the traffic by the closed form, and returns the relative error of each claimed ΔW, by the layer's
-    name."""
+    """Attacks the traffic by the closed form, and returns the judge's findings about relative errors, by kind of
+    layer."""
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
@@ -26,7 +26,8 @@ def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
 
 
 def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
-    """Returns ΔW of every layer by name. Parts of a fused layer have their own entries."""
+    """Returns the true ΔW of every layer by name, zero for a layer without an adapter. Parts of a fused layer have
+    their own entries."""
     found = {}
     for name, layer in traffic.public.layers().items():
         module, _, part = name.partition("[")

@@ -31,7 +31,7 @@ def uniform(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def seen(folder: Path, messages: Sequence[torch.Tensor], num_groups: int = 1) -> View:
-    """Returns a recording of these messages, which go to the groups in turn."""
+    """Records these messages, which go to the groups in turn, and returns the view."""
     exchanges = [Exchange(place % num_groups, rows, torch.zeros_like(rows)) for place, rows in enumerate(messages)]
     return write_recording(folder / "seen", manifest(*[messages[0].shape[1]] * num_groups), exchanges)
 

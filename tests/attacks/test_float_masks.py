@@ -64,7 +64,7 @@ CHANCE = 0.08
 """A bound on correlations: more than four standard deviations for the fewest independent elements, which are the 3,400
 of averaging."""
 BASELINE = 0.99
-"""A bound on relative errors. A guess of zero has the error 1.0."""
+"""A lower bound on the relative errors of an adversary that knows nothing. A guess of zero has the error 1.0."""
 
 by_name = pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 on_both = pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -204,8 +204,8 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
 
 
 def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> None:
-    """Twenty-one prompts are sent under one uniform mask, and the sums wrap mod 2^32. The differences of the prompts
-    are still recovered."""
+    """Three prompts are sent seven times each under one uniform mask, and the sums wrap mod 2^32. The differences of
+    the prompts are still recovered."""
     generator = torch.Generator().manual_seed(0x5EED000A)
     inputs = [to_ring(one[4]) for one in inputs_of("llama", 3, 12)] * 7
     pad = uniform(inputs[0].shape, generator)

@@ -70,7 +70,8 @@ def test_the_full_gradient_of_every_layer_that_has_both_directions(traffic: Traf
 
 
 def test_rows_scaled_one_by_one_keep_tokens_and_labels(traffic: Traffic) -> None:
-    """The rows are scaled one by one, as in ring arithmetic without a mask."""
+    """The rows are scaled one by one, as in ring arithmetic without a mask. Tokens and labels are still read
+    correctly."""
     step, generator = training(traffic), torch.Generator().manual_seed(0)
 
     def scaled(rows: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,8 @@ class Recording(WrappedModel):
 
 
 def read_by_the_provider(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: str, arithmetic: str) -> dict[str, str]:
-    """Returns the claimed tokens and labels of one step on active.DATA, as text."""
+    """Lets a real tenant train one step on active.DATA[0], and returns the tokens and the labels that the adversary
+    claims, each decoded to text, by the claim's name."""
     site = active.site(folder / "site")
     provider = Recording(site.served_model)
     monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))

@@ -97,8 +97,8 @@ def test_any_row_may_be_taken_as_row_0(at: int) -> None:
 
 
 def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test uses noise.lattice from end to end: its request minus the mask of its secret is its encoded input plus
-    its error."""
+    """The test uses noise.lattice from end to end. A request minus the mask that its secret gives is the encoded input
+    plus the lattice error."""
     parameters, weight = toy(16, 2, NOMINAL_SIGMA), torch.randint(-127, 128, (40, 24), dtype=torch.int8)
     spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
     asked: list[SeededRows] = []
@@ -341,7 +341,7 @@ def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def views(tmp_path: Path) -> dict[str, View]:
-    """Returns recordings with faults, by the name of the fault: missing files, no hint, odd shapes and types, or
+    """Returns recordings with faults, by the name of the fault: missing tensors, no hint, odd shapes and types, or
     damaged files."""
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     traffic.send_block([0])
@@ -391,8 +391,8 @@ def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 @pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
 def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:
-    """An adversary ends in time on three hundred messages of which none can be unmasked, so that it tries every
-    attempt."""
+    """An adversary ends in time on three hundred messages of which none can be unmasked, so that it makes every
+    attempt that it can."""
     traffic = Traffic(parameters, 64, num_groups=3)
     for number in range(300):
         if number % 50 == 0:

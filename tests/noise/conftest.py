@@ -72,8 +72,8 @@ def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
 
 @pytest.fixture
 def live_secrets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Returns a function that counts the transforms of secrets that were made since this call and are in memory. A
-    transform is as secret as the secret itself."""
+    """Returns a function that counts the transforms of secrets that were made since the fixture began and are still in
+    memory. A transform is as secret as the secret itself."""
     made: list[weakref.ref[torch.Tensor]] = []
     transform = negacyclic.secret_transform
 

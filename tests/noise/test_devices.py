@@ -87,7 +87,8 @@ def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def on_meta() -> Iterator[Callable[[], None]]:
-    """Makes a device without data the default, as a user may make a GPU the default."""
+    """Yields a function that makes a device without data the default, as a user may make a GPU the default. After the
+    test, the CPU is the default again."""
     yield lambda: torch.set_default_device("meta")
     torch.set_default_device(None)
 

@@ -54,7 +54,8 @@ def layer(kind: str, bias: bool) -> tuple[nn.Module, torch.Tensor, torch.Tensor]
 
 
 def provider_path(weight: torch.Tensor, bias: torch.Tensor) -> Callable[[Call, torch.Tensor, int], torch.Tensor]:
-    """Returns the provider's product with and without the bias."""
+    """Returns a function that answers as the provider does: with the bias for a product in the forward direction, and
+    without it for noise effects and gradients."""
 
     def answer(call: Call, rows: torch.Tensor, cols: int) -> torch.Tensor:
         product = rows @ (weight if call.direction is Direction.FORWARD else weight.t())

@@ -73,8 +73,8 @@ def test_masks_less_effects_are_the_error_times_the_weight(
 
 
 def hard_rows(features: int, weight: torch.Tensor, direction: Direction) -> torch.Tensor:
-    """Returns rows of zeros, tiny and huge rows, a row with a dynamic range of 1e4, an outlier, and a row along the
-    largest column."""
+    """Returns nine float32 rows: one of zeros, tiny and huge ones, one with a dynamic range of 1e4, one with an
+    outlier, two along the largest column of the weight, one of denormal numbers, and an ordinary one."""
     rows = rows_of(9, features)
     rows[0] = 0.0
     rows[1] *= 1e-20

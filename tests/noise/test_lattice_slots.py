@@ -48,8 +48,8 @@ def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider,
 
 
 WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
-"""The settings of a pool of 200 rows of the first group, half of which are one piece. A block of 512 rows gives pieces
-of 86 rows, and a last one of 82."""
+"""The settings of a pool of 200 rows of the first group, of which one piece takes less than half. A block of 512 rows
+gives pieces of 86 rows, and a last one of 82."""
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

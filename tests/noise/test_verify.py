@@ -363,13 +363,20 @@ def test_secrets_differ_between_groups_directions_and_verifiers() -> None:
 
 
 class Weak(Verifier):
-    """Makes a verifier with so few columns that forgeries pass often enough to be counted."""
+    """Allows so few columns that forgeries pass often enough to be counted."""
 
     _kappas: ClassVar[range] = range(1, 65)
 
 
 def binomial_bounds(trials: int, chance: float, doubt: float = 1e-9) -> tuple[int, int]:
-    """Returns the smallest and the largest count of a fair draw; counts beyond each have a probability of 10^-9."""
+    """Returns the smallest and the largest plausible count of successes. A smaller count has a probability below
+    `doubt`, and so has a larger one.
+
+    Args:
+        trials: the number of independent trials.
+        chance: the probability of success in each trial.
+        doubt: the bound on both probabilities.
+    """
     log_weights = [
         math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
         + k * math.log(chance) + (trials - k) * math.log1p(-chance)
@@ -427,8 +434,8 @@ def test_folding_misses_as_often_as_the_law_says() -> None:
 
 
 def test_one_uniform_column_would_miss_half() -> None:
-    """This is the control of the test above: a single vector that is not binary misses the error
-    (docs/decisions/0005-verification.md)."""
+    """This is the control of `test_a_forgery_passes_as_often_as_the_law_says`. A single column that is uniform mod
+    2^32, in place of binary columns, misses the error 2^31 half the time (docs/decisions/0005-verification.md)."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(0, 2**32, (TRIALS,), generator=generator)
     missed = int(((columns * 2**31) % 2**32 == 0).sum())

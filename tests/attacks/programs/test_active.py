@@ -1,4 +1,4 @@
-"""Tests a provider that sends wrong products. With `verify`, each wrong product ends the session in the same way.
+"""Tests a provider that sends wrong replies. With `verify`, each wrong reply ends the session in the same way.
 Without it, the lengths of answers tell this provider about the prompts."""
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def test_with_verify_every_fault_ends_the_session_alike(outcomes: list[Outcome])
 
 @pytest.mark.slow
 def test_without_verify_no_fault_is_an_error(outcomes: list[Outcome]) -> None:
-    """Without `verify`, no run fails after a wrong product. The product decodes to a number no larger than the largest
-    right one, so nothing becomes NaN or infinite."""
+    """Without `verify`, no run fails after a wrong reply. A wrong number decodes to one no larger than the largest that
+    a right reply can hold, so nothing becomes NaN or infinite."""
     assert not any(each.failed for each in outcomes if not each.verify)
 
 

@@ -1,5 +1,5 @@
-"""Tests the distinguisher game, in which an adversary guesses which of two inputs was masked. It guesses by chance
-under the masks of noise/, and wins on every control. Its statistics equal slow ones."""
+"""Tests the distinguisher game, in which an adversary guesses which of two inputs was masked. It does no better
+than chance under the masks of noise/, and wins on every control. The game's statistics equal slow reference ones."""
 
 from __future__ import annotations
 

@@ -26,7 +26,14 @@ BASE, VICTIM = 5.0, 1.0
 
 
 def questions(num: int, share: float, spread: float = 0.0, seed: int = 0) -> Gain:
-    """Returns the results of an attacker whose share of the victim's gain differs from question to question."""
+    """Returns the results of an attacker whose share of the victim's gain differs from question to question.
+
+    Args:
+        num: the number of questions.
+        share: the mean share; also the share of tokens that agree with the victim's.
+        spread: the standard deviation of the share.
+        seed: the seed of the random numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(num):
@@ -119,7 +126,8 @@ def test_a_copy_says_what_the_victim_says(worth: Callable[[Gain], list[Finding]]
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 40])
 def test_overlap_of_subspaces(rank: int) -> None:
-    """A copy of the change has an overlap of 1, and an unrelated change one of about r/d."""
+    """A copy of the change has an overlap of 1, and an unrelated change one of about r/d (rank / inputs). A change with
+    a rank above 16 has none."""
     generator = torch.Generator().manual_seed(rank)
     wanted, other = (
         torch.randn(64, rank, generator=generator, dtype=torch.float64)

@@ -39,8 +39,8 @@ def row_bytes(spec: GroupSpec) -> int:
 
 
 class Mill:
-    """Makes blocks of masks for a pool. Each row of a mask repeats a number that no other row has. A test may make it
-    fail or wait."""
+    """Makes blocks of masks for a pool. Each row of a mask repeats a number that no other row has. A test may make
+    the making fail or wait, with `before`."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)

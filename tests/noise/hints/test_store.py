@@ -34,7 +34,7 @@ from wire.frame import Direction
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
-    """Accepts all rows; stands for a check of replies that passes."""
+    """Accepts all rows, and so stands for a check of replies that passes."""
 
 
 def nothing(first_row: int, num_rows: int) -> Reply:
@@ -305,7 +305,7 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_leaves_no_file_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The disk is full after this number of writes. A hint of 70 features takes ten writes of rows, and then two: the
+    """The disk is full after `writes` writes. A hint of 70 features takes ten writes of rows, and then two: the
     checksums and the header."""
     real, count = os.pwrite, 0
 
@@ -393,7 +393,8 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("where", ["disk", "stream"])
 def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, where: str) -> None:
-    """The parent holds the hint's own lock, the store's lock and, on disk, the lock between processes."""
+    """A child is forked while the parent holds the hint's own lock, the store's lock and, on disk, the lock between
+    processes. The child can still use the store and close it."""
     store = HintStore(tmp_path if where == "disk" else None)
     parent, childs, answers = Provider(exact_hint(70)), Provider(exact_hint(70)), []
 

@@ -449,7 +449,7 @@ def test_a_lost_doubled_or_moved_record_is_noticed(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Writes a ledger's records again, with one change and with correct checks."""
+    """Writes a ledger's records again, changed by `change`, and with correct checksums."""
     records = [json.loads(line[17:]) for line in path.read_bytes().splitlines()]
     change(records)
     path.write_bytes(file.encode(records, file.MAGIC))

@@ -120,8 +120,8 @@ def test_shipped_sets(name: str) -> None:
 @pytest.mark.parametrize("parameters", [PARAMETERS["default"], toy(2048, 6)], ids=["default", "largest"])
 @pytest.mark.parametrize("low_bits", [0, 8])
 def test_the_largest_coefficients_with_the_largest_secrets(parameters: LatticeParameters, low_bits: int) -> None:
-    """This is the worst case of the bound in the docstring: every coefficient is ±2^31 and every trit is 1, so that
-    nothing cancels."""
+    """This is the worst case of the bound in the docstring of noise/polynomial/negacyclic.py: every coefficient is
+    ±2^31 and every trit is 1, so that nothing cancels."""
     top = HIGHEST >> low_bits << low_bits
     rows = torch.full((parameters.dimension, 3), LOWEST, dtype=torch.int32)
     rows[:, 1] = top
@@ -236,7 +236,8 @@ def test_the_error_is_added_mod_2_32() -> None:
 
 
 def measured_error(parameters: LatticeParameters) -> float:
-    """Returns the largest distance to an integer that the check measures over random products."""
+    """Returns the largest distance to an integer that the coefficients of random products have before they are
+    rounded."""
     matrix = random_matrix(parameters, 4)
     hat = transform(matrix, parameters).values
     secrets_hat = secret_transform(random_secrets(parameters, 2))

@@ -96,7 +96,8 @@ def test_rows_made_in_inference_mode_can_be_added_to_outside(products: DevicePro
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Returns the weights and products of ring products from now on: the secrets' matrices, and masks."""
+    """Returns a list to which the weight and the result of each later ring product are added. The weights are matrices
+    of secrets, and the results are masks."""
     seen: list[torch.Tensor] = []
     product = coding.product
 
@@ -127,7 +128,8 @@ def test_what_held_secrets_is_overwritten(
 
 
 def test_kernels_make_no_copy_of_the_secrets_matrix() -> None:
-    """A GPU's kernels keep a copy of a weight that lies otherwise, and nobody would overwrite it."""
+    """The kernels for GPUs keep a copy of a weight that has another memory layout than theirs. Nothing would overwrite
+    such a copy of the secrets, so their matrix must have the right layout from the start."""
     from wire.ring import product_cuda
 
     with DeviceProducts(torch.device("cpu")).matrix_of(drawn(TOY, 2, 1)[1]) as (there, _):
