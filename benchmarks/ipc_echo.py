@@ -86,7 +86,8 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _bare_receive(plain: socket.socket, buffer: bytearray) -> int:
-    """Polls until a whole small message has come, and receives it; returns 0 at the end."""
+    """Polls until bytes have come, then waits for a whole small message and writes it to `buffer`. Returns the number
+    of bytes, or 0 if the other end has closed the connection."""
     poll = select.poll()
     poll.register(plain, select.POLLIN)
     while not poll.poll(0):

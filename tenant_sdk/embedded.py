@@ -39,7 +39,7 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
 
 
 class _Owner(InprocConnection):
-    """Calls a provider that ends with the connection."""
+    """Calls a provider that is ended when the connection is closed."""
 
     def __init__(self, handler: Handler, end: Callable[[], None]) -> None:
         super().__init__(handler)

@@ -116,7 +116,7 @@ def export_server_identity(state: StateDir, out_dir: Path, host: str, names: Seq
 
 
 class FrontIdentity:
-    """Holds a server certificate and the path of a registry copy, for a provider without the CA's key.
+    """Holds the paths of a server certificate, its key and a registry copy, for a provider without the CA's key.
 
     `provider.net.server.Server` takes it in place of a `StateDir`.
     """

@@ -120,7 +120,7 @@ def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:
 
 
 def new_key() -> str:
-    """Returns a new key from the operating system's random numbers, 256 bits."""
+    """Returns a new key that holds 256 random bits from the operating system."""
     return f"sk-veilbase-{secrets.token_urlsafe(32)}"
 
 

@@ -31,7 +31,7 @@ class JobStopped(Exception):
 
 
 class StoppableSession:
-    """Wraps a session. Its models call `check` before every forward pass, which raises `JobStopped` to stop the job,
+    """Wraps a session. Its models call `check`, which raises `JobStopped` to stop the job, before every forward pass,
     and `pause` before every call to the provider."""
 
     def __init__(self, session: Any, check: Callable[[], None], pause: Callable[[], None]) -> None:

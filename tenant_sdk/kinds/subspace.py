@@ -78,5 +78,5 @@ def check_rank(layer: Any, rank: int) -> None:
 
 
 def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows that span the same space and are orthonormal."""
+    """Returns rows that span the same space as `rows` and are orthonormal."""
     return torch.linalg.qr(rows.T).Q.T  # type: ignore[no-any-return]

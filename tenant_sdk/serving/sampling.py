@@ -151,7 +151,8 @@ def check_defaults(defaults: GenerationConfig) -> None:
 
 
 def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:
-    """Returns the processors in the order in which transformers applies them."""
+    """Returns the processors in the order in which they are called: that of transformers, except that hooks with
+    `comes_first` are called before all others."""
 
     def setting(name: str, neutral: Any) -> Any:
         chosen = getattr(settings, name)

@@ -73,7 +73,8 @@ def chunk_loss(model: Any, *, every_position: bool = False) -> bool:
 
 
 def has_another_loss(base: Any) -> bool:
-    """Returns whether a model's own loss is more than the cross entropy of its next tokens."""
+    """Returns whether a model's own loss may differ from the cross entropy of its next tokens: transformers gives the
+    model another type of loss, or a router's loss is added."""
     return getattr(base, "loss_type", None) not in (None, "ForCausalLM") or bool(
         getattr(base.config, "output_router_logits", False)
     )

@@ -142,7 +142,8 @@ FIELDS = [
 
 @st.composite
 def mutated(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
-    """Returns the messages after a few changes of bytes, whole fields, lengths or the order."""
+    """Returns the messages after a few changes, or none, of bytes, whole fields, lengths, the order or the number of
+    messages."""
     messages = list(messages)
     for _ in range(draw(st.integers(0, 3))):
         if not messages:

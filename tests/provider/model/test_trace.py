@@ -166,8 +166,8 @@ class _Called(nn.Module):
 
 
 def test_a_layer_that_did_not_run_is_served_where_its_twins_are() -> None:
-    """The trace may not call a layer, such as an expert to which no token was routed. It is still served if layers
-    whose names differ only in a number were called; `spare` has no such layers."""
+    """Sometimes the trace does not call a layer, such as an expert to which no token was routed. It is still served
+    if layers whose names differ only in a number were called; `spare` has no such layers."""
     model = _Called([nn.Linear(8, 4) for _ in range(3)], idle=(1,))
     model.spare = nn.Linear(8, 4)
     assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.2"), ("layers.1",)]

@@ -123,8 +123,8 @@ def test_generation_with_a_cache_gives_the_unmasked_tokens(
 def test_gradient_checkpointing_draws_fresh_rows(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A recomputed layer sends the same activations, up to noise. If both had the same mask, the difference would
-    show."""
+    """A layer that is recomputed sends the activations of the first pass again, up to noise. If the mask were the
+    same, too, the provider could subtract the two messages and would see the difference of the activations."""
     forwards = []
     for checkpointing in (False, True):
         client, (watched,) = site.inproc("llama", **options)

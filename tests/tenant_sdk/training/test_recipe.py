@@ -145,8 +145,8 @@ def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
-    """The command runs the recipe, with flags for another model, mask and rank, and for shorter runs and rows. Rows of
-    the examples are longer than the tiny model's context, in which a character is a token, so most are left out."""
+    """The command runs the recipe, with flags for another model, mask and rank, and for shorter runs and rows. A
+    character is a token of the tiny model; the examples' longest row still fits its context of 128 tokens."""
     words = [
         "finetune",
         "--config",
