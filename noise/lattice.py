@@ -159,7 +159,9 @@ class Lattice:
             with on_device(effect, replies[0].device) as there:
                 return decode_rows(group, direction, replies[0], scales, there)
 
-        return Masked((Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked)),), unmask)
+        return Masked(
+            (Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked, is_masked=True)),), unmask
+        )
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
         """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""

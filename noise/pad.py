@@ -74,7 +74,7 @@ class Pad:
 
         call = Call(group.id, direction, Arithmetic.RING)
         with on_host(encoded) as here:
-            return Masked((Message(call, RowsPayload(here + pad)),), unmask)
+            return Masked((Message(call, RowsPayload(here + pad, is_masked=True)),), unmask)
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         weight = self._weight_of(group.id)

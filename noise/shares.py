@@ -54,7 +54,7 @@ class Shares:
 
         return Masked(
             (
-                Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(hidden), 0),
+                Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(hidden, is_masked=True), 0),
                 Message(Call(group.id, direction, Arithmetic.RING, Purpose.HINT), SeedPayload(share, rows.shape[1]), 1),
             ),
             unmask,

@@ -68,6 +68,8 @@ class ProviderSettings(_Settings):
         base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
         device: what computes: `cpu`, `cuda`, `cuda:N`, or `auto`, which is a CUDA device that passes its self-test, or
             else the CPU. With `auto` and `cuda`, process i of the shards gets device i mod n of the n devices.
+        gpu_windows: the most bytes of GPU memory that is shared with tenants whose model is on the GPU that computes
+            here, for their large requests (`provider.net.windows`). 0 shares none.
         threads: number of threads that compute in each process. With None, torch chooses the number, except that
             the processes of local shards divide the cores among themselves.
         shards: number of shards; each holds whole groups of layers. With one shard, one replica and the engine `local`,
@@ -130,6 +132,11 @@ class ProviderSettings(_Settings):
     record_layers: str = Field(default="", description="Patterns of layers to record.", json_schema_extra=_ALL)
     threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic, in each process.")
     device: str = Field(default="auto", description="What computes: auto, cpu, cuda or cuda:N.")
+    gpu_windows: ByteSize = Field(
+        default=ByteSize(0),
+        description="Most GPU memory to share with tenants on this GPU.",
+        json_schema_extra={SHOWN: "0: none"},
+    )
     shards: int = Field(
         default=1,
         ge=1,
@@ -215,6 +222,7 @@ class ProviderSettings(_Settings):
             raise ConfigurationError("the tensor port speaks TLS only: add --tls, or leave --tensor-port out")
         if self.ipc is not None and not self.tls:
             raise ConfigurationError("--ipc lets tenants in by their certificates: add --tls")
+        self._check_windows()
         has_stream_port = self.tls and (self.tensor_port != "none" or self.ipc is not None)
         if self.busy_poll_ms and not is_default("busy_poll_ms") and not has_stream_port:
             raise ConfigurationError("--busy-poll-ms is of the tensor port, which there is none of here")
@@ -235,6 +243,18 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(
                 f"without --tls all tenants are one: expected {EVERYBODY!r} or {LOCAL_TENANT!r} in tenant_limits"
             )
+
+    def _check_windows(self) -> None:
+        if not self.gpu_windows:
+            return
+        if self.ipc is None:
+            raise ConfigurationError("--gpu-windows is for tenants on this host: add --ipc")
+        if self.device == "cpu" or self.parallel != "none":
+            raise ConfigurationError("--gpu-windows needs a GPU that computes: expected --device auto or cuda")
+        if self.shards > 1 or self.replicas > 1 or self.engine != "local":
+            raise ConfigurationError("--gpu-windows needs a provider of one process: leave shards and replicas out")
+        if self.record is not None:
+            raise ConfigurationError("--record writes down what crosses the socket: leave --gpu-windows out")
 
     def check_front(self) -> None:
         """Raises ConfigurationError if --server-cert, --server-key and --registry, the files of a provider without a CA

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from provider.net.admission import Admission
     from provider.net.server import Server
     from provider.net.service import ProviderService
+    from provider.net.windows import Windows
     from provider.operations.monitor import Monitor
     from provider.schedule.scheduler import Scheduler
     from provider.shards.router import Shard
@@ -88,7 +89,7 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
         shards, busy_poll_s = _make_shards(settings, model, admission, ending), settings.busy_poll_ms / 1000
-        service = server.start(model, shards, admission, usage, busy_poll_s)
+        service = server.start(model, shards, admission, usage, busy_poll_s, _make_windows(settings, shards))
         monitor = _make_monitor(settings, server, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)
@@ -308,6 +309,21 @@ def _on_device(settings: ProviderSettings, model: ServedModel, admission: Admiss
     return_freed_memory()
     scheduler = _make_scheduler(settings, model, admission, replica.product)
     return Shard(range(len(model.manifest().groups)), [replica], scheduler)
+
+
+def _make_windows(settings: ProviderSettings, shards: Sequence[Shard]) -> Windows | None:
+    """Makes what shares the device's memory with tenants; returns None if the operator asks for none, or the CPU
+    computes."""
+    if not settings.gpu_windows:
+        return None
+    from provider.device.on_device import OnDevice
+    from provider.net.windows import Windows
+
+    replica = shards[0].replicas[0]
+    if not isinstance(replica, OnDevice):
+        _LOGGER.info("no GPU memory is shared with tenants: the CPU computes")
+        return None
+    return Windows(replica.device, settings.gpu_windows)
 
 
 def _make_scheduler(

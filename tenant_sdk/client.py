@@ -94,7 +94,8 @@ class TenantClient(Trains):
                 (the model's name), "tokenizer", "template" and "config".
             peer_uid: for an ipc: URL, the user id under which the provider must run; None stands for the owner of DIR.
             trust_same_gpu: makes masks on a CUDA `device` also if the provider is on this host and may use the same
-                GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU").
+                GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU"). With an ipc: URL,
+                masked rows of large calls then lie in memory of the GPU that the provider shares, if it offers any.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.

@@ -47,6 +47,7 @@ class Plan:
         peer_uid: the user id that a provider on this host must have; None takes that of its folder's owner.
         device: the tenant's device.
         mask_device: the device that makes masks; None for the CPU.
+        window_device: the device on which masked rows may be in memory that the provider shares; None for none.
     """
 
     urls: tuple[str, ...]
@@ -64,6 +65,7 @@ class Plan:
     peer_uid: int | None = None
     device: torch.device = _CPU
     mask_device: torch.device | None = None
+    window_device: torch.device | None = None
 
     @property
     def can_be_steered(self) -> bool:
@@ -122,6 +124,7 @@ def make_plan(
         peer_uid=peer_uid,
         device=(chosen := _device(device)),
         mask_device=mask_device_of(chosen, urls, trust_same_gpu),
+        window_device=chosen if chosen.type == "cuda" and trust_same_gpu else None,
     )
 
 

@@ -254,7 +254,7 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
     if url.startswith(embedded.SCHEME):
         return embedded.connect_inproc(url, plan.weights)
     if url.startswith(ipc.SCHEME):
-        return ipc.IpcConnection(url, identity, plan.peer_uid)
+        return ipc.IpcConnection(url, identity, plan.peer_uid, plan.window_device)
     return GrpcConnection(url, identity)
 
 

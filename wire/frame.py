@@ -43,7 +43,8 @@ with warnings.catch_warnings():
 
 class FrameType(IntEnum):
     """Lists the frame types of the protocol; the values are the numbers on the wire. FETCH and DATA, for the manifest
-    and the bundle, cross sockets of one host only; gRPC has methods for these."""
+    and the bundle, cross sockets of one host only; gRPC has methods for these. So does WINDOW, which asks for memory
+    of a GPU that both ends share, and answers."""
 
     HELLO = 1
     WELCOME = 2
@@ -53,9 +54,12 @@ class FrameType(IntEnum):
     CANCEL = 6
     FETCH = 7
     DATA = 8
+    WINDOW = 9
 
 
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+IN_WINDOW = 1
+"""The `code` of a REQUEST or REPLY whose numbers are in memory that both ends share, and not in its payload."""
 DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
 
 
@@ -71,7 +75,7 @@ class Header:
         deadline_ms: in a REQUEST, how many milliseconds the tenant will wait, counted from the request's first frame;
             in an ERROR with code QUOTA or UNAVAILABLE, after how many milliseconds the tenant may try again, or 0 if
             the provider does not know.
-        code: the protocol version (HELLO, WELCOME) or the error number (ERROR).
+        code: the protocol version (HELLO, WELCOME), the error number (ERROR), or `IN_WINDOW` (REQUEST, REPLY).
     """
 
     kind: FrameType
@@ -138,6 +142,12 @@ def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
 def hello(kind: FrameType) -> bytes:
     """Returns the first frame that each side sends: HELLO from the tenant, WELCOME from the provider."""
     return Header(kind, code=PROTOCOL_VERSION, total_bytes=len(MAGIC)).pack() + MAGIC
+
+
+def reply_in_window(asked: Header, reply_cols: int) -> bytes:
+    """Returns the frame that says that the reply to a request, `reply_cols` numbers a row, is in the window."""
+    size = asked.rows * reply_cols * ITEM_BYTES
+    return Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, reply_cols, 0, size, code=IN_WINDOW).pack()
 
 
 def check_rows(call: Call, rows: Rows) -> None:

@@ -37,6 +37,12 @@ class Payload(Protocol):
         """Returns how many bytes the content takes on the wire, without frame headers."""
         ...
 
+    @property
+    def masked_rows(self) -> torch.Tensor | None:
+        """Returns the rows if they are masked ring numbers, which may lie in memory that the provider shares; else
+        None."""
+        ...
+
     def check(self, call: Call) -> None:
         """Raises `InvalidTensor` if this content does not suit the call."""
         ...
@@ -58,16 +64,29 @@ class Payload(Protocol):
 class RowsPayload:
     """Holds rows as a tensor. The rows must not change until the reply has come."""
 
-    __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
+    __slots__ = ("_is_masked", "_rows", "cols", "num_bytes", "num_rows")
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        """Keeps `rows`, shape (num_rows, cols), in the dtype of the call's arithmetic. Rows that are on another device
-        than the CPU, or not contiguous, are copied. Raises InvalidTensor if `rows` is not a matrix."""
+    def __init__(self, rows: torch.Tensor, is_masked: bool = False) -> None:
+        """Keeps `rows`. Rows that are on another device than the CPU, or not contiguous, are copied.
+
+        Args:
+            rows: shape (num_rows, cols), in the dtype of the call's arithmetic.
+            is_masked: whether a mask hides each number of the rows.
+
+        Raises:
+            InvalidTensor: `rows` is not a matrix.
+        """
         if rows.dim() != 2:
             raise InvalidTensor(f"expected a matrix, got a tensor with {rows.dim()} dimensions")
         self._rows = rows.to("cpu").contiguous()
         self.num_rows, self.cols = rows.shape
         self.num_bytes = rows.numel() * ITEM_BYTES
+        self._is_masked = is_masked
+
+    @property
+    def masked_rows(self) -> torch.Tensor | None:
+        """Returns the rows if they were said to be masked, and are ring numbers; see `Payload.masked_rows`."""
+        return self._rows if self._is_masked and self._rows.dtype == torch.int32 else None
 
     def check(self, call: Call) -> None:
         """Checks that the dtype is that of the call's arithmetic; see `Payload.check`."""
@@ -88,6 +107,7 @@ class SeedPayload:
     __slots__ = ("_seeded", "cols")
 
     num_bytes = PACKED_BYTES
+    masked_rows = None
 
     def __init__(self, seeded: SeededRows, cols: int) -> None:
         """Keeps the seed that is sent in place of rows.
@@ -123,6 +143,7 @@ class MessagePayload:
     __slots__ = ("_message", "cols", "num_bytes", "numbers")
 
     num_rows = 1
+    masked_rows = None  # One row goes by the socket sooner.
 
     def __init__(self, cols: int) -> None:
         """Allocates the memory of one frame: a header and a row of four-byte numbers.

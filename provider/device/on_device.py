@@ -27,7 +27,7 @@ from provider.model.served_group import ServedGroup
 from wire.errors import ConfigurationError, InvalidTensor, Unavailable, UnknownLayer, VeilbaseError
 from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction, Purpose, check_rows
 from wire.ring import coding
-from wire.ring.buffers import unwritten_tensor
+from wire.ring.buffers import unwritten_like, unwritten_tensor
 from wire.ring.pieces import RowsAndReply, row_blocks
 from wire.ring.product import is_exact_on
 from wire.ring.seeded_rows import Rows, SeededRows
@@ -89,7 +89,8 @@ class OnDevice:
         return self._checked(moved, call, [rows])[0]
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes the products of several requests' rows; see `Replica.products`."""
+        """Computes the products of several requests' rows; see `Replica.products`. Rows may be on this device already;
+        their reply is, too."""
         moved = self._held(call)
         for rows in parts:
             check_rows(call, rows)
@@ -105,11 +106,11 @@ class OnDevice:
             if not is_ring and rows.shape[0] and not products.all_finite(rows):
                 raise InvalidTensor("a row holds NaN or infinity")
         with self._faults():
-            if is_ring and len(parts) == 1 and 0 < parts[0].shape[0] <= MOST_ROWS:
+            if is_ring and len(parts) == 1 and parts[0].is_cpu and 0 < parts[0].shape[0] <= MOST_ROWS:
                 weight = moved.weights[call.direction]
                 return [self.few.product((info.id, call.direction), weight, parts[0])]
             widths = info.widths(call.direction)
-            replies = [unwritten_tensor(rows.shape[0], widths[1], DTYPES[call.arithmetic]) for rows in parts]
+            replies = [unwritten_like(rows, rows.shape[0], widths[1], DTYPES[call.arithmetic]) for rows in parts]
             num_rows = sum(rows.shape[0] for rows in parts)
             step = _step(num_rows, max(widths)) if is_ring else FLOAT_ROWS
             self._run(row_blocks(parts, replies, step), multiply_of(moved, call), 0 if is_ring else FLOAT_ROWS)

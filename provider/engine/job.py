@@ -12,7 +12,7 @@ from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
 from wire.errors import VeilbaseError
 from wire.frame import Call
-from wire.ring.buffers import unwritten_tensor
+from wire.ring.buffers import unwritten_like
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 Outcome = torch.Tensor | VeilbaseError
@@ -62,7 +62,7 @@ class Job:
             if self.rows is None:
                 return None  # The job has already ended.
             if self.reply is None:
-                self.reply = unwritten_tensor(self.ticket.num_rows, part.shape[1], part.dtype)
+                self.reply = unwritten_like(part, self.ticket.num_rows, part.shape[1], part.dtype)
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
         with self._lock:

@@ -11,6 +11,7 @@ this thread uses replies that are partly sent. There is no lock, since adding to
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -19,8 +20,17 @@ import torch
 from provider.net.request_table import MAX_REQUESTS, Request, RequestTable
 from provider.operations.usage import TenantUsage
 from wire import frame
+from wire.errors import QuotaExceeded, Unavailable, VeilbaseError, code_of
 from wire.frame import FrameType, Header
-from wire.limits import CHUNK_BYTES
+from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
+
+
+def error_frame(request_id: int, error: VeilbaseError) -> bytes:
+    """Returns the frame that reports an error by its code and, if known, the time after which to retry. With id 0
+    the error is about the whole stream."""
+    retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
+    retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
+    return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()
 
 
 class Outbox:

@@ -24,6 +24,7 @@ from provider.schedule.request_class import RequestClass, allowed_by, class_of
 from wire import frame
 from wire.errors import QuotaExceeded, Unavailable
 from wire.frame import Assembler, Direction, Header
+from wire.gpu_window.areas import Area
 
 MAX_REQUESTS = 1 << 14
 """The most requests of a stream in flight, and the most replies and errors that wait to be sent. A bound on bytes alone
@@ -34,7 +35,13 @@ class Request:
     """Holds a request in flight: its header, the chunks received so far, and then its job or its reply."""
 
     def __init__(
-        self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
+        self,
+        header: Header,
+        reply_cols: int,
+        held_bytes: int,
+        request_class: RequestClass,
+        expires_at: float,
+        area: Area | None = None,
     ) -> None:
         """Makes a request of which no chunk has been received yet.
 
@@ -44,7 +51,9 @@ class Request:
             held_bytes: the bytes of the request and its reply together.
             request_class: the class that the request counts as.
             expires_at: the deadline, in seconds of `time.monotonic`.
+            area: the request's place in the stream's window; None if its rows come in frames.
         """
+        self.area = area
         self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
         self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         self.request_class, self.expires_at = request_class, expires_at

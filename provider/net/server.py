@@ -25,6 +25,7 @@ from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
 from provider.net.ipc_port import IpcPort
 from provider.net.service import MAX_THREADS, ProviderService
 from provider.net.tensor_port import TensorPort
+from provider.net.windows import Windows
 from provider.operations.usage import UsageBook
 from provider.schedule.policy import Policy
 from provider.schedule.scheduler import Scheduler
@@ -145,6 +146,7 @@ class Server:
         admission: Admission | None = None,
         usage: UsageBook | None = None,
         busy_poll_s: float = MOST_S,
+        windows: Windows | None = None,
     ) -> ProviderService:
         """Starts the service behind the ports.
 
@@ -156,6 +158,7 @@ class Server:
             usage: counts and saves the tenants' usage; None saves no usage.
             busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
                 `wire.transport.busy_poll`.
+            windows: makes memory of the device that tenants on this host share; None shares none.
 
         Returns:
             The service, whose counts the caller may read.
@@ -164,8 +167,9 @@ class Server:
             shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
         revocations = None if self._state is None else _revocations(self._state)
         service = ProviderService(
-            model, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
-        )
+            model, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s,
+            windows,
+        )  # fmt: skip
         self._service = service
         if self._tensors is not None and self._certificates is not None:
             self._tensors.start(self._certificates.tls_context, service.serve)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import ssl
 import threading
 import time
@@ -26,9 +27,10 @@ from provider.net.calls import Calls
 from provider.net.carrier import carry
 from provider.net.fetch import send_file, wanted_file
 from provider.net.grpc_stream import carry_rpc
-from provider.net.session import SWEEP_S, Session
+from provider.net.session import HANDSHAKE_S, SWEEP_S, Session
 from provider.net.status import ServiceStatus
 from provider.net.stream_port import LINGER_S
+from provider.net.windows import Given, Window, Windows
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.router import Shard, ShardedExecutor
@@ -43,6 +45,8 @@ from wire.errors import (
 )
 from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
 from wire.transport.busy_poll import MOST_S, BusyPoll
+from wire.transport.ipc.clear_socket import ClearSocket
+from wire.transport.ipc.window import answer, asked_window
 from wire.transport.message_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -73,6 +77,7 @@ class ProviderService:
         usage: UsageBook,
         tensor_port: int | None = None,
         busy_poll_s: float = MOST_S,
+        windows: Windows | None = None,
     ) -> None:
         """Starts the executor, and a thread that regularly checks all streams.
 
@@ -86,7 +91,9 @@ class ProviderService:
             tensor_port: the number of the tensor port, for the manifest; the listener at this port calls `serve`.
             busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
                 `wire.transport.busy_poll`.
+            windows: makes memory of the device that tenants on this host share; None shares none.
         """
+        self._windows = windows
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
         self.meter = Meter()
@@ -226,16 +233,46 @@ class ProviderService:
             if name is not None:
                 send_file(connection, *self._file_for(access.tenant, name), LINGER_S)
                 return None
+            given = self._give_window(access.tenant, connection)
         except (EOFError, OSError):
             return None  # The tenant has disconnected, or was silent for too long.
         except VeilbaseError as exc:
             return exc
-        session = self._open(access, connection.close)
+        try:
+            self._carry(access, connection, given)
+        finally:
+            if given is not None and self._windows is not None:
+                self._windows.close(given)
+        return None
+
+    def _give_window(self, tenant: str, connection: MessageSocket) -> Given | None:
+        """Answers a tenant whose first message asks for a window; its stream follows. Returns the window, for the
+        stream, or None. A connection that carries no descriptors has its first message left where it is."""
+        if not isinstance(connection, ClearSocket):
+            return None
+        asked = asked_window(connection.peek(time.monotonic() + HANDSHAKE_S))
+        if asked is None:
+            return None
+        connection.next_message()
+        given = None if self._windows is None else self._windows.open(tenant, asked)
+        if given is None or self._windows is None:
+            answer(connection, 0, None)
+            return None
+        try:
+            answer(connection, given.size, given.descriptor)
+        except BaseException:
+            self._windows.close(given)
+            raise
+        finally:
+            os.close(given.descriptor)
+        return given
+
+    def _carry(self, access: Access, connection: MessageSocket, given: Given | None) -> None:
+        session = self._open(access, connection.close, None if given is None else given.window)
         try:
             carry(session, connection, BusyPoll(self._busy_poll_s, self._executor.is_idle))
         finally:
             self._drop(session)
-        return None
 
     def _file_for(self, tenant: str, name: str) -> tuple[Iterator[bytes], int]:
         """Returns the chunks of a bundle file, or of the manifest for the name "", and their number of bytes."""
@@ -245,7 +282,7 @@ class ProviderService:
         sizes = {file.name: file.size_bytes for file in self._model.manifest().bundle}
         return self._model.read_file(name), sizes.get(name, 0)
 
-    def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
+    def _open(self, access: Access, hang_up: Callable[[], object], window: Window | None = None) -> Session:
         session = Session(
             access.tenant,
             self._model.manifest().limits,
@@ -255,6 +292,7 @@ class ProviderService:
             self._executor,
             access.refusal,
             hang_up,
+            window,
         )
         with self._lock:
             self._sessions.add(session)

@@ -15,17 +15,20 @@ deadlines that have passed and tenants that were revoked; and `close`. The table
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from provider.engine.job import Job, Outcome
+from provider.engine.replies import FAILED
 from provider.net.admission import TenantAdmission
-from provider.net.outbox import Outbox
+from provider.net.outbox import Outbox, error_frame
 from provider.net.request_table import MAX_REQUESTS, Request, RequestTable
 from provider.net.status import SessionStatus
+from provider.net.windows import Window
 from provider.operations.usage import TenantUsage
 from provider.schedule.request_class import RequestClass
 from wire import frame
@@ -34,14 +37,14 @@ from wire.errors import (
     InvalidTensor,
     LimitExceeded,
     MalformedFrame,
-    QuotaExceeded,
     Unavailable,
     VeilbaseError,
     VersionMismatch,
     WireCode,
     code_of,
 )
-from wire.frame import Assembler, Call, FrameType, Header
+from wire.frame import Call, FrameType, Header
+from wire.gpu_window.areas import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
@@ -91,14 +94,6 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
     )
 
 
-def error_frame(request_id: int, error: VeilbaseError) -> bytes:
-    """Returns the frame that reports an error by its code and, if known, the time after which to retry. With id 0
-    the error is about the whole stream."""
-    retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
-    retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
-    return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()
-
-
 class Session:
     """Implements the provider's side of the protocol on one tenant's stream."""
 
@@ -112,6 +107,7 @@ class Session:
         executor: Computes,
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
+        window: Window | None = None,
     ) -> None:
         """Makes a session that has not received any message yet.
 
@@ -125,7 +121,9 @@ class Session:
             refusal: called for every request; returns None, or the code with which the stream is refused. If it raises
                 Unavailable, since the registry cannot be read, only that request fails.
             hang_up: ends the connection from any thread.
+            window: device memory that the tenant shares, in which rows and replies may be; None if there is none.
         """
+        self._window = window
         self.tenant = tenant
         self.stream_id = secrets.token_hex(4)
         self._limits, self._usage = limits, usage
@@ -196,11 +194,20 @@ class Session:
         elif header.offset == 0:
             raise MalformedFrame("a request id that is in flight was used again")
         assembler = request.assembler
+        if request.area is not None and self._window is not None and assembler is not None:
+            request.assembler = None
+            self._compute(request, self._window.rows(header, request.area))
+            return
         if assembler is None:  # All of its chunks were received.
             raise MalformedFrame("a request id that is in flight was used again")
         if assembler.add(header, payload):
             request.assembler = None
-            self._compute(request, assembler)
+            try:
+                rows = assembler.rows()
+            except VeilbaseError as exc:  # The seed does not fit the header, so only this request fails.
+                self._answer(request, exc)
+                return
+            self._compute(request, rows)
 
     def _check_leftover(self, header: Header) -> None:
         """Ignores a later chunk of a request that was refused, cancelled or expired; raises MalformedFrame if the
@@ -233,13 +240,14 @@ class Session:
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
+        area = self._area_of(header, payload, reply_cols)
         held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         request_class = self._table.class_of(header, now)
         # A row is computed outside the table only if nothing waits to be sent. Otherwise replies to a tenant that does
         # not read would pile up without being counted.
-        is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._outbox.is_empty
-        request = None if is_row else Request(header, reply_cols, held, request_class, expires_at)
+        is_row = area is None and _is_whole_row(header, payload, request_class, reply_cols) and self._outbox.is_empty
+        request = None if is_row else Request(header, reply_cols, held, request_class, expires_at, area)
         self._table.admit(header, request_class, held, now, request)
         return request or self._answer_row(header, payload, reply_cols, held, expires_at)
 
@@ -254,6 +262,14 @@ class Session:
         if reply_bytes > self._limits.max_tensor_bytes:
             raise LimitExceeded(f"expected a reply of at most {self._limits.max_tensor_bytes} bytes, got {reply_bytes}")
         return reply_cols
+
+    def _area_of(self, header: Header, payload: memoryview, reply_cols: int) -> Area | None:
+        """Returns the place of a request in the window, or None if its rows come in frames."""
+        if header.code != frame.IN_WINDOW:
+            return None
+        if self._window is None:
+            raise _Refused(WireCode.MALFORMED)
+        return self._window.area_of(header, payload, reply_cols)
 
     def end_input(self) -> None:
         """Ends the input, since no message will be received any more; complete requests still get their replies."""
@@ -289,14 +305,8 @@ class Session:
             self._table.row_ended(RequestClass.DECODE, held, is_kept)
         return None
 
-    def _compute(self, request: Request, assembler: Assembler) -> None:
+    def _compute(self, request: Request, rows: Rows) -> None:
         header, call = request.header, request.header.call
-        try:
-            rows = assembler.rows()
-        except VeilbaseError as exc:  # The seed does not fit the header, so only this request fails.
-            self._answer(request, exc)
-            return
-
         if (
             request.request_class is RequestClass.DECODE
             and 0 < header.rows <= INLINE_ROWS
@@ -323,8 +333,23 @@ class Session:
             self._fail(request.header.request_id, outcome)
         elif self._outbox.is_full:
             self._give_up()
+        elif request.area is not None and self._window is not None:
+            self._answer_in_window(request, request.area, self._window, outcome)
         else:
             self._outbox.put_reply(request, outcome)
+
+    def _answer_in_window(self, request: Request, area: Area, window: Window, reply: torch.Tensor) -> None:
+        header, size = request.header, request.reply_bytes
+        try:
+            window.put(request, area, reply)
+        except RuntimeError as exc:
+            _LOGGER.error("a reply could not be written: %s", type(exc).__name__, extra=self._named(header.request_id))
+            self._fail(header.request_id, FAILED)
+            return
+        last = frame.reply_in_window(header, request.reply_cols)
+        if self._table.forget(header.request_id, then=lambda: self._outbox.append(last)):
+            self._usage.answered(request.request_class, header.rows, header.total_bytes, size)
+            self._outbox.notify()
 
     # ---- faults and ends --------------------------------------------------------------------------------------------
 

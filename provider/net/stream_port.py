@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from provider.net.descriptors import MOST_STREAMS
-from provider.net.session import error_frame
+from provider.net.outbox import error_frame
 from wire.errors import MalformedFrame, VeilbaseError, WrongPeer
 from wire.transport.message_socket import MessageSocket
 

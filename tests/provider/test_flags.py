@@ -36,6 +36,7 @@ SERVE = [
     ("--config", "Path", "", "YAML file with any of these settings."),
     ("--threads", "int", "", "Threads of the arithmetic, in each process."),
     ("--device", "str", "auto", "What computes: auto, cpu, cuda or cuda:N."),
+    ("--gpu-windows", "str", "0: none", "Most GPU memory to share with tenants on this GPU."),
     ("--shards", "int", "1: none of their own", "Processes that share the layer groups out."),
     ("--replicas", "int", "1", "Processes a shard."),
     ("--engine", "local|ray", "local", "ray: shards and replicas are actors in a Ray cluster."),

@@ -13,6 +13,8 @@ from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.net.admission import Admission
 from provider.net.server import Server
+from provider.net.windows import Windows
+from provider.shards.router import Shard
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.quick_sweeps import quick_sweeps  # noqa: F401
 from tests.support.tiny_models import make_tiny
@@ -38,12 +40,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
     def run(
-        served_model: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0, ipc: bool = False
+        served_model: ServedModel,
+        admission: Admission | None = None,
+        tensor_port: int | None = 0,
+        ipc: bool = False,
+        windows: Windows | None = None,
+        shards: list[Shard] | None = None,
     ) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
         folder = tmp_path / f"ipc{len(running)}" if ipc else None
         server = Server("127.0.0.1", 0, state, tensor_port=tensor_port, ipc=folder)
-        service = server.start(served_model, admission=admission)
+        service = server.start(served_model, shards, admission, windows=windows)
         running.append(Provider(state, server, served_model, tmp_path / f"tenants{len(running)}", service))
         return running[-1]
 

@@ -87,7 +87,7 @@ def test_refuses_short_messages(length: int) -> None:
         parse(bytes(length))
 
 
-@pytest.mark.parametrize(("offset", "value"), [(0, 0), (0, 9), (0, 255), (1, 2), (2, 2), (3, 3), (46, 1), (47, 128)])
+@pytest.mark.parametrize(("offset", "value"), [(0, 0), (0, 10), (0, 255), (1, 2), (2, 2), (3, 3), (46, 1), (47, 128)])
 def test_refuses_unknown_numbers(offset: int, value: int) -> None:
     message = bytearray(Header(FrameType.CANCEL, 1).pack())
     message[offset] = value

@@ -63,6 +63,13 @@ def unwritten(num_bytes: int) -> memoryview:
     return lent.data
 
 
+def unwritten_like(other: torch.Tensor, num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor of shape (num_rows, cols) with any content, on the device of `other`; see `unwritten_tensor`."""
+    if other.is_cpu:
+        return unwritten_tensor(num_rows, cols, dtype)
+    return torch.empty(num_rows, cols, dtype=dtype, device=other.device)
+
+
 def unwritten_tensor(num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns a CPU tensor of shape (num_rows, cols) with any content, in memory from `unwritten` if it is large. The
     caller must write every number before any is read."""

@@ -15,7 +15,9 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import grpc
 import torch
@@ -29,6 +31,7 @@ from wire.errors import (
     Unavailable,
     VeilbaseError,
     VersionMismatch,
+    WireCode,
     error_from_code,
 )
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
@@ -36,6 +39,10 @@ from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
 from wire.payload import Payload
 from wire.transport.connection import Traffic
 from wire.transport.grpc_stream import MessageStream
+
+if TYPE_CHECKING:
+    from wire.gpu_window.areas import Area
+    from wire.transport.ipc.window import TenantWindow
 
 HANDSHAKE_S = 20.0
 WATCH_S = 0.5
@@ -49,7 +56,8 @@ class Request:
     """Holds a request that was sent and, once there is one, its outcome."""
 
     __slots__ = (
-        "_owner", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id", "rows",
+        "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id",
+        "rows",
     )  # fmt: skip
 
     def __init__(self, owner: Multiplexer, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
@@ -68,6 +76,8 @@ class Request:
         self.reply: Assembler | None = None
         self.outcome: torch.Tensor | VeilbaseError | None = None
         self.nudged: threading.Event | None = None
+        self.area: Area | None = None
+        """The request's place in the window, if its rows are there."""
         self._owner = owner
 
     def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
@@ -97,6 +107,7 @@ class Multiplexer:
         limits: Limits,
         traffic: Traffic,
         translate: Callable[[grpc.RpcError, bool], VeilbaseError],
+        window: TenantWindow | None = None,
     ) -> None:
         """Sends HELLO and starts the watchdog and the listener.
 
@@ -106,7 +117,9 @@ class Multiplexer:
             traffic: counts what crosses.
             translate: returns this side's error for a gRPC status; its second argument says whether the provider had
                 sent WELCOME.
+            window: memory that both ends share, for large requests; None if there is none.
         """
+        self._window = window
         self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
         self._requests: dict[int, Request] = {}
         # The lock is reentrant: a signal handler may call `close` in a thread that already holds the lock.
@@ -258,13 +271,26 @@ class Multiplexer:
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
         header = Header(FrameType.REQUEST, request.request_id, call, num_rows, payload.cols, 0, size, deadline_ms)
         sent = 0
-        for message in payload.frames(header):
+        for message in self._in_window(request, header, payload) or payload.frames(header):
             self._stream.send(message)
             sent += len(message)
+        if request.area is not None:
+            sent += size
         self._traffic.add(up=sent, calls=1)
         while self._stream.has_unsent and request.outcome is None and self.failure is None:
             self._make_room()
         return request
+
+    def _in_window(self, request: Request, header: Header, payload: Payload) -> Iterable[bytes]:
+        """Copies a request's rows into the window, if there is one and they may go there, and returns the frame that
+        says so; returns no frame otherwise."""
+        window = self._window
+        if window is None:
+            return ()
+        area = request.area = window.take(header.call, payload, request.cols)
+        if area is None:
+            return ()
+        return (replace(header, code=frame.IN_WINDOW).pack() + area.pack(),)
 
     def _admit(self, call: Call, num_rows: int, reply_cols: int, size: int) -> Request:
         held = size + num_rows * reply_cols * frame.ITEM_BYTES
@@ -336,8 +362,13 @@ class Multiplexer:
         if header.request_id == 0:  # The error is about the stream, not about one request.
             raise error
         request = self._forget(header.request_id)
-        if request is not None:
-            request.settle(error)
+        if request is None:
+            return
+        # After a passed deadline the provider may still write the reply, so the area is not used again.
+        window = self._window
+        if window is not None and request.area is not None and header.code != WireCode.DEADLINE:
+            window.give_back(request.area)
+        request.settle(error)
 
     def _take_reply(self, header: Header, payload: memoryview) -> None:
         request = self._requests.get(header.request_id)
@@ -348,6 +379,11 @@ class Multiplexer:
             expected = (request.call, request.rows, request.cols, size)
             if (header.call, header.rows, header.cols, header.total_bytes) != expected:
                 raise MalformedFrame("a reply does not have the shape of its request")
+            if (header.code == frame.IN_WINDOW) != (request.area is not None):
+                raise MalformedFrame("a reply is not where its request was")
+            if request.area is not None:
+                self._take_from_window(request, request.area)
+                return
             if len(payload) == size:  # The reply is whole, in one frame.
                 if self._forget(header.request_id) is not None:
                     request.settle(frame.tensor(header, payload))
@@ -355,6 +391,17 @@ class Multiplexer:
             request.reply = Assembler(header)
         if request.reply.add(header, payload) and self._forget(header.request_id) is not None:
             request.settle(request.reply.tensor())
+
+    def _take_from_window(self, request: Request, area: Area) -> None:
+        window = self._window
+        if window is None or self._forget(request.request_id) is None:
+            return
+        self._traffic.add(down=request.rows * request.cols * frame.ITEM_BYTES)
+        try:
+            request.settle(window.reply(area, request.rows, request.cols))
+        except TransportError as exc:
+            request.settle(exc)
+        window.give_back(area)
 
     def fail(self, error: VeilbaseError) -> None:
         """Ends the stream; every pending request fails with `error`."""
@@ -365,6 +412,7 @@ class Multiplexer:
             self._requests.clear()
             self._held_bytes = 0
             self._state.notify_all()
+        self._window = None  # A GPU's memory is not kept until this object is collected.
         self._ended.set()
         self._is_idle.set()
         self._stream.close()

@@ -15,6 +15,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -26,6 +27,9 @@ from wire.transport.connection import Pending, Traffic
 from wire.transport.grpc_stream import MessageStream
 from wire.transport.multiplexer import Multiplexer
 from wire.transport.retry import RetriedRequest
+
+if TYPE_CHECKING:
+    from wire.transport.ipc.window import TenantWindow
 
 CROWDED_S = 15.0
 """Seconds for which a tenant retries if a provider closes new connections at once. A provider that is flooded with
@@ -68,6 +72,10 @@ class StreamConnection(ABC):
     @abstractmethod
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
         """Opens a stream on which nothing has been sent. `begun_with` is the first manifest."""
+
+    def _take_window(self) -> TenantWindow | None:
+        """Returns the window of the stream that `_open_raw_stream` opened last; by default there is none."""
+        return None
 
     @abstractmethod
     def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
@@ -122,7 +130,9 @@ class StreamConnection(ABC):
                 if self._stream is not None:
                     self._drop()
                 raw = self._open_raw_stream(begun_with)
-                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, self._translate)
+                self._stream = stream = Multiplexer(
+                    raw, begun_with.limits, self.traffic, self._translate, self._take_window()
+                )
                 try:
                     stream.wait_welcome()
                     self._check_same_weights(begun_with)

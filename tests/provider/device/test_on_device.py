@@ -123,6 +123,23 @@ def test_requests_that_share_a_product_get_their_own_replies(
         assert len({reply.data_ptr() for reply in replies if reply.numel()}) == 4, "memory of their own"
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 150])
+def test_rows_on_the_device_are_answered_there(
+    served_model: ServedModel, replica: OnDevice, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a tenant has put into the device's memory share products with others."""
+    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    for call in calls(served_model):
+        if call.arithmetic is not RING:
+            continue
+        parts = [rows_for(served_model, call, count, seed=count) for count in (num_rows, 70, num_rows)]
+        there = [parts[0].to(replica.device), parts[1], parts[2].to(replica.device)]
+        for replies, rows in ((replica.products(call, there), parts), ([replica.product(call, there[0])], parts[:1])):
+            for reply, given, mine in zip(replies, there, rows, strict=False):
+                assert reply.device == given.device
+                assert torch.equal(reply.cpu(), served_model.compute(call, mine))
+
+
 def test_a_float_reply_does_not_depend_on_companions_or_on_cuts(served_model: ServedModel, replica: OnDevice) -> None:
     """The reply is the same to the last bit alone, as a part of a longer request, and beside other requests."""
     for call in calls(served_model):

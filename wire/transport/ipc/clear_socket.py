@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
+import time
 
+from wire.errors import MalformedFrame
 from wire.transport.message_socket import LENGTH, MessageSocket
 
 END_OF_MESSAGES = 0xFFFF_FFFF
 """The length that says that no more messages come. Without it, a peer that was killed would look like a peer that has
 ended the connection properly."""
 
-
+_MOST_BYTES_BESIDE = 4096
+"""The most bytes of a message that comes with a file descriptor, its length prefix included."""
 _SEND_BYTES = 1 << 20
 """The size of the send buffer, in bytes, that is requested from the kernel, which grants up to net.core.wmem_max. The
 larger the buffer, the less often the two ends wake each other during a large message."""
@@ -70,6 +74,53 @@ class ClearSocket(MessageSocket):
         if self._unsent or self._piece:
             self.flush()
         return None
+
+    # ---- descriptors ------------------------------------------------------------------------------------------------
+
+    def send_with_descriptor(self, message: bytes, descriptor: int) -> None:
+        """Sends a small message, and a file descriptor with it. Nothing else may wait to be sent.
+
+        Raises:
+            OSError: the connection is broken, or takes no bytes at the moment.
+        """
+        self._check_process()
+        data = LENGTH.pack(len(message)) + message
+        with self._send_lock:
+            if self.has_unsent or socket.send_fds(self._plain, [data], [descriptor], socket.MSG_DONTWAIT) < len(data):
+                raise ConnectionError("the connection takes no message with a descriptor")
+
+    def receive_with_descriptor(self, give_up_at_s: float) -> tuple[bytes, int | None]:
+        """Waits for a small message that may have a file descriptor with it. Nothing may have been received since the
+        last whole message.
+
+        Args:
+            give_up_at_s: when to stop waiting, on `time.monotonic`'s clock.
+
+        Returns:
+            The message, and the descriptor, which the caller closes, or None.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            MalformedFrame: something else came than one whole message of at most 4 KiB with at most one descriptor.
+            OSError: the connection is broken or closed.
+        """
+        self._check_process()
+        if not self._poll(select.POLLIN, give_up_at_s - time.monotonic()):
+            raise TimeoutError("no message came in time")
+        data, descriptors, flags, _ = socket.recv_fds(
+            self._plain, _MOST_BYTES_BESIDE, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        )
+        try:
+            if not data:
+                raise ConnectionError("the peer closed the connection")
+            is_whole = len(data) >= LENGTH.size and LENGTH.unpack_from(data)[0] == len(data) - LENGTH.size
+            if not is_whole or self._held or len(descriptors) > 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+                raise MalformedFrame("expected one message with at most one descriptor")
+        except BaseException:
+            for one in descriptors:
+                os.close(one)
+            raise
+        return data[LENGTH.size :], descriptors[0] if descriptors else None
 
     def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
         return memoryview(plain)

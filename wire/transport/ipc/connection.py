@@ -9,6 +9,7 @@ anything is sent. TLS, and a check of the process at the other end, follow befor
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import ssl
@@ -17,8 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import torch
 
-from wire.errors import ConfigurationError, TransportError, Unauthenticated, Unavailable, VeilbaseError, WrongPeer
+from wire.errors import (
+    ConfigurationError,
+    MalformedFrame,
+    TransportError,
+    Unauthenticated,
+    Unavailable,
+    VeilbaseError,
+    WrongPeer,
+)
+from wire.gpu_window.driver import LIBRARY, Driver
 from wire.limits import MAX_MANIFEST_BYTES, deadline_s
 from wire.manifest import Manifest, parse_manifest
 from wire.transport.busy_poll import tenants_most_s
@@ -29,6 +40,7 @@ from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import MANIFEST, fetch
 from wire.transport.ipc.folder import check_folder, check_name, check_socket
 from wire.transport.ipc.handshake import tenant_handshake
+from wire.transport.ipc.window import TenantWindow, ask
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
 from wire.transport.tls_context import IPC_ALPN, client_context
@@ -36,6 +48,7 @@ from wire.transport.tls_stream import TensorStream
 
 SCHEME = "ipc:"
 _MANIFEST_TIMEOUT_S = 20.0
+_LOGGER = logging.getLogger(__name__)
 
 
 def folder_of(url: str) -> Path:
@@ -58,13 +71,23 @@ def folder_of(url: str) -> Path:
 class IpcConnection(StreamConnection):
     """Implements `Connection` over a socket of this host."""
 
-    def __init__(self, url: str, identity: TlsIdentity | None, peer_uid: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        identity: TlsIdentity | None,
+        peer_uid: int | None = None,
+        gpu: torch.device | None = None,
+        driver: str = LIBRARY,
+    ) -> None:
         """Keeps the address of the provider, and does not connect yet.
 
         Args:
             url: ipc:DIR.
             identity: the tenant's certificate and key.
             peer_uid: the user id that the provider must have; None takes that of the folder's owner.
+            gpu: the GPU on which masked rows may lie in memory that the provider shares, if it computes there too; None
+                sends all rows by the socket.
+            driver: the file of the CUDA driver, which is loaded for `gpu` alone; tests name a stand-in.
 
         Raises:
             ConfigurationError: there is no identity, or the URL names no folder.
@@ -74,11 +97,15 @@ class IpcConnection(StreamConnection):
         self._folder = folder_of(url)
         super().__init__(f"{SCHEME}{self._folder}")
         self._identity, self._peer_uid = identity, peer_uid
+        self._gpu, self._library = gpu, driver
+        self._window: TenantWindow | None = None
 
     @property
     def carrier(self) -> str | None:
-        """Returns "ipc" once there is a stream; see `StreamConnection.carrier`."""
-        return None if self._stream is None else "ipc"
+        """Returns "ipc" or "ipc and a window on the GPU" once there is a stream; see `StreamConnection.carrier`."""
+        if self._stream is None:
+            return None
+        return "ipc" if self._window is None else "ipc and a window on the GPU"
 
     def _fetch_manifest(self) -> Manifest:
         return parse_manifest(b"".join(self._fetch(MANIFEST, MAX_MANIFEST_BYTES, _MANIFEST_TIMEOUT_S)))
@@ -100,13 +127,34 @@ class IpcConnection(StreamConnection):
             connection.release()
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
-        return TensorStream(self._dial(tenants_most_s()))
+        connection = self._dial(tenants_most_s())
+        self._window = None
+        if self._gpu is not None:
+            try:
+                self._window = ask(connection, Driver(self._gpu.index or 0, self._library), self._gpu)
+            except BaseException as exc:
+                connection.release()
+                if not isinstance(exc, MalformedFrame | RuntimeError | OSError):
+                    raise
+                # The provider is of a release without windows, or this machine's driver cannot share memory.
+                _LOGGER.warning("no window on the GPU: %s", exc)
+                self._gpu = None
+                return self._open_raw_stream(begun_with)
+        return TensorStream(connection)
+
+    @property
+    def window(self) -> TenantWindow | None:
+        """Returns the window of the newest stream, or None if it has none."""
+        return self._window
+
+    def _take_window(self) -> TenantWindow | None:
+        return self._window
 
     def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
         return TransportError("a stream without gRPC failed in gRPC")  # No such stream raises what is translated here.
 
     def _drop(self) -> None:
-        """Does nothing, since nothing but the stream stays open."""
+        self._window = None
 
     # ---- connecting -------------------------------------------------------------------------------------------------
 

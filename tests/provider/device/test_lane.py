@@ -1,0 +1,50 @@
+"""Tests what a lane copies: rows of the CPU through its staging buffers, and rows that are on the device not at all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from provider.device.lane import Lane
+from tests.support.ring_rows import ring_rows
+from wire.ring import coding
+
+CPU = torch.device("cpu")
+UNTOUCHED = 77
+COLS, REPLY_COLS = 24, 40
+
+
+@pytest.mark.parametrize("on_device", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("num_padded", [0, 64])
+def test_only_what_is_on_the_cpu_is_staged(on_device: tuple[bool, ...], num_padded: int) -> None:
+    """All memory here is the CPU's, so the test says which tensors count as the device's."""
+    weight = torch.randint(-127, 128, (COLS, REPLY_COLS), dtype=torch.int8)
+    block = [(ring_rows(count, COLS), torch.zeros(count, REPLY_COLS, dtype=torch.int32)) for count in (3, 1, 7)]
+    there = {id(one) for pair, is_there in zip(block, on_device, strict=True) for one in pair if is_there}
+    lane = Lane(CPU, is_here=lambda one: id(one) not in there)
+    height = max(11, num_padded)
+    staged = lane.rows.view(height, COLS, torch.int32).fill_(UNTOUCHED)
+    back = lane.reply.view(11, REPLY_COLS, torch.int32).fill_(UNTOUCHED)
+    seen: list[torch.Tensor] = []
+    lane.start(block, lambda rows: (seen.append(rows.clone()), coding.product(rows, weight))[1], num_padded)
+    lane.finish()
+    assert seen[0].shape == (height, COLS)
+    assert not seen[0][11:].any()
+    for (rows, reply), is_there, place in zip(block, on_device, (slice(0, 3), slice(3, 4), slice(4, 11)), strict=True):
+        assert torch.equal(reply, coding.product(rows, weight))
+        assert bool((staged[place] == UNTOUCHED).all()) == is_there
+        assert bool((back[place] == UNTOUCHED).all()) == is_there
+
+
+def test_memory_is_let_go_after_the_device_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a block that is given up stay until the device is done, since they may be memory that is unmapped
+    with its last reference."""
+    lane, held = Lane(CPU), []
+    rows = ring_rows(2, COLS)
+    lane.start([(rows, torch.empty(2, COLS, dtype=torch.int32))], lambda given: given)
+    monkeypatch.setattr(lane, "synchronize", lambda: held.append(len(lane.block)))
+    lane.drop()
+    assert held == [1]
+    assert len(lane.block) == 0

@@ -1,0 +1,190 @@
+"""Tests the order of a request's ends on a stream with a window: its reply, its deadline, a cancel and the stream's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from provider.engine.job import Job, Outcome
+from provider.net.admission import Admission
+from provider.net.session import Session
+from provider.net.windows import Window
+from provider.operations.usage import TenantUsage
+from provider.schedule.quota import TenantLimits
+from tests.support.cuda_stand_in import UNIT, stand_in
+from wire import frame
+from wire.errors import RemoteFault, VeilbaseError, WireCode
+from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
+from wire.gpu_window.areas import Area
+from wire.gpu_window.driver import Driver
+from wire.gpu_window.memory import SharedMemory, allocate
+from wire.limits import Limits
+from wire.ring.seeded_rows import Rows
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+COLS, REPLY_COLS, ROWS = 8, 5, 20
+REPLY_AT = 4096
+
+
+class Desk:
+    """Stands in for an executor: it queues every job."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.cancelled: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def cancel(self, job: Job) -> None:
+        self.cancelled.append(job)
+
+    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
+        return None
+
+    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
+        raise AssertionError("rows of a window take no short way")
+
+
+class Stream:
+    """Holds a greeted session with a window."""
+
+    def __init__(self) -> None:
+        self.memory, descriptor = allocate(Driver(0, stand_in().library), torch.device("cpu"), UNIT)
+        os.close(descriptor)
+        self.desk, self.admission = Desk(), Admission({"acme": TenantLimits()}).of("acme")
+        self.usage, self.window = TenantUsage(), Window(self.memory)
+        limits = Limits(max_rows=64, max_tensor_bytes=1 << 20, max_in_flight_bytes=1 << 20)
+        self.session = Session(
+            "acme", limits, self.admission, self.usage, lambda call, cols: REPLY_COLS, self.desk, lambda: None,
+            window=self.window,
+        )  # fmt: skip
+        self.session.receive(frame.hello(FrameType.HELLO))
+        self.frames()
+
+    def ask(self, number: int, rows: int = ROWS) -> Job:
+        header = Header(FrameType.REQUEST, number, CALL, rows, COLS, 0, rows * COLS * 4, 30_000, IN_WINDOW)
+        assert self.session.receive(header.pack() + Area(0, REPLY_AT).pack())
+        return self.desk.jobs[-1]
+
+    def frames(self) -> list[tuple[FrameType, int, int]]:
+        found = []
+        while (message := self.session.next_frame()) is not None:
+            header, payload = frame.parse(message)
+            assert not len(payload) or header.kind is FrameType.WELCOME
+            found.append((header.kind, header.request_id, header.code))
+        return found
+
+    def written(self) -> list[int]:
+        """Returns the numbers that are in the reply's place."""
+        return self.memory.matrix(REPLY_AT, ROWS, REPLY_COLS).unique().tolist()
+
+
+def reply_of(number: int) -> torch.Tensor:
+    return torch.full((ROWS, REPLY_COLS), number, dtype=torch.int32)
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    made = Stream()
+    yield made
+    made.session.close()
+    assert made.admission.in_flight() == (0, 0)
+
+
+def test_a_reply_is_written_before_it_is_said(stream: Stream) -> None:
+    job = stream.ask(1)
+    stream.memory.matrix(0, ROWS, COLS).fill_(9)
+    assert job.rows is not None
+    assert not isinstance(job.rows, bytes)
+    assert job.rows.unique().tolist() == [9], "rows are read in the window"  # type: ignore[union-attr]
+    assert stream.frames() == []
+    job.done(reply_of(6))
+    assert stream.written() == [6]
+    assert stream.frames() == [(FrameType.REPLY, 1, IN_WINDOW)]
+    assert stream.session.status().num_requests == 0
+    assert stream.admission.in_flight() == (0, 0)
+
+
+def test_one_row_takes_no_short_way(stream: Stream) -> None:
+    """A window's row is on the device; the desk fails the test if it is asked for the short way."""
+    job = stream.ask(1, rows=1)
+    assert job.ticket.num_rows == 1
+
+
+def test_nothing_is_written_for_a_request_that_was_cancelled(stream: Stream) -> None:
+    job = stream.ask(1)
+    stream.session.receive(Header(FrameType.CANCEL, 1).pack())
+    job.done(reply_of(6))
+    assert stream.written() == [0]
+    assert stream.frames() == []
+
+
+def test_a_request_that_has_expired_gets_one_answer(stream: Stream) -> None:
+    job = stream.ask(1)
+    stream.session.sweep(time.monotonic() + 60)
+    job.done(reply_of(6))
+    assert stream.frames() == [(FrameType.ERROR, 1, WireCode.DEADLINE)]
+    assert stream.written() == [0]
+
+
+def test_a_request_that_expires_while_its_reply_is_written(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tenant gets one answer, the error, and does not use the place again."""
+    job, put = stream.ask(1), stream.window.put
+
+    def put_late(*given: object) -> None:
+        stream.session.sweep(time.monotonic() + 60)
+        put(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stream.window, "put", put_late)
+    job.done(reply_of(6))
+    assert stream.frames() == [(FrameType.ERROR, 1, WireCode.DEADLINE)]
+
+
+def test_an_error_of_the_product(stream: Stream) -> None:
+    stream.ask(1).done(RemoteFault("x"))
+    assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]
+    assert stream.written() == [0]
+
+
+def test_a_device_that_is_lost_while_a_reply_is_written(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("CUDA error: secret number 123")
+
+    monkeypatch.setattr(stream.window, "put", fail)
+    stream.ask(1).done(reply_of(6))
+    assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]
+    assert stream.ask(2).ticket.num_rows == ROWS, "the stream goes on"
+
+
+def test_the_last_reply_is_said_after_the_tenants_input_has_ended(stream: Stream) -> None:
+    job = stream.ask(1)
+    stream.session.end_input()
+    assert stream.frames() == []
+    assert not stream.session.is_over
+    job.done(reply_of(6))
+    assert stream.frames() == [(FrameType.REPLY, 1, IN_WINDOW)]
+    assert stream.session.is_over
+
+
+def test_a_number_in_flight_cannot_be_used_again(stream: Stream) -> None:
+    stream.ask(1)
+    header = Header(FrameType.REQUEST, 1, CALL, ROWS, COLS, 0, ROWS * COLS * 4, 30_000, IN_WINDOW)
+    assert not stream.session.receive(header.pack() + Area(0, REPLY_AT).pack())
+    assert stream.frames() == [(FrameType.ERROR, 0, WireCode.MALFORMED)]
+
+
+def test_rows_stay_mapped_until_the_last_product(stream: Stream) -> None:
+    before = stand_in().mapped_bytes
+    job = stream.ask(1)
+    rows = job.rows
+    stream.session.close()
+    memory, stream.memory = stream.memory, None  # type: ignore[assignment]
+    assert isinstance(memory, SharedMemory)
+    assert rows is not None
+    del memory
+    assert stand_in().mapped_bytes == before

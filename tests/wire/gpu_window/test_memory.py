@@ -1,0 +1,158 @@
+"""Tests memory of a GPU that two ends share, with a stand-in for the CUDA driver that is compiled against cuda.h."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
+from wire.gpu_window import driver as driver_module
+from wire.gpu_window.driver import AccessDescription, AllocationProperties, Driver, DriverError, Location, Uuid
+from wire.gpu_window.memory import SharedMemory, allocate, import_
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> Iterator[StandIn]:
+    """Provides the stand-in, and checks afterwards that nothing is left mapped or held."""
+    made = stand_in()
+    gc.collect()
+    before = made.mapped_bytes, made.num_handles
+    yield made
+    made.limit()
+    made.misses()
+    gc.collect()
+    assert (made.mapped_bytes, made.num_handles) == before
+
+
+@pytest.fixture
+def driver(cuda: StandIn) -> Driver:
+    return Driver(0, cuda.library)
+
+
+def shared(driver: Driver, size: int = UNIT) -> tuple[SharedMemory, SharedMemory]:
+    """Returns both ends' view of one allocation."""
+    mine, descriptor = allocate(driver, CPU, size)
+    try:
+        return mine, import_(driver, CPU, descriptor, mine.size)
+    finally:
+        os.close(descriptor)
+
+
+def test_structures_and_constants_are_those_of_cuda_h(cuda: StandIn) -> None:
+    properties = AllocationProperties
+    assert [cuda.layout(which) for which in range(13)] == [
+        ctypes.sizeof(properties),
+        properties.location.offset,
+        properties.win32.offset,
+        properties.flags.offset,
+        ctypes.sizeof(AccessDescription),
+        AccessDescription.flags.offset,
+        ctypes.sizeof(Location),
+        ctypes.sizeof(Uuid),
+        ctypes.sizeof(ctypes.c_ulonglong),
+        ctypes.sizeof(ctypes.c_ulonglong),
+        ctypes.sizeof(ctypes.c_int),
+        driver_module.CAN_MAP,
+        driver_module.CAN_EXPORT,
+    ]
+
+
+def test_what_one_end_writes_the_other_reads(driver: Driver) -> None:
+    mine, theirs = shared(driver)
+    numbers = torch.arange(12, dtype=torch.int32).view(3, 4)
+    mine.matrix(256, 3, 4).copy_(numbers)
+    assert torch.equal(theirs.matrix(256, 3, 4), numbers)
+    theirs.matrix(UNIT - 4, 1, 1).fill_(-7)
+    assert mine.matrix(UNIT - 4, 1, 1).item() == -7
+
+
+def test_memory_begins_as_zeros(driver: Driver) -> None:
+    """The stand-in's fresh memory holds what another process has left."""
+    mine, theirs = shared(driver)
+    for end in (mine, theirs):
+        assert not end.matrix(0, 1, UNIT // 4).any()
+
+
+def test_each_allocation_is_one_of_its_own(driver: Driver) -> None:
+    (one, _), (other, _) = shared(driver), shared(driver)
+    one.matrix(0, 1, UNIT // 4).fill_(1)
+    assert not other.matrix(0, 1, UNIT // 4).any()
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_rows", "cols"), [(2, 1, 1), (-4, 1, 1), (0, 1, UNIT // 4 + 1), (UNIT, 1, 1), (4, UNIT // 8, 2)]
+)
+def test_no_view_goes_beyond_the_memory(driver: Driver, offset: int, num_rows: int, cols: int) -> None:
+    mine, _ = shared(driver)
+    with pytest.raises(ValueError, match="beyond the shared memory"):
+        mine.matrix(offset, num_rows, cols)
+
+
+def test_memory_stays_mapped_while_a_tensor_views_it(driver: Driver, cuda: StandIn) -> None:
+    """A product may still read the rows when the stream has ended; afterwards the memory goes."""
+    gc.collect()
+    before = cuda.mapped_bytes
+    mine, theirs = shared(driver)
+    assert cuda.mapped_bytes == before + 2 * UNIT
+    theirs.matrix(0, 2, 3).fill_(5)
+    rows = mine.matrix(0, 2, 3)[1:].view(3)
+    del mine, theirs
+    gc.collect()
+    assert cuda.mapped_bytes == before + UNIT
+    assert rows.tolist() == [5, 5, 5]
+    del rows
+    gc.collect()
+    assert cuda.mapped_bytes == before
+
+
+def test_sizes_are_rounded_up(driver: Driver) -> None:
+    mine, theirs = shared(driver, UNIT + 1)
+    assert (mine.size, theirs.size) == (2 * UNIT, 2 * UNIT)
+
+
+def test_a_size_that_is_not_the_allocations_is_refused(driver: Driver) -> None:
+    mine, descriptor = allocate(driver, CPU, UNIT)
+    for size in (2 * UNIT, UNIT // 2):
+        with pytest.raises(DriverError, match="failed with CUDA error 1"):
+            import_(driver, CPU, descriptor, size)
+    os.close(descriptor)
+    assert mine.size == UNIT
+
+
+def test_a_descriptor_of_something_else_is_refused(driver: Driver) -> None:
+    with open(os.devnull, "rb") as file, pytest.raises(DriverError):
+        import_(driver, CPU, file.fileno(), UNIT)
+
+
+def test_a_device_without_memory(driver: Driver, cuda: StandIn) -> None:
+    cuda.limit(UNIT)
+    with pytest.raises(DriverError) as error:
+        allocate(driver, CPU, 2 * UNIT)
+    assert error.value.is_out_of_memory
+
+
+@pytest.mark.parametrize("attribute", [driver_module.CAN_MAP, driver_module.CAN_EXPORT])
+def test_a_device_that_cannot_share_memory(cuda: StandIn, attribute: int) -> None:
+    cuda.misses(attribute)
+    with pytest.raises(DriverError, match="801"):
+        Driver(0, cuda.library)
+
+
+def test_a_device_or_a_driver_that_is_not_there(cuda: StandIn) -> None:
+    with pytest.raises(DriverError, match="cuDeviceGet failed with CUDA error 101"):
+        Driver(7, cuda.library)
+    with pytest.raises(OSError, match="no-such-library"):
+        Driver(0, "no-such-library.so")
+
+
+def test_two_gpus_have_names_of_their_own(cuda: StandIn) -> None:
+    one, other = (Driver(ordinal, cuda.library).uuid() for ordinal in (0, 1))
+    assert (len(one), one == other, one == Driver(0, cuda.library).uuid()) == (16, False, True)
+    assert one[3:] == bytes([1]) + bytes(11) + b"\xfe", "bytes behind a zero count too"
