@@ -3,8 +3,9 @@
 The first comparison is of the time of a fine-tuning step and of a token of decode. The second one is of step time and
 memory by the number of adapters that are trained at once: adapters on one shared base, against as many copies of the
 model on one GPU. Papers on shared base models make this comparison. Each side runs in a process of its own. In the
-first comparison the sides take turns. The provider is `provider serve --device`, reached over mTLS loopback. Tenants
-run attention and adapters on the device, and `trust_same_gpu` lets them make masks there.
+first comparison the sides take turns. The provider is `provider serve --device`, reached over mTLS loopback, over a Unix
+socket, or through a window (memory of the device that both ends share). Tenants run attention and adapters on the
+device, and `trust_same_gpu` lets them make masks there.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def compare(setting: Setting) -> bool:
         for kind in ("step", "decode"):
             sides = {
                 LOCAL: ("local", "bfloat16"), "local fp32": ("local", "float32"), "int8 ring, off": ("remote", "off"),
-                "lattice, masks ready": ("remote", "lattice"),
+                "lattice, masks ready": ("remote", "lattice"), "the same by ipc": ("ipc", "lattice"),
             }  # fmt: skip
+            if setting.device != "cpu":
+                sides["the same through a window"] = ("window", "lattice")
             with ExitStack() as running:
                 workers = {
                     name: running.enter_context(_worker(setting, folder, kind, side, detail, url))
@@ -113,7 +116,9 @@ def _site(setting: Setting) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_model(setting, folder / "model")
-        options = ("--model", str(folder / "model"), "--device", setting.device)
+        options = ("--model", str(folder / "model"), "--device", setting.device, "--ipc", str(folder / "ipc"))
+        if setting.device != "cpu":
+            options = (*options, "--gpu-windows", "1GiB")
         with provider(folder, *options) as (url, _):
             yield folder, url
 
@@ -137,7 +142,7 @@ def work(kind: str, side: str, detail: str, folder: str, device: str, quick: str
 
     Args:
         kind: `step` or `decode`.
-        side: `local`, or `remote` for a tenant.
+        side: `local`; for a tenant `remote`, `ipc`, or `window`, which is ipc with rows in shared memory of the device.
         detail: the dtype of a local model, or a tenant's mask.
         folder: the folder of the model and of the tenant's identity.
         device: the device of the model.
@@ -160,8 +165,10 @@ def work(kind: str, side: str, detail: str, folder: str, device: str, quick: str
 
     tenant_sdk.tune()
     with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask=detail, arithmetic="ring", cache=folder, device=device,
-        mask_options={"background": False} if detail == "lattice" else {}, trust_same_gpu=True, progress=False,
+        url if side == "remote" else f"ipc:{folder}/ipc", identity=Path(folder) / "bench", mask=detail,
+        arithmetic="ring", cache=folder, device=device,
+        mask_options={"background": False} if detail == "lattice" else {}, trust_same_gpu=side != "ipc",
+        progress=False,
     ) as client:  # fmt: skip
         prepare = None
         if detail == "lattice":

@@ -208,6 +208,25 @@ def test_a_provider_that_computes_on_a_device(
     replica.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu(start: Callable[..., Provider], tiny_served_model: ServedModel) -> None:
+    """Both ends are in this process, so this shows the driver's calls and copies, and not two processes."""
+    served, gpu = tiny_served_model, torch.device("cuda", 0)
+    replica = OnDevice(list(served.served.groups), gpu)
+    shard = Shard(
+        range(len(served.manifest().groups)), [replica], make_scheduler(served.served, Policy(), profiled=False)
+    )
+    provider = start(served, tensor_port=None, ipc=True, windows=Windows(gpu, 1 << 28), shards=[shard])
+    connection = IpcConnection(provider.ipc_url, provider.identity(), gpu=gpu)
+    provider.connections.append(connection)
+    for num_rows in (1, 3, 700):
+        rows = ring_rows(num_rows)
+        assert torch.equal(product(connection, rows), served.compute(CALL, rows))
+    assert connection.carrier == CARRIED
+    replica.close()
+
+
 # ---- no window ------------------------------------------------------------------------------------------------------
 
 

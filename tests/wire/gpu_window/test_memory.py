@@ -152,6 +152,26 @@ def test_a_device_or_a_driver_that_is_not_there(cuda: StandIn) -> None:
         Driver(0, "no-such-library.so")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_real_gpu() -> None:
+    device, torch_bytes = torch.device("cuda", 0), torch.zeros(1, device="cuda:0")
+    driver = Driver(0)
+    mine, descriptor = allocate(driver, device, UNIT + 1)
+    theirs = import_(driver, device, descriptor, mine.size)
+    os.close(descriptor)
+    assert not theirs.matrix(0, 1, mine.size // 4).any()
+    numbers = torch.arange(12, dtype=torch.int32).view(3, 4)
+    mine.matrix(256, 3, 4).copy_(numbers)
+    mine.synchronize()
+    assert torch.equal(theirs.matrix(256, 3, 4).cpu(), numbers)
+    rows = mine.matrix(256, 3, 4)
+    del mine, theirs
+    gc.collect()
+    assert torch.equal(rows.cpu(), numbers), "still mapped"
+    assert torch_bytes.item() == 0
+
+
 def test_two_gpus_have_names_of_their_own(cuda: StandIn) -> None:
     one, other = (Driver(ordinal, cuda.library).uuid() for ordinal in (0, 1))
     assert (len(one), one == other, one == Driver(0, cuda.library).uuid()) == (16, False, True)
