@@ -3,8 +3,8 @@
 The first comparison is of the time of a fine-tuning step and of a token of decode. The second one is of step time and
 memory by the number of adapters that are trained at once: adapters on one shared base, against as many copies of the
 model on one GPU. Papers on shared base models make this comparison. Each side runs in a process of its own. In the
-first comparison the sides take turns. The provider is `provider serve --device`, reached over mTLS loopback, over a Unix
-socket, or through a window (memory of the device that both ends share). Tenants run attention and adapters on the
+first comparison the sides take turns. The provider is `provider serve --device`, reached over mTLS loopback, over a
+Unix socket, or through a window (memory of the device that both ends share). Tenants run attention and adapters on the
 device, and `trust_same_gpu` lets them make masks there.
 """
 
