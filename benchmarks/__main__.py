@@ -7,6 +7,7 @@ it needs says so and is left out.
 from benchmarks import (
     accelerator,
     activations,
+    adapter_loading,
     decode,
     encrypted_matmul,
     few_rows,
@@ -19,6 +20,8 @@ from benchmarks import (
     quality,
     scheduling,
     seeds,
+    serving,
+    serving_mix,
     speculation,
     tenant_cost,
     transport,
@@ -30,7 +33,8 @@ benchmark itself prints what is missing."""
 
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
-    network, speculation, encrypted_matmul, activations, kept_tensors, accelerator,
+    network, adapter_loading, serving, speculation, encrypted_matmul, activations, kept_tensors,
+    accelerator, serving_mix,
 )  # fmt: skip
 
 for module in MODULES:

@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens of each answer")
     parser.add_argument("--round-trip-ms", type=float, help="of a link between provider and tenant; needs root")
     parser.add_argument(
-        "--busy-poll-ms", type=float, default=0.6, help="the longest busy polling at both ends (docs/serving.md)"
+        "--busy-poll-ms", type=float, default=2.0, help="the longest busy polling at both ends (docs/benchmarks.md)"
     )
     given, _ = parser.parse_known_args()
     os.environ["VEILBASE_BUSY_POLL_MS"] = os.environ["VEILBASE_PROVIDER_BUSY_POLL_MS"] = str(given.busy_poll_ms)

@@ -66,6 +66,9 @@ class AdapterSlots(Protocol):
             slot_of_row: the slot of each row of the step, in ascending order.
         """
 
+    def describe(self) -> str:
+        """Returns a line that states how many adapters each tier has room for, for `Engine.explain`; "" for none."""
+
     def close(self) -> None:
         """Detaches the store from the model. The engine calls this method when the engine is closed."""
 
@@ -96,6 +99,10 @@ class NoAdapters:
     def in_step(self, slot_of_row: list[int]) -> Iterator[None]:
         """Returns a context that changes nothing in the model's layers."""
         yield
+
+    def describe(self) -> str:
+        """Returns an empty line, since there are no adapters to state."""
+        return ""
 
     def close(self) -> None:
         """Does nothing, since the store holds nothing."""

@@ -258,7 +258,8 @@ class Engine:
         `TenantClient.explain` states what the mask hides, which also holds for the engine.
         """
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
-        text = explain(self._layout, self._scheduler.budget, self._context.num_tokens, kept)
+        context = self._context.num_tokens
+        text = explain(self._layout, self._scheduler.budget, context, kept, self._slots.describe())
         print(text)
         return text
 

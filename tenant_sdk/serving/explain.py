@@ -35,7 +35,7 @@ _HITS = (
 )
 
 
-def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0) -> str:
+def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0, adapters: str = "") -> str:
     """Returns the text, one line for each topic.
 
     Args:
@@ -43,6 +43,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
         budget: the scheduler's limits.
         context_length: the most tokens of a request, prompt and answer together.
         prefix_bytes: the most bytes of kept prompts.
+        adapters: how many adapters fit; see `AdapterSlots.describe`.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
     fitting = ", ".join(
@@ -56,6 +57,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
         "tokens of a request": f"{context_length} at most, prompt and answer together",
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
         "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
+        **({"adapters that fit": adapters} if adapters else {}),
         "the provider sees": _VISIBLE,
         "adapters with DoRA": _DORA,
         "times of calls": _TIMES,

@@ -77,6 +77,8 @@ def test_the_command_prints_a_key_and_its_address(tiny_chat: Path, adapters: Pat
         assert names[0] == tiny_chat.name
         assert "support" in names  # beside it may be what the page's job has trained
         assert any(line.startswith("released") and "refused" in line for line in serving.printed)
+        (fitting,) = [line for line in serving.printed if line.startswith("adapters that fit")]
+        assert re.search(r"of rank 16 on \d+ layers: device 16 \(.* disk [12] found", fitting)
         err = serving.end(signal.SIGINT)
         assert serving.process.returncode == 0
     assert "/v1/models 200 ok" in err

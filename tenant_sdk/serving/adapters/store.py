@@ -196,28 +196,29 @@ class AdapterStore:
             on_disk, len(self._entries), self._placement.num_waiting,
         )  # fmt: skip
 
-    def describe(self, rank: int = 16, modules: Sequence[str] | None = None) -> str:
+    def describe(self, rank: int | None = None, modules: Sequence[str] | None = None) -> str:
         """Returns a line that states how many LoRA adapters of a rank fit on each tier, and how many adapters of other
-        kinds the device takes; a server shows it when it starts.
+        kinds the device takes; `Engine.explain` prints it, and so does `tenant serve` when it starts.
 
         Args:
-            rank: the rank of the adapters.
+            rank: the rank of the adapters; None stands for 16, or the largest rank if that is less.
             modules: the names of the layers that the adapters change; None means all linear layers.
 
         Raises:
             ConfigurationError: the rank is too large for the device tier, or the model has no such layer.
         """
         numbers, shapes = self._device.numbers, self._base.shapes
+        rank = min(16, numbers.ranks[-1]) if rank is None else rank
         names, padded = list(shapes) if modules is None else list(modules), numbers.rank_for(rank)
         if padded is None or rank < 1 or not shapes.keys() >= set(names):
             raise ConfigurationError(f"expected a rank from 1 to {numbers.ranks[-1]} and names of linear layers")
         packed = rank * sum(sum(shapes[name]) for name in names) * self._dtype.itemsize
         slot, status = self._device.slot_bytes(padded, names), self.status()
         return (
-            f"adapters of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
+            f"of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
             f"host {self._host.budget_bytes // max(1, packed)} ({megabytes(packed)} each), "
             f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue; "
-            f"adapters of other kinds: device {numbers.num_slots}"
+            f"of other kinds: device {numbers.num_slots}"
         )
 
     def close(self) -> None:

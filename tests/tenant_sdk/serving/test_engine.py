@@ -3,6 +3,7 @@ serve."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -283,6 +284,7 @@ def test_an_engine_takes_a_folder_of_adapters_and_a_store_that_was_not_told_whom
     for given in (tmp_path, str(tmp_path), lambda model, _: AdapterStore(model, tmp_path)):
         with Engine(client, given) as engine:
             assert len(engine.submit("who?", adapter="one", max_new_tokens=4).result(TIMEOUT_S)) == len(want)
+            assert re.search(r"^adapters that fit +of rank 16 on .* disk 1 found", engine.explain(), re.MULTILINE)
     with pytest.raises(ConfigurationError, match="a folder, or a function"):
         Engine(client, 5)  # type: ignore[arg-type]
 
@@ -310,6 +312,7 @@ def test_explain_says_what_fits_and_what_shows(client: TenantClient, capsys: pyt
         assert f"16 at most; in 0 MB of KV (float32) {200_000 // num_bytes} of 128 tokens" in text
     assert "the provider sees" in text
     assert "adapters with DoRA" in text
+    assert "adapters that fit" not in text, "there are none"
     assert all(len(line.split("  ", 1)) == 2 for line in text.splitlines())
 
 

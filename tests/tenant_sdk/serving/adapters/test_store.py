@@ -411,8 +411,8 @@ def test_the_line_for_the_start(model: Any, root: Path) -> None:
     store = AdapterStore(model, root, host_bytes=100 * PACKED_BYTES)
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("q", "v")]
     assert store.describe(8, modules) == (
-        "adapters of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 10 found, "
-        "network 0 in the catalogue; adapters of other kinds: device 16"
+        "of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 10 found, "
+        "network 0 in the catalogue; of other kinds: device 16"
     )
     with pytest.raises(ConfigurationError, match="a rank from 1 to 256"):
         store.describe(300)
