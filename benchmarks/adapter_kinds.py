@@ -1,4 +1,5 @@
-"""Measures adapters of different PEFT kinds: the time to load one from disk, and the time of 16 rows that use it.
+"""Measures adapters of different PEFT kinds: the time to load one from disk, the time of 16 rows that use it, and of 16
+rows of which each uses another adapter of the kind.
 
 All linear layers of SmolLM2-135M's shapes are adapted, except the head. Weights are random, so nothing is downloaded,
 and there is no provider: base layers are computed here, in float32, on one thread. Passes with the different kinds take
@@ -9,6 +10,7 @@ settings, since loading the first one takes longer: the store asks PEFT once whi
 from __future__ import annotations
 
 import copy
+import shutil
 import statistics
 import tempfile
 import threading
@@ -18,6 +20,8 @@ from typing import Any
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
 
 from benchmarks.adapter_loading import smollm2_shapes
 from tenant_sdk.serving.adapters import AdapterStore
@@ -75,27 +79,45 @@ def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, floa
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def rows_ms(model: Any, root: Path, names: list[str]) -> dict[str | None, float]:
-    """Returns, for each name of an adapter, the median time in ms of a pass of `ROWS` rows with this adapter; and for
-    None, that of a pass without an adapter."""
-    ids, times = torch.arange(ROWS)[None], dict[str | None, list[float]]()
-    for _ in range(ROUNDS):
-        for name in (None, *names):
-            ready = threading.Event()
-            store = AdapterStore(model, root, on_ready=ready.set, separate_calls=True)
-            ticket = None if name is None else store.reserve(name)
-            if ticket is not None and not ticket.is_ready():
-                ready.wait()
-            slot = 0 if ticket is None else ticket.slot
-            with torch.no_grad(), store.in_step([slot] * ROWS):
+def save_more(root: Path, name: str) -> list[str]:
+    """Saves `ROWS` adapters with the settings of another one and numbers a little different; returns their names."""
+    names = [f"{name}-{number}" for number in range(ROWS)]
+    for number, other in enumerate(names):
+        shutil.copytree(root / name, root / other)
+        path = root / other / SAFETENSORS_WEIGHTS_NAME
+        changed = {key: one * (1 + number / 1000) if one.is_floating_point() else one
+                   for key, one in load_file(path).items()}  # fmt: skip
+        save_file(changed, path)
+    return names
+
+
+def rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -> dict[str, float]:
+    """Returns, for each pass, the median time in ms of a step of `ROWS` rows, in which the adapters that the pass names
+    have as many rows each; no adapter stands for the base model."""
+    ids, times = torch.arange(ROWS)[None], dict[str, list[float]]()
+    for _ in range(rounds):
+        for title, names in passes.items():
+            bell = threading.Condition()
+
+            def ring(bell: threading.Condition = bell) -> None:
+                with bell:
+                    bell.notify_all()
+
+            store = AdapterStore(model, root, on_ready=ring, separate_calls=True)
+            tickets = [store.reserve(name) for name in names]
+            with bell:
+                while any(one.failure is None and not one.is_ready() for one in tickets):
+                    bell.wait(0.1)
+            slots = sorted(ticket.slot for ticket in tickets for _ in range(ROWS // len(tickets))) or [0] * ROWS
+            with torch.no_grad(), store.in_step(slots):
                 model(input_ids=ids, use_cache=False)  # what the first pass alone allocates
                 began = time.perf_counter()
                 model(input_ids=ids, use_cache=False)
-                times.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
-            if ticket is not None:
+                times.setdefault(title, []).append(1e3 * (time.perf_counter() - began))
+            for ticket in tickets:
                 ticket.release()
             store.close()
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {title: statistics.median(each) for title, each in times.items()}
 
 
 def main() -> None:
@@ -110,12 +132,16 @@ def main() -> None:
             for name in both:
                 save(model, root / name, title)
         loads = {title: load_ms(model, root, both) for title, both in names.items()}
-        passes = rows_ms(model, root, [name for name, _ in names.values()])
-    print(f"| | read from disk, ms | a second one of its settings, ms | {ROWS} rows of one adapter, ms |")
-    print(f"|---|---|---|---|\n| no adapter | | | {passes[None]:.0f} |")
-    for title, (name, _) in names.items():
-        first, second = loads[title]
-        print(f"| {title} | {first:.0f} | {second:.0f} | {passes[name]:.0f} |")
+        one = rows_ms(model, root, {"": [], **{title: [name] for title, (name, _) in names.items()}}, ROUNDS)
+        many = {}
+        for title, (name, _) in names.items():
+            many |= rows_ms(model, root, {title: save_more(root, name)}, 2)
+    print(
+        f"| | read from disk, ms | a second one of its settings, ms | {ROWS} rows of one adapter, ms | of {ROWS}, ms |"
+    )
+    print(f"|---|---|---|---|---|\n| no adapter | | | {one['']:.0f} | |")
+    for title, both in loads.items():
+        print(f"| {title} | {both[0]:.0f} | {both[1]:.0f} | {one[title]:.0f} | {many[title]:.0f} |")
 
 
 if __name__ == "__main__":
