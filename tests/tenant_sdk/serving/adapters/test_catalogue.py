@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import os
 import shutil
+import ssl
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
+from tests.support.tls_authority import make_authority
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
 
 MOST = 1 << 20
@@ -42,14 +49,30 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "downloads"
 
 
-@pytest.fixture
-def web(made: Path) -> Iterator[tuple[str, list[str]]]:
-    """Runs a server on this machine's loopback, and provides its URL and a list of the paths that are requested."""
+def hub_headers(path: str) -> dict[str, str]:
+    """Returns what the hub says about a file, whose place is REPOSITORY/resolve/REVISION/FILE: which commit it is of,
+    and the tag by which copies are told apart."""
+    return {"X-Repo-Commit": "1" * 40, "ETag": f'"{path.rpartition("/")[2]}"'}
+
+
+@contextlib.contextmanager
+def serving(made: Path, context: ssl.SSLContext | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Runs a server on this machine's loopback, with TLS if there is a context. Yields its URL and a list of the paths
+    that are requested."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, directory=str(made.parent))
+
+        def end_headers(self) -> None:
+            if "/resolve/" in self.path:
+                for name, value in hub_headers(self.path).items():
+                    self.send_header(name, value)
+            super().end_headers()
+
+        def translate_path(self, path: str) -> str:
+            return str(made / path.rpartition("/")[2]) if "/resolve/" in path else super().translate_path(path)
 
         def do_GET(self) -> None:
             asked.append(self.path)
@@ -63,12 +86,22 @@ def web(made: Path) -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *args: Any) -> None: ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"{'http' if context is None else 'https'}://localhost:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def web(made: Path) -> Iterator[tuple[str, list[str]]]:
+    with serving(made) as found:
+        yield found
 
 
 def write(folder: Path, **entries: tuple[str, str]) -> Path:
@@ -128,7 +161,7 @@ def test_what_is_not_there_is_one_line_without_the_address(where: str, web: tupl
     """One file does not exist, and the other leads by a redirect to an address without https."""
     with pytest.raises(ConfigurationError, match=f"one cannot be fetched: its {CONFIG} is not to be had") as caught:
         fetch("one", Entry(source=f"{web[0]}{where}", digest=ZEROS), cache, MOST)
-    assert "127.0.0.1" not in str(caught.value)
+    assert "localhost" not in str(caught.value)
     assert list(cache.iterdir()) == []
 
 
@@ -141,28 +174,79 @@ def test_s3_without_its_package_says_what_to_install(cache: Path, monkeypatch: p
         fetch("one", Entry(source="s3://bucket/one", digest=ZEROS), cache, MOST)
 
 
-def test_s3_is_read_by_fsspec(made: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
+class Bucket(MemoryFileSystem):  # type: ignore[misc]
+    """Stands in for S3 behind fsspec's own interface, since s3fs is not installed here."""
 
-    def open_here(path: str, mode: str) -> Any:
-        opened.append(path)
-        return (made / path.rpartition("/")[2]).open(mode)
+    protocol = "s3"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
 
-    monkeypatch.setattr(fsspec, "open", open_here)
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("s3://")))
+
+
+def test_s3_is_read_by_fsspec(made: Path, cache: Path) -> None:
+    fsspec.register_implementation("s3", Bucket, clobber=True)
+    for file in (CONFIG, WEIGHTS):
+        Bucket().pipe_file(f"/bucket/one/{file}", (made / file).read_bytes())
     fetch("one", Entry(source="s3://bucket/one/", digest=digest(made)), cache, MOST)
-    assert opened == [f"s3://bucket/one/{CONFIG}", f"s3://bucket/one/{WEIGHTS}"]
+    (kept,) = cache.iterdir()
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {
+        file: (made / file).read_bytes() for file in (CONFIG, WEIGHTS)
+    }
+    with pytest.raises(ConfigurationError, match="two cannot be fetched"):
+        fetch("two", Entry(source="s3://bucket/two", digest=ZEROS), cache, MOST)
 
 
-def test_the_hub_gives_the_named_revision(made: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str, str | None]] = []
+_FETCH = """
+import sys
+from pathlib import Path
+from tenant_sdk.serving.adapters.catalogue import Entry, fetch
+from tests.support.tls_authority import make_authority
+from tests.support.waiting import WAIT_S
+from wire.errors import ConfigurationError
+source, digest, cache = sys.argv[1:]
+try:
+    fetch("one", Entry(source=source, digest=digest), Path(cache), 1 << 20)
+except ConfigurationError as exc:
+    sys.exit(str(exc))
+"""
 
-    def download(repo_id: str, file: str, revision: str | None) -> str:
-        asked.append((repo_id, file, revision))
-        return str(made / file)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    fetch("one", Entry(source="hf://acme/support@v2", digest=digest(made)), cache, MOST)
-    assert asked == [("acme/support", CONFIG, "v2"), ("acme/support", WEIGHTS, "v2")]
+def fetched(source: str, pinned: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Fetches an adapter in a process of its own, with variables that are read when libraries are imported."""
+    command = [sys.executable, "-c", _FETCH, source, pinned, str(cache)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=WAIT_S)
+
+
+def test_https_checks_the_certificate(made: Path, cache: Path, tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "authority")
+    ca, chain, key = authority.server
+    files = {name: tmp_path / name for name in ("ca", "chain", "key")}
+    for path, content in zip(files.values(), (ca, chain, key), strict=True):
+        path.write_bytes(content)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["chain"], files["key"])
+    with serving(made, context) as (url, asked):
+        done = fetched(f"{url}/good", digest(made), cache, SSL_CERT_FILE=str(files["ca"]))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert asked == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
+        with pytest.raises(ConfigurationError, match="two cannot be fetched"):
+            fetch("two", Entry(source=f"{url}/good", digest=ZEROS), cache, MOST)
+        assert len(asked) == 2, "nothing is asked of a server whose certificate nobody vouches for"
+
+
+def test_the_hub_gives_the_named_revision(made: Path, cache: Path, tmp_path: Path) -> None:
+    with serving(made) as (url, asked):
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        done = fetched("hf://acme/support@v2", digest(made), cache, **env)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert [path for path in asked if "/resolve/" in path] == [
+        f"/acme/support/resolve/v2/{file}" for file in (CONFIG, WEIGHTS)
+    ]
+    (kept,) = cache.iterdir()
+    assert (kept / WEIGHTS).read_bytes() == (made / WEIGHTS).read_bytes()
 
 
 def test_the_hub_offline_is_one_line(cache: Path) -> None:
