@@ -57,6 +57,10 @@ class _Settings(BaseSettings):
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
 
+LEAST_WINDOWS = 8 << 20
+"""The least bytes of `gpu_windows`: one tenant gets half of them at most, and no window has less than 4 MiB."""
+
+
 class ProviderSettings(_Settings):
     """Holds the settings of one provider process; each setting with a description is a flag of `provider serve`.
 
@@ -247,6 +251,10 @@ class ProviderSettings(_Settings):
     def _check_windows(self) -> None:
         if not self.gpu_windows:
             return
+        if self.gpu_windows < LEAST_WINDOWS:
+            raise ConfigurationError(
+                f"--gpu-windows is 0 or at least {LEAST_WINDOWS >> 20}MiB, for one window a tenant"
+            )
         if self.ipc is None:
             raise ConfigurationError("--gpu-windows is for tenants on this host: add --ipc")
         if self.device == "cpu" or self.parallel != "none":

@@ -89,7 +89,10 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
         shards, busy_poll_s = _make_shards(settings, model, admission, ending), settings.busy_poll_ms / 1000
-        service = server.start(model, shards, admission, usage, busy_poll_s, _make_windows(settings, shards))
+        windows = _make_windows(settings, shards)
+        if windows is not None:
+            ending.callback(windows.drop)
+        service = server.start(model, shards, admission, usage, busy_poll_s, windows)
         monitor = _make_monitor(settings, server, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)

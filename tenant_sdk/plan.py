@@ -139,6 +139,8 @@ def _device(device: str | torch.device) -> torch.device:
         raise ConfigurationError(f"device {chosen} needs an NVIDIA GPU, its driver and torch's CUDA build")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"no device {chosen}: this machine has {torch.cuda.device_count()}, counted from 0")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # What is current may change later.
     return chosen
 
 

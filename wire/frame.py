@@ -43,8 +43,8 @@ with warnings.catch_warnings():
 
 class FrameType(IntEnum):
     """Lists the frame types of the protocol; the values are the numbers on the wire. FETCH and DATA, for the manifest
-    and the bundle, cross sockets of one host only; gRPC has methods for these. So does WINDOW, which asks for memory
-    of a GPU that both ends share, and answers."""
+    and the bundle, cross sockets of one host only; gRPC has methods for these. WINDOW, which asks for memory of a GPU
+    that both ends share and answers, crosses sockets of one host only, too."""
 
     HELLO = 1
     WELCOME = 2

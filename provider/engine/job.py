@@ -65,6 +65,8 @@ class Job:
                 self.reply = unwritten_like(part, self.ticket.num_rows, part.shape[1], part.dtype)
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
+        if part.is_cuda:  # The part's memory may be used by another product's stream as soon as it is let go.
+            torch.cuda.current_stream(part.device).synchronize()
         with self._lock:
             if piece.first_row in self._placed:  # The piece was computed twice, because a replica was lost.
                 return None

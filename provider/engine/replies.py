@@ -15,8 +15,9 @@ import torch
 
 from provider.engine.job import Completed, Job, Outcome, job_of
 from provider.engine.products import all_finite
+from provider.engine.replica import RETRY_S
 from provider.schedule.ticket import Piece, Ticket
-from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, VeilbaseError
+from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call
 from wire.ring.seeded_rows import Rows
 
@@ -79,6 +80,9 @@ class Replies:
         """Puts the outcome of one piece into the request's reply, and finishes the request once all pieces are in."""
         try:
             self._deliver(piece, outcome)
+        except torch.OutOfMemoryError:
+            error = Unavailable("the device has no memory left for this reply", RETRY_S)
+            self.fail_all([piece.ticket], error)
         except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
             _LOGGER.error("a reply could not be given: %s", type(exc).__name__)
             self.fail_all([piece.ticket], FAILED)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import ssl
 import threading
 import time
@@ -263,8 +262,6 @@ class ProviderService:
         except BaseException:
             self._windows.close(given)
             raise
-        finally:
-            os.close(given.descriptor)
         return given
 
     def _carry(self, access: Access, connection: MessageSocket, given: Given | None) -> None:

@@ -18,10 +18,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
+from provider.engine.computes import Computes
 from provider.engine.job import Job, Outcome
 from provider.engine.replies import FAILED
 from provider.net.admission import TenantAdmission
@@ -58,20 +58,6 @@ SWEEP_S = 0.5
 """The seconds between two checks of a stream for a revocation and for deadlines that have passed."""
 HANDSHAKE_S = 20.0
 _LOGGER = logging.getLogger(__name__)
-
-
-class Computes(Protocol):
-    """Lists the methods that a session calls to have requests computed, by one executor or by several."""
-
-    def submit(self, job: Job) -> None:
-        """Queues a job; `provider.engine.executor.Executor` describes this method and the methods below."""
-        ...
-
-    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
-
-    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool: ...
-
-    def cancel(self, job: Job) -> None: ...
 
 
 class _Refused(Exception):
@@ -194,9 +180,11 @@ class Session:
         elif header.offset == 0:
             raise MalformedFrame("a request id that is in flight was used again")
         assembler = request.assembler
-        if request.area is not None and self._window is not None and assembler is not None:
+        window = self._window
+        if request.area is not None and assembler is not None:
             request.assembler = None
-            self._compute(request, self._window.rows(header, request.area))
+            if window is not None:  # Otherwise the stream has ended.
+                self._compute(request, window.rows(header, request.area))
             return
         if assembler is None:  # All of its chunks were received.
             raise MalformedFrame("a request id that is in flight was used again")
@@ -308,7 +296,8 @@ class Session:
     def _compute(self, request: Request, rows: Rows) -> None:
         header, call = request.header, request.header.call
         if (
-            request.request_class is RequestClass.DECODE
+            request.area is None  # Rows on the device would wait for a large product there.
+            and request.request_class is RequestClass.DECODE
             and 0 < header.rows <= INLINE_ROWS
             and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
         ):
@@ -333,15 +322,17 @@ class Session:
             self._fail(request.header.request_id, outcome)
         elif self._outbox.is_full:
             self._give_up()
-        elif request.area is not None and self._window is not None:
-            self._answer_in_window(request, request.area, self._window, outcome)
+        elif request.area is not None:
+            self._answer_in_window(request, request.area, outcome)
         else:
             self._outbox.put_reply(request, outcome)
 
-    def _answer_in_window(self, request: Request, area: Area, window: Window, reply: torch.Tensor) -> None:
-        header, size = request.header, request.reply_bytes
+    def _answer_in_window(self, request: Request, area: Area, reply: torch.Tensor) -> None:
+        header, size, window = request.header, request.reply_bytes, self._window
+        if window is None:
+            return  # The stream has ended.
         try:
-            window.put(request, area, reply)
+            window.put(area, reply)
         except RuntimeError as exc:
             _LOGGER.error("a reply could not be written: %s", type(exc).__name__, extra=self._named(header.request_id))
             self._fail(header.request_id, FAILED)
@@ -410,6 +401,7 @@ class Session:
         """Drops all requests and ends the stream. Any thread may call this, even repeatedly."""
         self._table.close()
         self._outbox.end()
+        self._window = None  # Jobs and callbacks still refer to this session, and would keep a GPU's memory mapped.
 
     # ---- frames that go, and what is here ---------------------------------------------------------------------------
 

@@ -3,8 +3,11 @@ stand-in that is compiled against cuda.h."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,15 +27,16 @@ from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask
 from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
-from wire.errors import ConfigurationError, VeilbaseError, WireCode
+from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.gpu_window.areas import Area
 from wire.gpu_window.driver import Driver
 from wire.payload import RowsPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.ipc import window as window_module
+from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.connection import IpcConnection
 
 CPU = torch.device("cpu")
@@ -45,7 +49,6 @@ def cuda() -> Iterator[StandIn]:
     made = stand_in()
     yield made
     made.limit()
-    gc.collect()
     until(lambda: gc.collect() is not None and made.mapped_bytes == 0, "the end of all windows")
     assert made.num_handles == 0
 
@@ -57,8 +60,10 @@ def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def windows(cuda: StandIn) -> Windows:
-    return Windows(CPU, 4 * UNIT * 4, cuda.library)
+def windows(cuda: StandIn) -> Iterator[Windows]:
+    made = Windows(CPU, 4 * UNIT * 4, cuda.library)
+    yield made
+    made.drop()
 
 
 @pytest.fixture
@@ -263,7 +268,7 @@ def test_a_device_without_memory_leaves_the_socket(provider: Provider, windows: 
 
 
 def test_all_windows_stay_within_the_budget(provider: Provider, windows: Windows, cuda: StandIn) -> None:
-    """One tenant gets half of it at most, and what a stream had comes back when it ends."""
+    """One tenant gets half of it at most. What a stream had is the tenant's when it ends, unless others need it."""
     first, second = tenant_of(provider, cuda), tenant_of(provider, cuda)
     first.reconnect()
     second.reconnect()
@@ -275,10 +280,63 @@ def test_all_windows_stay_within_the_budget(provider: Provider, windows: Windows
     assert (other.carrier, third.carrier) == (CARRIED, "ipc")
     assert windows.taken_bytes == 4 * UNIT * 4
     first.close()
-    until(lambda: windows.taken_bytes == 2 * UNIT * 4, "the end of the first window")
+    until(lambda: windows.num_open == 1, "the end of the first window")
     again = tenant_of(provider, cuda)
     again.reconnect()
-    assert again.carrier == CARRIED
+    assert (again.carrier, windows.taken_bytes) == (CARRIED, 4 * UNIT * 4)
+    again.close()
+    until(lambda: windows.num_open == 1, "the end of the window")
+    third.close()
+    late = tenant_of(provider, cuda, "third")
+    late.reconnect()
+    assert (late.carrier, windows.taken_bytes) == (CARRIED, 4 * UNIT * 4)
+
+
+def test_a_tenant_that_keeps_descriptors_gets_no_more_memory(
+    provider: Provider, windows: Windows, cuda: StandIn
+) -> None:
+    """Each stream gets the memory of the last one again, with zeros, so what a tenant keeps is in the budget."""
+    kept: set[tuple[int, int]] = set()
+    for turn in range(5):
+        connection = connect_ipc(provider, "keeper")
+        asked = Driver(0, cuda.library).uuid() + (64 << 20).to_bytes(8, "little")
+        connection.send(Header(FrameType.WINDOW, total_bytes=len(asked)).pack() + asked)
+        _, descriptor = connection.receive_with_descriptor(time.monotonic() + WAIT_S)
+        assert descriptor is not None
+        found = os.fstat(descriptor)
+        kept.add((found.st_dev, found.st_ino))
+        assert os.pread(descriptor, 8, 0) == bytes(8)
+        os.pwrite(descriptor, b"leftover", 0)
+        os.close(descriptor)
+        connection.release()
+        until(lambda: not windows.num_open, "the end of the stream")
+        assert windows.taken_bytes == 2 * UNIT * 4, turn
+    assert len(kept) == 1
+
+
+def test_a_refused_tenant_asks_again_later(provider: Provider, windows: Windows, cuda: StandIn) -> None:
+    """A provider that refuses for a while has not become one that knows no windows."""
+    connection = tenant_of(provider, cuda)
+    connection.manifest()
+    service = service_of(provider)
+    for _ in range(3):
+        with contextlib.ExitStack() as full:
+            until(lambda: not service.status().calls, "the end of earlier calls")
+            for number in range(8):
+                full.callback(connect_and_wait(provider, number).release)
+            with pytest.raises(QuotaExceeded):
+                connection.reconnect()
+    until(lambda: not service.status().calls, "the end of all calls")
+    connection.reconnect()
+    assert connection.carrier == CARRIED
+
+
+def connect_and_wait(provider: Provider, number: int) -> ClearSocket:
+    """Opens a stream of the tenant `acme`, and waits until it is one of its calls."""
+    connection = connect_ipc(provider, "acme")
+    connection.send(frame.hello(FrameType.HELLO))
+    until(lambda: len(service_of(provider).sessions) > number, "the stream")
+    return connection
 
 
 def test_a_device_that_cannot_share_memory_stops_the_start(cuda: StandIn) -> None:
@@ -394,8 +452,8 @@ def test_a_window_that_was_not_given(provider: Provider) -> None:
 
 
 def test_more_chunks_after_a_window(provider: Provider, raw: RawWindow) -> None:
-    """A request whose rows are in the window is complete, so a further chunk is malformed; so is the number of a
-    request in flight."""
+    """A request whose rows are in the window is complete, so a chunk that comes after its answer is ignored, as that of
+    any other request that has ended."""
     service = service_of(provider)
     raw.request(Area(0, 4096).pack(), number=1)
     raw.receive()
@@ -454,7 +512,7 @@ def test_a_tenant_that_leaves_in_mid_product(provider: Provider, windows: Window
         for number in range(1, 9):
             raw.request(Area(0, 1 << 20).pack(), num_rows=2000, number=number)
         raw.close()
-    until(lambda: windows.taken_bytes == 0, "the end of all windows")
+    until(lambda: windows.num_open == 0, "the end of all windows")
     late = RawWindow(provider, cuda, "late")
     late.expect_product(provider, number=1)
     late.close()
@@ -475,10 +533,12 @@ def test_what_a_window_held_is_not_seen_by_the_next_tenant(provider: Provider, c
     first = RawWindow(provider, cuda, "first")
     first.window.memory.matrix(0, 1, first.window.num_bytes // 4).fill_(7)
     first.close()
-    until(lambda: windows.taken_bytes == 0, "the end of the first window")
-    second = RawWindow(provider, cuda, "second")
-    assert not second.window.memory.matrix(0, 1, second.window.num_bytes // 4).any()
-    second.close()
+    until(lambda: windows.num_open == 0, "the end of the first window")
+    for name in ("first", "second"):  # the same tenant gets the same memory
+        later = RawWindow(provider, cuda, name)
+        assert not later.window.memory.matrix(0, 1, later.window.num_bytes // 4).any()
+        later.close()
+        until(lambda: windows.num_open == 0, "the end of the window")
 
 
 def test_the_commands_refuse_windows_without_their_conditions(tmp_path: Path) -> None:
@@ -486,8 +546,10 @@ def test_the_commands_refuse_windows_without_their_conditions(tmp_path: Path) ->
 
     def line(**given: object) -> str:
         with pytest.raises(ConfigurationError) as error:
-            ProviderSettings(tls=True, gpu_windows="64MiB", **given).check_conflicts()  # type: ignore[arg-type]
+            ProviderSettings(tls=True, **{"gpu_windows": "64MiB", **given}).check_conflicts()  # type: ignore[arg-type]
         return str(error.value)
+
+    assert line(ipc=tmp_path, gpu_windows="7MiB") == "--gpu-windows is 0 or at least 8MiB, for one window a tenant"
 
     assert line() == "--gpu-windows is for tenants on this host: add --ipc"
     assert line(ipc=tmp_path, device="cpu") == "--gpu-windows needs a GPU that computes: expected --device auto or cuda"

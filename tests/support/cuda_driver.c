@@ -7,13 +7,14 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 enum { UNIT = 1 << 21, MOST = 1024, DEVICES = 2 };
-static struct { int fd; size_t size; } held[MOST];
+static struct { int fd, device; size_t size; } held[MOST];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t mapped_bytes, limit_bytes = (size_t)1 << 30;
 static int missing_attribute;
@@ -77,12 +78,12 @@ CUresult CUDAAPI cuMemGetAllocationGranularity(
     return CUDA_SUCCESS;
 }
 
-static CUresult keep(CUmemGenericAllocationHandle *handle, int fd, size_t size) {
+static CUresult keep(CUmemGenericAllocationHandle *handle, int fd, int device, size_t size) {
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MOST && result; i++)
         if (!held[i].size) {
-            held[i].fd = fd, held[i].size = size, *handle = (CUmemGenericAllocationHandle)i + 1;
+            held[i].fd = fd, held[i].device = device, held[i].size = size, *handle = (CUmemGenericAllocationHandle)i + 1;
             result = CUDA_SUCCESS;
         }
     pthread_mutex_unlock(&lock);
@@ -94,7 +95,9 @@ CUresult CUDAAPI cuMemCreate(
     CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *wanted, unsigned long long flags) {
     if (!is_good(wanted) || flags || !size || size % UNIT) return CUDA_ERROR_INVALID_VALUE;
     if (size > limit_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
-    int fd = memfd_create("gpu", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    char name[] = "gpu0"; /* The descriptor itself says which device's memory it is. */
+    name[3] += (char)wanted->location.id;
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
     if (ftruncate(fd, (off_t)size) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) {
         close(fd);
@@ -103,7 +106,7 @@ CUresult CUDAAPI cuMemCreate(
     /* What another process has left in the memory. */
     void *here = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (here != MAP_FAILED) memset(here, 0x5a, size), munmap(here, size);
-    return keep(handle, fd, size);
+    return keep(handle, fd, wanted->location.id, size);
 }
 
 static int number(CUmemGenericAllocationHandle handle) {
@@ -122,18 +125,30 @@ CUresult CUDAAPI cuMemExportToShareableHandle(
     void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
     int one = number(handle);
     if (one < 0 || flags || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
-    *(int *)shareable = fcntl(held[one].fd, F_DUPFD_CLOEXEC, 0);
+    *(int *)shareable = dup(held[one].fd); /* The real driver may not set close-on-exec, either. */
     return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemImportFromShareableHandle(
     CUmemGenericAllocationHandle *handle, void *os_handle, CUmemAllocationHandleType type) {
     struct stat found;
+    char path[64], target[64] = "";
     int fd = (int)(intptr_t)os_handle;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fcntl(fd, F_GET_SEALS) != (F_SEAL_SHRINK | F_SEAL_GROW)
-        || fstat(fd, &found))
+        || fstat(fd, &found) || readlink(path, target, sizeof target - 1) < 0 || strncmp(target, "/memfd:gpu", 10))
         return CUDA_ERROR_INVALID_VALUE;
-    return keep(handle, fcntl(fd, F_DUPFD_CLOEXEC, 0), (size_t)found.st_size);
+    return keep(handle, fcntl(fd, F_DUPFD_CLOEXEC, 0), target[10] - '0', (size_t)found.st_size);
+}
+
+CUresult CUDAAPI cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *found, CUmemGenericAllocationHandle handle) {
+    int one = number(handle);
+    if (one < 0) return CUDA_ERROR_INVALID_VALUE;
+    memset(found, 0, sizeof *found);
+    found->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    found->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    found->location.id = held[one].device;
+    return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemAddressReserve(
@@ -152,7 +167,7 @@ CUresult CUDAAPI cuMemAddressFree(CUdeviceptr address, size_t size) {
 CUresult CUDAAPI cuMemMap(
     CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
     int one = number(handle);
-    if (one < 0 || offset || flags || held[one].size != size) return CUDA_ERROR_INVALID_VALUE;
+    if (one < 0 || offset || flags || held[one].size < size) return CUDA_ERROR_INVALID_VALUE;
     void *here = mmap((void *)(uintptr_t)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, held[one].fd, 0);
     if (here == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     __sync_fetch_and_add(&mapped_bytes, size);

@@ -13,12 +13,13 @@ On a GPU this was never run.
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
 UUID_BYTES = 16
-_OUT_OF_MEMORY = 2
+_INVALID, _OUT_OF_MEMORY, _NOT_FOUND, _NOT_SUPPORTED = 1, 2, 500, 801
 _PINNED, _ON_DEVICE, _BY_DESCRIPTOR, _READ_WRITE, _MINIMUM = 1, 1, 1, 3, 0
 CAN_MAP, CAN_EXPORT = 102, 103
 """The attributes that a device needs for windows: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and
@@ -70,6 +71,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemRelease": [c_ulonglong],
     "cuMemExportToShareableHandle": [c_void_p, c_ulonglong, c_int, c_ulonglong],
     "cuMemImportFromShareableHandle": [POINTER(c_ulonglong), c_void_p, c_int],
+    "cuMemGetAllocationPropertiesFromHandle": [POINTER(AllocationProperties), c_ulonglong],
     "cuMemAddressReserve": [POINTER(c_ulonglong), c_size_t, c_size_t, c_ulonglong, c_ulonglong],
     "cuMemAddressFree": [c_ulonglong, c_size_t],
     "cuMemMap": [c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong],
@@ -112,7 +114,9 @@ class Driver:
         """
         self._library = ctypes.CDLL(library)
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise DriverError(name, _NOT_FOUND)
             function.argtypes, function.restype = arguments, c_int
         self.ordinal, self._device = ordinal, c_int()
         self._call("cuInit", 0)
@@ -121,7 +125,7 @@ class Driver:
             value = c_int()
             self._call("cuDeviceGetAttribute", byref(value), attribute, self._device)
             if not value.value:
-                raise DriverError("cuDeviceGetAttribute", 801)  # CUDA_ERROR_NOT_SUPPORTED
+                raise DriverError("cuDeviceGetAttribute", _NOT_SUPPORTED)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -150,12 +154,24 @@ class Driver:
         """Returns a new file descriptor that stands for an allocation; the caller closes it."""
         descriptor = c_int(-1)
         self._call("cuMemExportToShareableHandle", byref(descriptor), handle, _BY_DESCRIPTOR, 0)
+        os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
     def import_(self, descriptor: int) -> int:
-        """Returns a handle of the allocation that another process exported. The descriptor stays the caller's."""
-        handle = c_ulonglong()
+        """Returns a handle of the allocation that another process exported. The descriptor stays the caller's.
+
+        Raises:
+            DriverError: the descriptor stands for nothing, or for memory of another device.
+        """
+        handle, found = c_ulonglong(), AllocationProperties()
         self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), _BY_DESCRIPTOR)
+        try:
+            self._call("cuMemGetAllocationPropertiesFromHandle", byref(found), handle)
+            if (found.location.type, found.location.id) != (_ON_DEVICE, self._device.value):
+                raise DriverError("cuMemGetAllocationPropertiesFromHandle", _INVALID)
+        except DriverError:
+            self._library.cuMemRelease(handle)
+            raise
         return handle.value
 
     def release(self, handle: int) -> None:
@@ -166,7 +182,7 @@ class Driver:
         """Maps a whole allocation, which the device may then read and write, and returns its address.
 
         Raises:
-            DriverError: the allocation does not have `size` bytes, or another failure; nothing is mapped then.
+            DriverError: the driver refuses, as it does for more bytes than the allocation has; nothing is mapped then.
         """
         address = c_ulonglong()
         self._call("cuMemAddressReserve", byref(address), size, 0, 0, 0)

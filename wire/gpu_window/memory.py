@@ -1,20 +1,26 @@
 """This module holds a shared allocation of a GPU, and gives views of it as torch tensors.
 
-Guarantees: the memory stays mapped as long as any tensor that views it exists, so a product that still runs never reads
-an address that is gone, whichever end closes first. A view never goes beyond the allocation.
+Guarantees: the memory stays mapped as long as any tensor that views it exists, whichever end closes first, and what the
+device was still told to do is done before it is unmapped. A view never goes beyond the allocation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from wire.frame import ITEM_BYTES
 from wire.gpu_window.driver import Driver, DriverError
+
+_COPIED = -1
+"""Stands in place of a CUDA error where torch has copied memory that it should only have viewed."""
+_LOGGER = logging.getLogger(__name__)
 
 
 class SharedMemory:
@@ -31,11 +37,13 @@ class SharedMemory:
             size: its bytes.
         """
         try:
-            self._mapping = _Mapping(driver, driver.map(handle, size), size)
+            self._mapping = _Mapping(driver, device, driver.map(handle, size), size)
         finally:
             driver.release(handle)
         self.device, self.size = device, size
-        self._numbers = _tensor(self._mapping, device)
+        with torch.inference_mode(False):  # Else no later call outside of that mode could write here.
+            self._numbers = _tensor(self._mapping, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def matrix(self, offset: int, num_rows: int, cols: int) -> torch.Tensor:
         """Returns a view of int32 numbers, shape (num_rows, cols), that begins at the byte `offset`.
@@ -48,11 +56,34 @@ class SharedMemory:
             raise ValueError("a view beyond the shared memory")
         return self._numbers[offset // ITEM_BYTES : end // ITEM_BYTES].view(num_rows, cols)
 
+    def write(self, offset: int, numbers: torch.Tensor) -> None:
+        """Copies a matrix of int32 numbers to the byte `offset`, and waits until the other process can read it; see
+        `matrix` for errors. What makes the numbers must be done already, since the copy has a stream of its own."""
+        with self._copying():
+            self.matrix(offset, *numbers.shape).copy_(numbers)
+        self.synchronize()
+
+    def read(self, offset: int, num_rows: int, cols: int) -> torch.Tensor:
+        """Returns a copy of a matrix in the CPU's memory; see `matrix`."""
+        with self._copying():
+            copied = self.matrix(offset, num_rows, cols).to("cpu", copy=True)
+        self.synchronize()
+        return copied
+
+    def fill_with_zeros(self) -> None:
+        """Overwrites all of the memory, and waits until that is done."""
+        with self._copying():
+            self._numbers.zero_()
+        self.synchronize()
+
     def synchronize(self) -> None:
-        """Waits until the copies to and from this memory that this thread has started are done, so that the other
-        process may use the memory."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Waits until the copies that `write`, `read` and `fill_with_zeros` have started are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copying(self) -> AbstractContextManager[object]:
+        """Returns a context in which copies run on a stream of their own: they wait for no other work of the device."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def allocate(driver: Driver, device: torch.device, size: int) -> tuple[SharedMemory, int]:
@@ -77,8 +108,7 @@ def allocate(driver: Driver, device: torch.device, size: int) -> tuple[SharedMem
         raise
     try:
         memory = SharedMemory(driver, device, handle, size)
-        memory.matrix(0, 1, size // ITEM_BYTES).zero_()  # What another process left there is nobody's business.
-        memory.synchronize()
+        memory.fill_with_zeros()  # What another process left there is nobody's business.
     except BaseException:
         os.close(descriptor)
         raise
@@ -102,21 +132,30 @@ def import_(driver: Driver, device: torch.device, descriptor: int, size: int) ->
 class _Mapping:
     """Holds an address range; the range is unmapped when the last reference to this object is gone."""
 
-    def __init__(self, driver: Driver, address: int, size: int) -> None:
-        self._driver, self.address, self.size = driver, address, size
+    def __init__(self, driver: Driver, device: torch.device, address: int, size: int) -> None:
+        self._driver, self._device, self.address, self.size, self._pid = driver, device, address, size, os.getpid()
         self.__cuda_array_interface__ = {
             "shape": (size // ITEM_BYTES,), "typestr": "<i4", "data": (address, False), "version": 2,
         }  # fmt: skip
 
     def __del__(self) -> None:
-        with contextlib.suppress(DriverError):  # The device may be lost, and with it the memory.
+        if os.getpid() != self._pid:
+            return  # In a forked child CUDA does not work, and the mapping is the parent's.
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # This also gives the thread a context, whichever thread it is.
             self._driver.unmap(self.address, self.size)
+        except Exception as exc:  # noqa: BLE001 - the device may be lost, or Python may be at its end
+            _LOGGER.warning("shared memory could not be unmapped: %s", getattr(exc, "code", type(exc).__name__))
 
 
 def _tensor(mapping: _Mapping, device: torch.device) -> torch.Tensor:
     """Returns all numbers of a mapping as a tensor, which keeps the mapping."""
     if device.type == "cuda":
-        return torch.as_tensor(mapping, device=device)
+        numbers = torch.as_tensor(mapping, device=device)
+        if numbers.data_ptr() != mapping.address or numbers.device != device:
+            raise DriverError("torch.as_tensor", _COPIED)  # A copy would be shared with nobody.
+        return numbers
     kind: Any = type("_Block", (ctypes.c_ubyte * mapping.size,), {})
     block = kind.from_address(mapping.address)
     block.mapping = mapping

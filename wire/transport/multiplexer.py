@@ -240,6 +240,9 @@ class Multiplexer:
     def _expire(self, request: Request) -> None:
         if self._forget(request.request_id) is None:
             return
+        window = self._window
+        if window is not None and request.area is not None:
+            window.lose(request.area)
         if request.request_id == 0:
             error = Unavailable(f"the provider did not answer the handshake within {HANDSHAKE_S:.0f} s")
             request.settle(error)
@@ -364,10 +367,10 @@ class Multiplexer:
         request = self._forget(header.request_id)
         if request is None:
             return
-        # After a passed deadline the provider may still write the reply, so the area is not used again.
         window = self._window
-        if window is not None and request.area is not None and header.code != WireCode.DEADLINE:
-            window.give_back(request.area)
+        if window is not None and request.area is not None:
+            # After a passed deadline the provider may still write the reply, so the area is not used again.
+            (window.lose if header.code == WireCode.DEADLINE else window.give_back)(request.area)
         request.settle(error)
 
     def _take_reply(self, header: Header, payload: memoryview) -> None:
@@ -382,6 +385,8 @@ class Multiplexer:
             if (header.code == frame.IN_WINDOW) != (request.area is not None):
                 raise MalformedFrame("a reply is not where its request was")
             if request.area is not None:
+                if header.offset or len(payload):
+                    raise MalformedFrame("a reply in the window came with a payload")
                 self._take_from_window(request, request.area)
                 return
             if len(payload) == size:  # The reply is whole, in one frame.
@@ -401,6 +406,9 @@ class Multiplexer:
             request.settle(window.reply(area, request.rows, request.cols))
         except TransportError as exc:
             request.settle(exc)
+        except BaseException:  # The request is no longer pending, so nobody else would end its thread's wait.
+            request.settle(Unavailable("the reading thread was interrupted"))
+            raise
         window.give_back(area)
 
     def fail(self, error: VeilbaseError) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from wire.errors import RemoteFault, VeilbaseError, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
 from wire.gpu_window.areas import Area
 from wire.gpu_window.driver import Driver
-from wire.gpu_window.memory import SharedMemory, allocate
+from wire.gpu_window.memory import allocate
 from wire.limits import Limits
 from wire.ring.seeded_rows import Rows
 
@@ -136,9 +138,9 @@ def test_a_request_that_expires_while_its_reply_is_written(stream: Stream, monke
     """The tenant gets one answer, the error, and does not use the place again."""
     job, put = stream.ask(1), stream.window.put
 
-    def put_late(*given: object) -> None:
+    def put_late(*given: Any) -> None:
         stream.session.sweep(time.monotonic() + 60)
-        put(*given)  # type: ignore[arg-type]
+        put(*given)
 
     monkeypatch.setattr(stream.window, "put", put_late)
     job.done(reply_of(6))
@@ -178,13 +180,27 @@ def test_a_number_in_flight_cannot_be_used_again(stream: Stream) -> None:
     assert stream.frames() == [(FrameType.ERROR, 0, WireCode.MALFORMED)]
 
 
-def test_rows_stay_mapped_until_the_last_product(stream: Stream) -> None:
-    before = stand_in().mapped_bytes
-    job = stream.ask(1)
+def test_rows_stay_mapped_until_the_last_product_and_no_longer(stream: Stream) -> None:
+    """Neither a job nor a session that somebody still holds keeps the memory; only the rows themselves do. Nothing
+    waits for the garbage collector."""
+    before, job = stand_in().mapped_bytes, stream.ask(1)
     rows = job.rows
-    stream.session.close()
-    memory, stream.memory = stream.memory, None  # type: ignore[assignment]
-    assert isinstance(memory, SharedMemory)
-    assert rows is not None
-    del memory
-    assert stand_in().mapped_bytes == before
+    assert isinstance(rows, torch.Tensor)
+    gc.disable()
+    try:
+        stream.session.close()
+        job.end()
+        del stream.window, stream.memory
+        assert stand_in().mapped_bytes == before, "a product may still read the rows"
+        del rows
+        assert stand_in().mapped_bytes == before - UNIT
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_written_after_the_stream(stream: Stream) -> None:
+    """Another stream of the tenant may have the memory by then."""
+    job = stream.ask(1)
+    stream.window.end()
+    job.done(reply_of(6))
+    assert stream.written() == [0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
+from tests.support.forked_child import in_child
 from wire.gpu_window import driver as driver_module
 from wire.gpu_window.driver import AccessDescription, AllocationProperties, Driver, DriverError, Location, Uuid
 from wire.gpu_window.memory import SharedMemory, allocate, import_
@@ -119,7 +120,7 @@ def test_sizes_are_rounded_up(driver: Driver) -> None:
 
 def test_a_size_that_is_not_the_allocations_is_refused(driver: Driver) -> None:
     mine, descriptor = allocate(driver, CPU, UNIT)
-    for size in (2 * UNIT, UNIT // 2):
+    for size in (2 * UNIT, UNIT // 2):  # More than the allocation, and less than one can be.
         with pytest.raises(DriverError, match="failed with CUDA error 1"):
             import_(driver, CPU, descriptor, size)
     os.close(descriptor)
@@ -129,6 +130,56 @@ def test_a_size_that_is_not_the_allocations_is_refused(driver: Driver) -> None:
 def test_a_descriptor_of_something_else_is_refused(driver: Driver) -> None:
     with open(os.devnull, "rb") as file, pytest.raises(DriverError):
         import_(driver, CPU, file.fileno(), UNIT)
+
+
+def test_memory_of_another_gpu_is_refused(cuda: StandIn) -> None:
+    mine, descriptor = allocate(Driver(1, cuda.library), CPU, UNIT)
+    with pytest.raises(DriverError, match="cuMemGetAllocationPropertiesFromHandle"):
+        import_(Driver(0, cuda.library), CPU, descriptor, mine.size)
+    os.close(descriptor)
+
+
+def test_descriptors_are_not_inherited(driver: Driver) -> None:
+    _, descriptor = allocate(driver, CPU, UNIT)
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+
+
+def test_memory_that_is_mapped_in_inference_mode_can_be_written_later(driver: Driver) -> None:
+    with torch.inference_mode():
+        mine, theirs = shared(driver)
+        mine.write(0, torch.ones(2, 2, dtype=torch.int32))
+    mine.write(0, torch.full((2, 2), 2, dtype=torch.int32))
+    assert theirs.read(0, 2, 2).tolist() == [[2, 2], [2, 2]]
+
+
+def test_every_copy_is_waited_for(driver: Driver) -> None:
+    """The other process reads the memory as soon as it is told to."""
+    mine, _ = shared(driver)
+    waited: list[int] = []
+    numbers = mine.matrix(0, 1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemory, "synchronize", lambda _: waited.append(int(numbers)))
+        mine.write(0, torch.full((1, 1), 7, dtype=torch.int32))
+        assert waited == [7]
+        assert mine.read(0, 1, 1).item() == 7
+        mine.fill_with_zeros()
+    assert waited == [7, 7, 0]
+
+
+def test_a_forked_child_leaves_the_parents_memory_alone(driver: Driver, cuda: StandIn) -> None:
+    mine, _ = shared(driver)
+    mine.write(0, torch.full((1, 1), 7, dtype=torch.int32))
+
+    def in_the_child() -> str:
+        before = cuda.mapped_bytes
+        nonlocal mine
+        del mine
+        gc.collect()
+        return str(cuda.mapped_bytes - before)
+
+    assert in_child(in_the_child) == "0"
+    assert mine.read(0, 1, 1).item() == 7
 
 
 def test_a_device_without_memory(driver: Driver, cuda: StandIn) -> None:
@@ -150,6 +201,8 @@ def test_a_device_or_a_driver_that_is_not_there(cuda: StandIn) -> None:
         Driver(7, cuda.library)
     with pytest.raises(OSError, match="no-such-library"):
         Driver(0, "no-such-library.so")
+    with pytest.raises(DriverError, match="cuInit failed with CUDA error 500"):
+        Driver(0, "libc.so.6")
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from tests.support.cuda_stand_in import UNIT, stand_in
 from tests.support.forked_child import in_child
 from tests.support.waiting import WAIT_S, end
 from wire import frame
-from wire.errors import DeadlineExceeded, ForkedConnection, MalformedFrame, QuotaExceeded, Unavailable, WireCode
+from wire.errors import (
+    DeadlineExceeded,
+    ForkedConnection,
+    MalformedFrame,
+    QuotaExceeded,
+    TransportError,
+    Unavailable,
+    WireCode,
+)
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
 from wire.gpu_window.areas import ALIGNMENT, Area
 from wire.gpu_window.driver import Driver
@@ -152,12 +161,9 @@ def sent_with(provider: Provider, data: bytes, *descriptors: int) -> Callable[[]
         framed(Header(FrameType.WINDOW, total_bytes=7), bytes(7)),
         framed(Header(FrameType.WINDOW, total_bytes=9), bytes(9)),
         framed(Header(FrameType.WELCOME, total_bytes=4), b"VEIL"),
-        window_frame(UNIT)[:-1],
-        window_frame(UNIT) + b"x",
-        window_frame(UNIT) * 2,
         struct.pack("<I", 3) + b"abc",
-        b"ab",
-        struct.pack("<I", 0xFFFF_FFFF),
+        struct.pack("<I", 4097) + bytes(4097),
+        struct.pack("<I", 0xFFFF_FFFE),
         bytes(5000),
     ],
 )
@@ -172,6 +178,34 @@ def test_an_answer_that_is_none(
     assert open_descriptors() == before, "what came with it is closed"
 
 
+@pytest.mark.parametrize("data", [struct.pack("<I", 0xFFFF_FFFF), window_frame(UNIT)[:-1], b"ab"])
+def test_an_answer_that_ends_early(
+    provider: Provider, driver: Driver, memory: tuple[SharedMemory, int], data: bytes
+) -> None:
+    before = open_descriptors()
+
+    def send_and_leave() -> None:
+        socket.send_fds(provider.plain, [data], [memory[1]])
+        provider.plain.shutdown(socket.SHUT_WR)
+
+    thread = provider.answers(send_and_leave)
+    with pytest.raises(Unavailable, match="broke"):
+        ask(provider.near, driver, CPU)
+    end(thread)
+    assert open_descriptors() == before
+
+
+def test_what_follows_the_answer_is_left_for_the_stream(
+    provider: Provider, driver: Driver, memory: tuple[SharedMemory, int]
+) -> None:
+    following = framed(Header(FrameType.ERROR, code=WireCode.UNAVAILABLE))
+    thread = provider.answers(sent_with(provider, window_frame(memory[0].size) + following, memory[1]))
+    assert ask(provider.near, driver, CPU) is not None
+    end(thread)
+    header, _ = frame.parse(provider.near.peek(time.monotonic() + WAIT_S))
+    assert header.kind is FrameType.ERROR
+
+
 def test_more_descriptors_than_one(provider: Provider, driver: Driver, memory: tuple[SharedMemory, int]) -> None:
     before = open_descriptors()
     thread = provider.answers(sent_with(provider, window_frame(memory[0].size), *[memory[1]] * 100))
@@ -183,7 +217,9 @@ def test_more_descriptors_than_one(provider: Provider, driver: Driver, memory: t
 
 @pytest.mark.parametrize(("code", "kind"), [(WireCode.MALFORMED, MalformedFrame), (WireCode.QUOTA, QuotaExceeded)])
 def test_a_refusal_is_raised(provider: Provider, driver: Driver, code: WireCode, kind: type[Exception]) -> None:
-    thread = provider.answers(sent_with(provider, framed(Header(FrameType.ERROR, code=code))))
+    """A provider that refuses says so, and in the same moment that it says no more."""
+    ending = struct.pack("<I", 0xFFFF_FFFF)
+    thread = provider.answers(sent_with(provider, framed(Header(FrameType.ERROR, code=code)) + ending))
     with pytest.raises(kind):
         ask(provider.near, driver, CPU)
     end(thread)
@@ -313,6 +349,55 @@ def test_a_reply_in_the_window_to_a_request_by_the_socket(stream: Stream) -> Non
     stream.say(header)
     with pytest.raises(MalformedFrame, match="not where its request was"):
         request.result()
+
+
+@pytest.mark.parametrize(("payload", "offset"), [(b"x" * 4, 0), (b"", 4)])
+def test_a_reply_in_the_window_with_a_payload(stream: Stream, payload: bytes, offset: int) -> None:
+    request, header, _ = stream.ask()
+    size = 5 * REPLY_COLS * 4
+    shape = Header(FrameType.REPLY, header.request_id, CALL, 5, REPLY_COLS, offset, size, 0, IN_WINDOW)
+    stream.provider.far.send(shape.pack() + payload)
+    with pytest.raises(MalformedFrame, match="came with a payload"):
+        request.result()
+
+
+def test_a_reader_that_is_interrupted_leaves_no_other_waiting(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads the reply to another's request, and a signal comes while it copies the reply."""
+    request, header, _ = stream.ask()
+    stream.say(header)
+    monkeypatch.setattr(stream.window, "reply", raiser(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        request.result()
+    with pytest.raises(Unavailable, match="interrupted"):
+        request.result()
+
+
+def raiser(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_lost_gpu_leaves_the_socket(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = RuntimeError("CUDA error: number 12345")
+    monkeypatch.setattr(stream.window.memory, "write", raiser(lost))
+    for _ in range(2):
+        stream.tenant.submit(CALL, RowsPayload(stream.rows(5), is_masked=True), REPLY_COLS)
+        header, payload = stream.hear()
+        assert (header.code, len(payload)) == (0, 5 * COLS * 4)
+        monkeypatch.undo()
+        monkeypatch.setattr(window_module, "LEAST_BYTES", 1)
+    assert stream.window.is_lost
+
+
+def test_a_gpu_that_is_lost_before_a_reply_is_read(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, header, _ = stream.ask()
+    monkeypatch.setattr(stream.window.memory, "read", raiser(RuntimeError("CUDA error: number 12345")))
+    stream.say(header)
+    with pytest.raises(TransportError, match=r"could not be read from the window: RuntimeError$"):
+        request.result()
+    assert stream.window.is_lost
 
 
 def test_a_reply_of_another_shape(stream: Stream) -> None:

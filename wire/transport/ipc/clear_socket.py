@@ -21,7 +21,7 @@ END_OF_MESSAGES = 0xFFFF_FFFF
 ended the connection properly."""
 
 _MOST_BYTES_BESIDE = 4096
-"""The most bytes of a message that comes with a file descriptor, its length prefix included."""
+"""The most bytes of a message that may come with a file descriptor."""
 _SEND_BYTES = 1 << 20
 """The size of the send buffer, in bytes, that is requested from the kernel, which grants up to net.core.wmem_max. The
 larger the buffer, the less often the two ends wake each other during a large message."""
@@ -101,26 +101,45 @@ class ClearSocket(MessageSocket):
 
         Raises:
             TimeoutError: nothing came in time.
-            MalformedFrame: something else came than one whole message of at most 4 KiB with at most one descriptor.
-            OSError: the connection is broken or closed.
+            MalformedFrame: the message is larger than 4 KiB, or came with several descriptors.
+            OSError: the connection is broken or closed, or the peer has said that it sends no more messages.
         """
         self._check_process()
-        if not self._poll(select.POLLIN, give_up_at_s - time.monotonic()):
-            raise TimeoutError("no message came in time")
-        data, descriptors, flags, _ = socket.recv_fds(
-            self._plain, _MOST_BYTES_BESIDE, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
+        descriptors: list[int] = []
         try:
-            if not data:
-                raise ConnectionError("the peer closed the connection")
-            is_whole = len(data) >= LENGTH.size and LENGTH.unpack_from(data)[0] == len(data) - LENGTH.size
-            if not is_whole or self._held or len(descriptors) > 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-                raise MalformedFrame("expected one message with at most one descriptor")
+            prefix = self._receive_exactly(LENGTH.size, give_up_at_s, descriptors)
+            (length,) = LENGTH.unpack(prefix)
+            if length == END_OF_MESSAGES:
+                raise ConnectionError("the peer sends no message")
+            if length > _MOST_BYTES_BESIDE or self._held or len(descriptors) > 1:
+                raise MalformedFrame("expected a small message with at most one descriptor")
+            return self._receive_exactly(length, give_up_at_s, None), descriptors[0] if descriptors else None
         except BaseException:
             for one in descriptors:
                 os.close(one)
             raise
-        return data[LENGTH.size :], descriptors[0] if descriptors else None
+
+    def _receive_exactly(self, num_bytes: int, give_up_at_s: float, descriptors: list[int] | None) -> bytes:
+        """Receives so many bytes and no more, since other messages may follow. Adds the descriptors that come with them
+        to a list; without one, the kernel closes them. See `receive_with_descriptor` for errors."""
+        data = b""
+        while len(data) < num_bytes:
+            if not self._poll(select.POLLIN, give_up_at_s - time.monotonic()):
+                raise TimeoutError("no message came in time")
+            with contextlib.suppress(BlockingIOError):
+                if descriptors is None:
+                    piece = self._plain.recv(num_bytes - len(data), socket.MSG_DONTWAIT)
+                else:
+                    piece, came, flags, _ = socket.recv_fds(
+                        self._plain, num_bytes - len(data), 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                    )
+                    descriptors += came
+                    if flags & socket.MSG_CTRUNC:
+                        raise MalformedFrame("expected at most one descriptor")
+                if not piece:
+                    raise ConnectionError("the peer closed the connection")
+                data += piece
+        return data
 
     def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
         return memoryview(plain)

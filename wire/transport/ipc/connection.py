@@ -105,7 +105,8 @@ class IpcConnection(StreamConnection):
         """Returns "ipc" or "ipc and a window on the GPU" once there is a stream; see `StreamConnection.carrier`."""
         if self._stream is None:
             return None
-        return "ipc" if self._window is None else "ipc and a window on the GPU"
+        window = self._window
+        return "ipc" if window is None or window.is_lost else "ipc and a window on the GPU"
 
     def _fetch_manifest(self) -> Manifest:
         return parse_manifest(b"".join(self._fetch(MANIFEST, MAX_MANIFEST_BYTES, _MANIFEST_TIMEOUT_S)))

@@ -56,7 +56,8 @@ class TenantWindow:
     def __init__(self, memory: SharedMemory) -> None:
         """Takes memory that `ask` has mapped; all of it is free."""
         self.memory, self.areas = memory, Areas(memory.size)
-        self._is_lost = False
+        self.is_lost = False
+        """True once the GPU has failed: the window is not used any more."""
 
     def take(self, call: Call, payload: Payload, reply_cols: int) -> Area | None:
         """Copies the rows of a request into the window.
@@ -67,7 +68,7 @@ class TenantWindow:
         """
         rows = payload.masked_rows
         row_bytes, reply_bytes = payload.num_bytes, payload.num_rows * reply_cols * ITEM_BYTES
-        if rows is None or row_bytes + reply_bytes < LEAST_BYTES or self._is_lost:
+        if rows is None or row_bytes + reply_bytes < LEAST_BYTES or self.is_lost:
             return None
         if (call.arithmetic, call.purpose) != (Arithmetic.RING, Purpose.PRODUCT):
             return None
@@ -75,10 +76,9 @@ class TenantWindow:
         if area is None:
             return None
         try:
-            self.memory.matrix(area.rows_at, payload.num_rows, payload.cols).copy_(rows)
-            self.memory.synchronize()
+            self.memory.write(area.rows_at, rows)
         except RuntimeError as exc:  # The GPU is lost: the socket carries what is left.
-            self._is_lost = True
+            self.is_lost = True
             _LOGGER.warning("the window is given up: %s", type(exc).__name__)
             return None
         return area
@@ -91,14 +91,18 @@ class TenantWindow:
             TransportError: the GPU is lost.
         """
         try:
-            return self.memory.matrix(area.reply_at, num_rows, cols).to("cpu", copy=True)
+            return self.memory.read(area.reply_at, num_rows, cols)
         except RuntimeError as exc:
-            self._is_lost = True
+            self.is_lost = True
             raise TransportError(f"a reply could not be read from the window: {type(exc).__name__}") from None
 
     def give_back(self, area: Area) -> None:
         """Frees a request's area: the provider will not write there for this request any more."""
         self.areas.give_back(area)
+
+    def lose(self, area: Area) -> None:
+        """Keeps a request's area from further use, since the provider may still write there for this request."""
+        _LOGGER.warning("%d bytes of the window are lost to a request whose deadline passed", area.num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -141,9 +145,8 @@ def ask(connection: ClearSocket, driver: Driver, device: torch.device) -> Tenant
             return None
         return TenantWindow(import_(driver, device, descriptor, size))
     except (RuntimeError, OSError) as exc:
-        _LOGGER.warning(
-            "the provider's window cannot be mapped: %s", exc if isinstance(exc, DriverError) else type(exc)
-        )
+        why = exc if isinstance(exc, DriverError) else type(exc).__name__
+        _LOGGER.warning("the provider's window cannot be mapped: %s", why)
         return None
     finally:
         if descriptor is not None:
