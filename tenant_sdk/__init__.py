@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.serving.engine import Engine
+    from tenant_sdk.serving.many import PromptsFailed
     from tenant_sdk.serving.speculation.settings import Speculation
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.failures import TokenizerFailed
@@ -89,6 +90,7 @@ __all__ = [
     "NotPrivateWarning",
     "NotTunedWarning",
     "NotVerifiedWarning",
+    "PromptsFailed",
     "ProtocolError",
     "ProviderAwayWarning",
     "ProviderChanged",
@@ -127,6 +129,7 @@ _MODULE_OF = {
     "NotFiniteWarning": "tenant_sdk.model.planned_calls",
     "NotPrivateWarning": "noise.gaussian_pool",
     "NotVerifiedWarning": "tenant_sdk.session",
+    "PromptsFailed": "tenant_sdk.serving.many",
     "ProviderAwayWarning": "tenant_sdk.training.waiting",
     "RemoteWeightError": "tenant_sdk.model.remote_linear",
     "SeedExhausted": "noise.ledger.ledger",

@@ -290,6 +290,8 @@ class TenantClient(Trains):
     ) -> list[str]:
         """Answers many prompts at once, with an `Engine` that exists for this call only (docs/serving.md).
 
+        Nothing of a prompt is sent before all prompts are accepted.
+
         Args:
             prompts: the prompts, each a text or messages as for `generate`.
             adapters: an adapter folder for all prompts, or a list with a folder or None for each prompt; None stands
@@ -305,9 +307,11 @@ class TenantClient(Trains):
             The answers, in the order of the prompts.
 
         Raises:
-            ConfigurationError: a prompt, an adapter, a length or an option is impossible.
-            VeilbaseError: an answer failed. If several failed, the error of the first in the order of the prompts is
-                raised.
+            ConfigurationError: a prompt, an adapter, a length or an option is impossible. Nothing of any prompt was
+                sent. The message names the prompt's index, as in "prompts[3]: ...".
+            PromptsFailed: some prompts failed later, each for a reason of its own, such as an adapter that holds NaN.
+                The other prompts were answered, and the error holds their answers.
+            VeilbaseError: the provider, the mask or the tenant's disk failed, so that no answers are returned.
         """
         from tenant_sdk.serving.many import generate_many
 

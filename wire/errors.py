@@ -1,5 +1,5 @@
 """This module defines the errors that a user of Veilbase can meet, in one tree. Some modules define subclasses of
-these where they raise them; of those, the tree shows SlotsExhausted and SeedExhausted.
+these where they raise them; of those, the tree shows SlotsExhausted, SeedExhausted and PromptsFailed.
 
     VeilbaseError
     ├── RequestError            the request itself is wrong; sending it again will not help
@@ -30,7 +30,8 @@ these where they raise them; of those, the tree shows SlotsExhausted and SeedExh
     │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint
     ├── StorageError            the tenant's own disk is full, or gives back other bytes than were written to it
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
-    └── DatasetError            a row of the user's data set, named by its line, cannot be used
+    ├── DatasetError            a row of the user's data set, named by its line, cannot be used
+    └── PromptsFailed           some prompts failed; it holds the others' answers (tenant_sdk/serving/many.py)
 
 The message of an error is one line, which says what was expected and what was received, or what the user should do.
 A message never holds a tensor value, a secret or another tenant's name. What crosses the wire is a `WireCode` or a gRPC

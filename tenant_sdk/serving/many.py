@@ -1,11 +1,19 @@
 """This module implements `TenantClient.generate_many`: it answers a list of prompts through an engine, with a progress
-bar."""
+bar.
+
+Guarantees:
+- no row of a prompt is sent before all prompts are accepted, so that a prompt that is refused costs nothing;
+- a failure that concerns one prompt leaves the other prompts their answers. A failure of the provider, of the mask or
+  of the tenant's disk ends the call at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +26,15 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine, MakeSlots
 from tenant_sdk.session_protocol import TextSession
-from wire.errors import ConfigurationError
+from wire.errors import (
+    AccessError,
+    ConfigurationError,
+    MaskError,
+    ProtocolError,
+    StorageError,
+    TransportError,
+    VeilbaseError,
+)
 
 _OF_A_REQUEST = tuple(
     name
@@ -33,6 +49,25 @@ _OF_THE_ENGINE = (
 )  # fmt: skip
 """The options that go to the engine. Of the others, `separate_calls` goes to the store of adapters, and the rest go to
 each request."""
+_OF_ALL_PROMPTS = (AccessError, TransportError, ProtocolError, MaskError, StorageError)
+"""The errors that do not concern one prompt alone. The prompts that are left would fail as well, each perhaps after a
+timeout."""
+
+
+class PromptsFailed(VeilbaseError):
+    """Some prompts of `generate_many` failed while the others were answered. The message names the first that failed.
+
+    Attributes:
+        answers: the answers, in the order of the prompts, with None for each prompt that failed.
+        failures: the error of each prompt that failed, by the prompt's index.
+    """
+
+    def __init__(
+        self, text: str, answers: Sequence[str | None] = (), failures: Mapping[int, VeilbaseError] | None = None
+    ) -> None:  # fmt: skip
+        """Makes the error with the message `text`; see the attributes."""
+        super().__init__(text)
+        self.answers, self.failures = list(answers), dict(failures or {})
 
 
 def generate_many(
@@ -53,8 +88,9 @@ def generate_many(
         The answers, in the order of the prompts.
 
     Raises:
-        ConfigurationError: a prompt, an adapter, a length or an option is impossible.
-        VeilbaseError: an answer failed; the first failure in the order of the prompts is raised.
+        PromptsFailed: some prompts failed after all were accepted; the others were answered.
+        ConfigurationError: a prompt, an adapter, a length or an option is impossible; no prompt was sent.
+        VeilbaseError: the provider, the mask or the tenant's disk failed.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
@@ -64,16 +100,97 @@ def generate_many(
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
+    start = _Start()
     with (
-        Engine(client, make_slots, max_waiting=len(prompts), **own) as engine,
+        Engine(client, make_slots, max_waiting=len(prompts), during_step=start.step, **own) as engine,
+        start.decided(),  # before the engine is closed, which waits for the step that waits for this
         counting("answering", progress) as report,
     ):
         done = _Counter(len(prompts), report)
-        answers: list[Answer] = []
-        for prompt, name in zip(prompts, names, strict=True):
-            answers.append(engine.submit(prompt, name, max_new_tokens, **options))
-            answers[-1].add_done_callback(done)
-        return [answer.result() for answer in answers]
+        answers = [
+            _accepted(index, engine, prompt, name, max_new_tokens, options)
+            for index, (prompt, name) in enumerate(zip(prompts, names, strict=True))
+        ]
+        for answer in answers:
+            answer.add_done_callback(done)
+        start.accept()
+        return _texts(answers)
+
+
+class _Start:
+    """Keeps an engine from its first step until all prompts are accepted. If one is refused, no step is computed."""
+
+    def __init__(self) -> None:
+        self._is_decided, self._is_accepted = threading.Event(), False
+
+    def accept(self) -> None:
+        """Lets the engine compute steps."""
+        self._is_accepted = True
+        self._is_decided.set()
+
+    @contextlib.contextmanager
+    def decided(self) -> Iterator[None]:
+        """Returns a context after which no step waits any more: without `accept`, all steps fail."""
+        try:
+            yield
+        finally:
+            self._is_decided.set()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Returns a context that begins once the prompts are accepted; the engine computes a step in it.
+
+        Raises:
+            ConfigurationError: a prompt was refused.
+        """
+        self._is_decided.wait()
+        if not self._is_accepted:
+            raise ConfigurationError("another prompt of generate_many was refused")
+        yield
+
+
+def _accepted(
+    index: int, engine: Engine, prompt: Any, name: str | None, max_new_tokens: int | None, options: Mapping[str, Any]
+) -> Answer:  # fmt: skip
+    """Submits a prompt.
+
+    Raises:
+        VeilbaseError: the prompt was refused; the error is that of `Engine.submit`, and names the prompt's index.
+    """
+    try:
+        return engine.submit(prompt, name, max_new_tokens, **options)
+    except VeilbaseError as exc:
+        named = copy.copy(exc)
+        named.args = (_naming(index, exc),)
+        raise named from None  # a cause could quote the prompt
+
+
+def _naming(index: int, failure: VeilbaseError) -> str:
+    return f"prompts[{index}]: {failure}"
+
+
+def _texts(answers: Sequence[Answer]) -> list[str]:
+    """Waits for all answers and returns their texts.
+
+    Raises:
+        PromptsFailed: some prompts failed, and the others were answered.
+        VeilbaseError: the provider, the mask or the disk failed; answers that are left are not waited for.
+    """
+    texts: list[str | None] = []
+    failures: dict[int, VeilbaseError] = {}
+    for index, answer in enumerate(answers):
+        try:
+            texts.append(answer.result())
+        except _OF_ALL_PROMPTS:
+            raise
+        except VeilbaseError as exc:
+            texts.append(None)
+            failures[index] = exc
+    if failures:
+        first, failure = next(iter(failures.items()))
+        more = f" ({len(failures)} of {len(answers)} prompts failed)" if len(failures) > 1 else ""
+        raise PromptsFailed(f"{_naming(first, failure)}{more}", texts, failures)
+    return [text for text in texts if text is not None]
 
 
 class _Counter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,22 +36,24 @@ class Recorder:
         return torch.stack(self.logits)
 
 
-def alone(client: TenantClient, prompt: str, num_new: int) -> torch.Tensor:
+def alone(client: TenantClient, prompt: str, num_new: int, adapter: Path | None = None) -> torch.Tensor:
     """Returns the logits of `client.generate` for one prompt, shape (num_tokens, vocab_size)."""
     recorder = Recorder()
-    client.generate(prompt, max_new_tokens=num_new, eos_token_id=[], logits_processor=[recorder])
+    client.generate(prompt, adapter, max_new_tokens=num_new, eos_token_id=[], logits_processor=[recorder])
     return recorder.stacked
 
 
 def together(
-    engine: Engine, prompts: Sequence[str], answers: Sequence[torch.Tensor], **options: Any
-) -> list[torch.Tensor]:
-    """Returns the engine's logits for all these prompts at once. The engine is made to choose the likeliest tokens of
-    `answers`."""
+    engine: Engine, prompts: Sequence[str], answers: Sequence[torch.Tensor], adapters: Sequence[str | None] = (),
+    **options: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Returns the engine's logits for all these prompts at once, each with its own adapter, or all with the base model.
+    The engine is made to choose the likeliest tokens of `answers`."""
     recorders = [Recorder(answer.argmax(dim=-1).tolist()) for answer in answers]
+    names = adapters or [None] * len(prompts)
     submitted = [
-        engine.submit(prompt, max_new_tokens=len(answer), eos_token_id=[], logits_processor=[recorder], **options)
-        for prompt, answer, recorder in zip(prompts, answers, recorders, strict=True)
+        engine.submit(prompt, name, max_new_tokens=len(answer), eos_token_id=[], logits_processor=[recorder], **options)
+        for prompt, name, answer, recorder in zip(prompts, names, answers, recorders, strict=True)
     ]
     for answer in submitted:
         answer.result(TIMEOUT_S)

@@ -36,7 +36,7 @@ NAMES = {
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),
-    *("DatasetError", "StorageError"),
+    *("DatasetError", "StorageError", "PromptsFailed"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
     *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning"),

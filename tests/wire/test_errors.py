@@ -9,6 +9,7 @@ import pytest
 
 from noise.blocks.slots import SlotsExhausted
 from noise.ledger.ledger import SeedExhausted
+from tenant_sdk import PromptsFailed
 from wire import errors
 from wire.errors import VeilbaseError, WireCode, code_of, error_from_code
 
@@ -73,7 +74,7 @@ def test_the_tree_is_the_one_drawn() -> None:
             del parents[depth:]
             drawn[found[2]] = parents[-1]
             parents.append(found[2])
-    elsewhere = {kind.__name__: kind for kind in (SlotsExhausted, SeedExhausted)}
+    elsewhere = {kind.__name__: kind for kind in (SlotsExhausted, SeedExhausted, PromptsFailed)}
     everything = {**CLASSES, **elsewhere}
     assert drawn == {name: kind.__bases__[0].__name__ for name, kind in everything.items() if name != "VeilbaseError"}
 

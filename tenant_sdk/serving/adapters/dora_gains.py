@@ -5,8 +5,8 @@ weight, shape (inputs, outputs), and s LoRA's scaling. An adapter that is served
 computed once, when it is brought into host memory.
 
 Guarantees: for layers at the provider, the calls depend on which layers the adapter has and on its ranks, and on
-nothing else. Their rows are masked as all others are, with masks that are used once. Gains are finite and bounded,
-whatever the provider answers.
+nothing else. Their rows are masked as all others are, with masks that are used once. Nothing is sent for an adapter
+with a magnitude that is NaN or infinite. Gains are finite and bounded, whatever the provider answers.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def gains_of(
         By module: float32, shape (outputs,), on the CPU.
 
     Raises:
-        ConfigurationError: a magnitude is NaN, or more than `MAX_GAIN` times the norm of its column.
+        ConfigurationError: a magnitude is NaN or infinite, or more than `MAX_GAIN` times the norm of its column.
         VeilbaseError: a call to the provider failed, or gave numbers that are not finite.
     """
+    for module, magnitude in magnitudes.items():  # before anything is sent
+        if not bool(torch.isfinite(magnitude).all()):
+            raise _refusal(name, module)
     pieces = packed.values.split([layer.num_weights for layer in packed.layers])
     factors: _Factors = {
         layer.module: (layer, *layer.factors(piece)) for layer, piece in zip(packed.layers, pieces, strict=True)
@@ -58,11 +61,15 @@ def gains_of(
     gains = {module: magnitudes[module].to(torch.float32) / norms[module].cpu() for module in factors}
     for module, gain in gains.items():
         if not bool((gain.abs() <= MAX_GAIN).all()):  # NaN is not
-            raise ConfigurationError(
-                f"the adapter {name} (DoRA) has magnitudes of {module} that are no numbers, or more than {MAX_GAIN:g} "
-                "times the norms of the weights"
-            )
+            raise _refusal(name, module)
     return gains
+
+
+def _refusal(name: str, module: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the adapter {name} (DoRA) has magnitudes of {module} that are no numbers, or more than {MAX_GAIN:g} times "
+        "the norms of the weights"
+    )
 
 
 def _local_norms(factors: _Factors, layers: Mapping[str, Layer]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 """Tests that the engine's tokens are those of `generate` alone, whatever else it answers at the same time: for all
-models, masks and KV types."""
+models, masks and KV types, and with several adapters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
+from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tests.support.logits_recorder import alone, mean_kl, together
+from tests.support.saved_adapters import save_adapter
+from tests.support.saved_kinds import save_kind
 from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -57,6 +60,36 @@ def test_tokens_are_those_of_generate(folders: dict[str, Path], kind: str, mask:
     with open_client(folders[kind], mask) as client:
         error = compare(client)
     assert error < (1e-5 if mask == "off" else 1e-3)
+
+
+@pytest.mark.parametrize("mask", ["off", "lattice"])
+def test_tokens_with_several_adapters_are_those_of_generate(
+    folders: dict[str, Path], tmp_path: Path, mask: str
+) -> None:
+    """Requests of LoRA adapters of two ranks, of an adapter that is kept as PEFT's modules, and of the base model share
+    steps."""
+    with open_client(folders["llama"], mask) as client:
+        model = client.load_model()
+        save_adapter(model, tmp_path / "small", seed=1, r=8)
+        save_adapter(model, tmp_path / "large", seed=2, r=16, target_modules=["q_proj", "down_proj"])
+        save_kind(model, "llama", tmp_path / "ia3", "IA3", seed=3)
+        names = ("small", "large", None, "ia3", "large", "small")
+        reference = [
+            alone(client, prompt, NEW_TOKENS, name and tmp_path / name)
+            for prompt, name in zip(PROMPTS, names, strict=True)
+        ]
+        with Engine(
+            client, lambda model, wake: AdapterStore(model, tmp_path, on_ready=wake, dtype=torch.float32),
+            step_tokens=16, max_running=4,
+        ) as engine:  # fmt: skip
+            got = together(engine, PROMPTS, reference, names)
+        error = assert_same_tokens(reference, got)
+        # The control: each adapter changes the answer, so a request without its adapter would show.
+        with Engine(client, step_tokens=16, max_running=4) as engine:
+            plain = together(engine, PROMPTS, reference)
+    assert error < (1e-4 if mask == "off" else 1e-3)
+    for name, with_adapter, without in zip(names, reference, plain, strict=True):
+        assert name is None or (with_adapter - without).abs().max() > 100 * error
 
 
 @pytest.mark.parametrize("mask", OTHER_MASKS)

@@ -11,42 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.programs.honest import HonestOffer
 from provider.model.served_model import ServedModel
-from tenant_sdk import Speculation, TenantClient, embedded
+from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.counting_provider import TOY_MASK, Change, CountingProvider, open_counted
 from tests.support.served_kinds import make_model
 from tests.support.serving import make_served_model, serving
 from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Call
-from wire.ring.seeded_rows import Rows, count_rows
-from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
 """The number of calls of a step: four for each of two layers and one for the head."""
-TOY_MASK = {**TOY_OPTIONS, "hints": "stream", "background": False}
-Change = Callable[[int, Call, torch.Tensor], torch.Tensor]
-
-
-class Provider(HonestOffer):
-    """Notes the rows of every product, and lets `change` modify replies."""
-
-    def __init__(self, served_model: ServedModel) -> None:
-        super().__init__(served_model)
-        self.num_rows: list[int] = []
-        self.change: Change = lambda number, call, reply: reply
-
-    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        number = len(self.num_rows)
-        reply = self.served_model.compute(call, rows)
-        if call.purpose.name == "PRODUCT":
-            self.num_rows.append(count_rows(rows))
-            reply = self.change(number, call, reply)
-        return reply
 
 
 @pytest.fixture(scope="module")
@@ -62,27 +40,27 @@ def served(folder: Path) -> dict[str, ServedModel]:
 @pytest.fixture
 def opened(
     served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[TenantClient, Provider]]]:
+) -> Iterator[Callable[..., tuple[TenantClient, CountingProvider]]]:
     clients: list[TenantClient] = []
 
-    def make(weights: str = "native", **options: Any) -> tuple[TenantClient, Provider]:
-        provider = Provider(served[weights])
-        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-        options = {"mask": "off", "arithmetic": "float", **options}
-        clients.append(TenantClient("inproc:x", cache=tmp_path / "cache", progress=False, **options))
-        return clients[-1], provider
+    def make(weights: str = "native", **options: Any) -> tuple[TenantClient, CountingProvider]:
+        client, provider = open_counted(served[weights], tmp_path / "cache", monkeypatch, **options)
+        clients.append(client)
+        return client, provider
 
     yield make
     for client in clients:
         client.close()
 
 
-Opened = Callable[..., tuple[TenantClient, Provider]]
+Opened = Callable[..., tuple[TenantClient, CountingProvider]]
 
 
-def answer_alone(client: TenantClient, provider: Provider, prompt: str, **options: Any) -> tuple[str, list[int]]:
+def answer_alone(
+    client: TenantClient, provider: CountingProvider, prompt: str, **options: Any
+) -> tuple[str, list[int]]:
     """Returns an engine's answer to one prompt, and the numbers of rows of its calls."""
-    provider.num_rows.clear()
+    provider.forget()
     with Engine(client, step_tokens=16) as engine:
         text = engine.submit(prompt, **options).result(TIMEOUT_S)
     return text, list(provider.num_rows)
@@ -139,7 +117,7 @@ def test_with_fixed_length_the_rows_do_not_show_that_code_of_the_users_fails(ope
         "on_text": {"on_text": raises_at_third},
         "nothing allowed": {"logits_processor": [forbid_all], "do_sample": True},
     }[fails]
-    provider.num_rows.clear()
+    provider.forget()
     with Engine(client, step_tokens=16) as engine:
         answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], fixed_length=True, **options)
         with pytest.raises(VeilbaseError, match=r"of this request failed \(RuntimeError\)"):
@@ -166,7 +144,7 @@ def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -
     seen: list[tuple[int, int]] = []
     with Engine(client, step_tokens=16, prefix_bytes=1 << 20) as engine:
         for fixed_length in (False, True, False, True):
-            provider.num_rows.clear()
+            provider.forget()
             answer = engine.submit(prompt, max_new_tokens=4, eos_token_id=[], fixed_length=fixed_length)
             answer.result(TIMEOUT_S)
             seen.append((sum(provider.num_rows[::GROUPS]), answer.num_reused_tokens))
@@ -201,7 +179,7 @@ def test_a_value_that_is_not_finite_ends_its_own_request_alone(opened: Opened, w
         hold = engine.submit("b", max_new_tokens=1, logits_processor=[gate])
         assert gate.reached.wait(TIMEOUT_S)
         answers = [engine.submit(prompt, max_new_tokens=8, eos_token_id=[]) for prompt in ("who?", "why so?")]
-        provider.num_rows.clear()
+        provider.forget()
         provider.change = spoil_first_row(wrong, step=3, at_group=at_group)
         gate.open.set()
         hold.result(TIMEOUT_S)
@@ -218,7 +196,7 @@ def test_with_fixed_length_nobody_sees_that_a_request_is_lost(opened: Opened) ->
     options: dict[str, Any] = {"max_new_tokens": 8, "fixed_length": True}
     _, whole = answer_alone(client, provider, "who?", **options)
     for at_group in range(GROUPS):
-        provider.num_rows.clear()
+        provider.forget()
         provider.change = spoil_first_row(math.nan, step=2, at_group=at_group)
         with Engine(client, step_tokens=16) as engine, warnings.catch_warnings():
             warnings.simplefilter("error", NotFiniteWarning)
@@ -228,25 +206,18 @@ def test_with_fixed_length_nobody_sees_that_a_request_is_lost(opened: Opened) ->
         assert provider.num_rows == whole
 
 
-def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened) -> None:
     """Two prompts of the same length are lost in the same step. From the next step on, they send the same rows."""
     client, provider = opened()
-    sent: dict[str, list[torch.Tensor]] = {}
-    compute = Provider.compute
+    sent: list[list[torch.Tensor]] = []
     for prompt in ("who?", "zzz!"):
-        rows_sent = sent.setdefault(prompt, [])
-
-        def recorded(self: Provider, call: Call, rows: Rows, kept: list[torch.Tensor] = rows_sent) -> torch.Tensor:
-            assert isinstance(rows, torch.Tensor)
-            kept.append(rows.clone())
-            return compute(self, call, rows)
-
-        monkeypatch.setattr(Provider, "compute", recorded)
-        provider.num_rows.clear()
+        provider.forget()
         provider.change = spoil_first_row(math.nan, step=2, at_group=0)
         with Engine(client, step_tokens=64) as engine, pytest.raises(NotFinite):
             engine.submit(prompt, max_new_tokens=8, fixed_length=True).result(TIMEOUT_S)
-    first, second = sent.values()
+        assert len(provider.sent) == len(provider.num_rows)
+        sent.append(provider.sent)
+    first, second = sent
     assert not torch.equal(first[2 * GROUPS], second[2 * GROUPS])
     for mine, other in zip(first[3 * GROUPS :], second[3 * GROUPS :], strict=True):
         assert torch.equal(mine, other)
@@ -272,7 +243,7 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
     client, provider = opened()
     want = client.generate("why so?", max_new_tokens=6)
     with Engine(client, max_running=2, step_tokens=16) as engine:
-        provider.num_rows.clear()
+        provider.forget()
         provider.change = raising(error, 3 * GROUPS + 4)
         failing = [engine.submit("who?", max_new_tokens=30, eos_token_id=[]) for _ in range(2)]
         waiting = engine.submit("why so?", max_new_tokens=6)
