@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def plan(url: str | list[str], **options: Any) -> Plan:
@@ -60,6 +61,20 @@ def test_masks_are_made_on_the_gpu_if_the_provider_is_elsewhere(url: str | list[
     assert plan(url, device="cuda:1", trust_same_gpu=True).mask_device == gpu
     for trust in (False, True):
         assert plan(url, device="cpu", trust_same_gpu=trust).mask_device is None
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_current_gpu_is_the_one_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that start one process for each GPU make another device than 0 the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    made = plan("inproc:smollm2-135m", device="cuda", trust_same_gpu=True)
+    assert made.device == made.mask_device == made.window_device == torch.device("cuda:1")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_windows_need_the_users_trust_and_a_gpu() -> None:
+    for options in ({"device": "cuda:1"}, {"device": "cpu", "trust_same_gpu": True}):
+        assert plan("inproc:smollm2-135m", **options).window_device is None
 
 
 @pytest.mark.usefixtures("two_gpus")
