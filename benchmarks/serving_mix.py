@@ -1,9 +1,11 @@
 """Runs a random mix of requests through the engine, over mTLS, with a provider that is killed now and then.
 
-Requests join and are cancelled at random. They use more adapters than the device has slots, so that adapters are loaded
-all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a masked row
-was sent twice, if a request failed for another reason than the provider's absence, or if a request, an adapter's slot
-or KV memory was still held at the end.
+Requests join and are cancelled at random. Six of the adapters are padded to the same rank, of which the device has two
+slots, and host memory has room for about three adapters. So adapters are loaded onto the device, and read from disk,
+all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a mask row
+was sent twice or lost, if a request failed for another reason than the provider's absence, if an adapter's slot was
+lost, if too few adapters were loaded (`LOAD_EVERY_S`, `READ_EVERY_S`), or if a request, an adapter's slot or KV memory
+was still held at the end.
 
 An answer is right if its tokens are those of `client.generate` with the same prompt and adapter, up to the first token
 whose two largest logits are closer than MARGIN times the error of a logit. This error is measured as the largest
@@ -13,6 +15,7 @@ difference between two runs of `generate` with fresh masks. A request may also f
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import sys
@@ -21,27 +24,62 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from benchmarks.common import provider
+from benchmarks.row_watch import RowBalance, WatchedRows
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from tenant_sdk import Engine, TenantClient
+    from tenant_sdk.serving.adapters import AdapterStore
     from tenant_sdk.serving.answer import Answer
 
 PROMPTS = ("Why are there tides?", "Name a bird that cannot fly, and say where it lives.", "Count to five.")
-NUM_ADAPTERS, SLOTS = 5, 2
+RANKS = (16, 9, 16, 12, 16, 14, 8, 32)
+"""The adapters' ranks. The first six are padded to 16, the others are not; see `tenant_sdk.serving.adapters.store`."""
+SLOTS = 2
+"""The device slots of each padded rank. So four of the six adapters of padded rank 16 are always absent."""
+HOST_ADAPTERS = 3
+"""The number of adapters of rank 16 that fit into host memory."""
 NEW_TOKENS = 10
 MARGIN = 4.0
 AT_A_TIME = 24
 """The most requests that are open at a time. The next request is submitted when one of them has ended."""
 KILL_EVERY_S = 40.0
+LOAD_EVERY_S, READ_EVERY_S = 15.0, 15.0
+"""The most seconds, on average over each third of the run, from one load onto the device to the next, and from one read
+from disk to the next. On two cores without other work they were about 2 and 1 s. With two processes beside the run that
+always compute, there were 3 loads and 8 reads in the worst 20 s."""
+HANGS_AFTER_S = 120.0
+"""The seconds without the end of any request after which the open requests count as hanging."""
+ENDS_IN_S = 10.0
+"""The most seconds that the release of what the last requests held may take."""
 Case = tuple[str, str | None]
 """A request's prompt, and the name of its adapter (None for the base model)."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Counts what the store of adapters did in a part of the run.
+
+    Attributes:
+        seconds: the length of this part of the run.
+        device_loads: how often an adapter was loaded onto the device.
+        disk_reads: how often an adapter was read from disk.
+    """
+
+    seconds: float
+    device_loads: int
+    disk_reads: int
+
+    @property
+    def are_enough(self) -> bool:
+        """Returns whether adapters were loaded and read as often as `LOAD_EVERY_S` and `READ_EVERY_S` say."""
+        least_loads, least_reads = int(self.seconds / LOAD_EVERY_S), int(self.seconds / READ_EVERY_S)
+        return self.device_loads >= least_loads and self.disk_reads >= least_reads
 
 
 @dataclass
@@ -55,8 +93,11 @@ class Mix:
         failed: the number of requests that failed because the provider was away.
         other: the names of all other errors.
         deaths: how often the provider was killed.
-        rows, rows_twice: the number of masked rows sent, and how many of them equal an earlier one.
+        loads: what the store did in each third of the run.
+        rows: what became of the mask rows.
         left: what was still held at the end: requests, KV bytes, adapters.
+        lost_slots: the adapter slots that were neither held nor reusable at the end. It is negative if a slot counted
+            as both.
         distinct: the number of different reference answers. If adapters changed nothing, it would be the number of
             prompts.
     """
@@ -67,46 +108,25 @@ class Mix:
     failed: int = 0
     other: list[str] = field(default_factory=list)
     deaths: int = 0
-    rows: int = 0
-    rows_twice: int = 0
+    loads: tuple[Loads, ...] = ()
+    rows: RowBalance = field(default_factory=RowBalance)
     left: tuple[int, int, int] = (0, 0, 0)
+    lost_slots: int = 0
     distinct: int = 0
 
     @property
     def is_good(self) -> bool:
-        """Returns whether nothing was wrong, sent twice or left over, and no other error came. There must also be more
-        than ten right answers and at least one cancelled answer, and adapters must have changed answers."""
-        wrong = self.wrong or self.other or self.rows_twice or any(self.left)
-        return not wrong and self.right > 10 and self.cancelled > 0 and self.distinct > len(PROMPTS)
+        """Returns whether nothing was wrong, lost, sent twice or left over, and no other error came. There must also be
+        more than ten right answers and at least one cancelled answer, adapters must have changed answers, and enough
+        adapters must have been loaded in each third of the run."""
+        lost = self.rows.twice or self.rows.lost or self.lost_slots or any(self.left)
+        if self.wrong or self.other or lost or not self.rows.sent:
+            return False
+        loaded = len(self.loads) == 3 and all(part.are_enough for part in self.loads)
+        return loaded and self.right > 10 and self.cancelled > 0 and self.distinct > len(PROMPTS)
 
 
 # ---- what is watched -------------------------------------------------------------------------------------------------
-
-
-class SentRows:
-    """Keeps a fingerprint of each masked row that is sent: its first eight bytes, which are as good as random."""
-
-    def __init__(self) -> None:
-        """Watches the rows that all gRPC and tensor-port connections of this process send from now on."""
-        from wire.frame import Purpose
-        from wire.transport.grpc_connection import GrpcConnection
-
-        self._parts: list[np.ndarray[Any, Any]] = []
-        submit = GrpcConnection.submit
-
-        def watched(connection: Any, call: Any, payload: Any, reply_cols: int) -> Any:
-            if call.purpose is not Purpose.HINT:  # Such a call has a seed, and no rows of its own.
-                self._parts.append(payload.rows(call)[:, :2].contiguous().numpy().copy())
-            return submit(connection, call, payload, reply_cols)
-
-        GrpcConnection.submit = watched  # type: ignore[method-assign]
-
-    def counts(self) -> tuple[int, int]:
-        """Returns the number of rows, and how many of them have the fingerprint of an earlier row."""
-        import numpy as np
-
-        rows = np.concatenate(self._parts)
-        return len(rows), len(rows) - len(np.unique(rows, axis=0))
 
 
 def references(client: TenantClient, folder: Path, cases: list[Case]) -> dict[Case, list[int]]:
@@ -167,13 +187,13 @@ class Provider:
 
 
 def save_adapters(client: TenantClient, folder: Path) -> None:
-    """Saves random LoRA adapters that change answers, of different ranks, on q and v of all blocks."""
+    """Saves random LoRA adapters that change answers, of the ranks in `RANKS`, on q and v of all blocks."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    for number in range(NUM_ADAPTERS):
+    for number, rank in enumerate(RANKS):
         torch.manual_seed(number)
-        config = LoraConfig(r=4 * 2**number, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         adapted = get_peft_model(client.load_model(), config)
         with torch.no_grad():
             for name, weight in adapted.named_parameters():
@@ -193,84 +213,150 @@ def opened(folder: Path, url: str) -> Iterator[TenantClient]:
         yield client
 
 
-def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mix:
-    """Runs the mix for `seconds`, killing the provider every `kill_every_s` seconds, and returns the results."""
-    result, chance = Mix(), random.Random(seed)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        served = Provider(folder)
-        stack.callback(served.close)
-        sent = SentRows()
-        client = stack.enter_context(opened(folder, served.url))
-        save_adapters(client, folder / "adapters")
-        names = [None, *(f"a{number}" for number in range(NUM_ADAPTERS))]
-        want = references(client, folder / "adapters", [(prompt, name) for prompt in PROMPTS for name in names])
-        result.distinct = len({tuple(tokens) for tokens in want.values()})
-        _drive(result, client, folder / "adapters", served, want, chance, seconds, kill_every_s)
-        result.rows, result.rows_twice = sent.counts()
-    return result
-
-
-def _drive(
-    result: Mix, client: TenantClient, adapters: Path, served: Provider, want: dict[Case, list[int]],
-    chance: random.Random, seconds: float, kill_every_s: float,
-) -> None:  # fmt: skip
-    """Submits and cancels requests until the time is over, and counts how they ended."""
+@contextmanager
+def engine_of(client: TenantClient, adapters: Path) -> Iterator[tuple[Engine, AdapterStore]]:
+    """Opens an engine with few device slots and little host memory for adapters, and yields it and its store."""
     import torch
 
     import tenant_sdk
     from tenant_sdk.serving.adapters import AdapterStore
 
     stores: list[AdapterStore] = []
+    host_bytes = HOST_ADAPTERS * (adapters / "a0" / "adapter_model.safetensors").stat().st_size
 
     def make_store(model: Any, wake: Any) -> AdapterStore:
-        stores.append(AdapterStore(model, adapters, device_slots=SLOTS, on_ready=wake, dtype=torch.float32))
+        stores.append(
+            AdapterStore(model, adapters, device_slots=SLOTS, host_bytes=host_bytes, on_ready=wake, dtype=torch.float32)
+        )
         return stores[0]
 
-    ends, next_kill_s = time.monotonic() + seconds, time.monotonic() + min(kill_every_s, seconds / 3)
     with tenant_sdk.Engine(client, make_store, max_running=8, step_tokens=64, overtaking_s=0.5) as engine:
-        open_answers: list[tuple[Case, Answer]] = []
-        while time.monotonic() < ends:
-            if time.monotonic() > next_kill_s:
-                served.kill()
-                _submit(engine, open_answers, want, chance)  # Some requests come while nobody is there.
-                served.start_again()
-                result.deaths += 1
-                next_kill_s = time.monotonic() + kill_every_s
-            _submit(engine, open_answers, want, chance)
-            while len(open_answers) >= AT_A_TIME:
-                _count(result, *open_answers.pop(chance.randrange(len(open_answers))), want)
-        while open_answers:
-            _count(result, *open_answers.pop(), want)
-        status = engine.status()
-        result.left = (status.num_running + status.num_waiting, status.reserved_bytes, stores[0].status().device_held)
+        yield engine, stores[0]
 
 
-def _submit(engine: Engine, open_answers: list[Any], want: dict[Case, list[int]], chance: random.Random) -> None:
-    """Submits one random request for as many tokens as its reference answer has. Now and then, cancels one of the
-    requests in `open_answers`."""
-    case = chance.choice(list(want))
-    answer = engine.submit(case[0], case[1], len(want[case]), eos_token_id=[], caller=chance.choice("ab"))
-    open_answers.append((case, answer))
-    if chance.random() < 0.15:
-        chance.choice(open_answers)[1].cancel()
+def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mix:
+    """Runs the mix for `seconds`, killing the provider every `kill_every_s` seconds, and returns the results."""
+    result = Mix()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        served = Provider(folder)
+        stack.callback(served.close)
+        rows = WatchedRows()
+        client = stack.enter_context(opened(folder, served.url))
+        save_adapters(client, folder / "adapters")
+        names = [None, *(f"a{number}" for number in range(len(RANKS)))]
+        want = references(client, folder / "adapters", [(prompt, name) for prompt in PROMPTS for name in names])
+        result.distinct = len({tuple(tokens) for tokens in want.values()})
+        with engine_of(client, folder / "adapters") as (engine, store):
+            num_slots = store.status().device_reusable
+            requests = Requests(engine, want, random.Random(seed), result)
+            _drive(result, requests, store, served, seconds, kill_every_s)
+            requests.count_all()
+            result.left, result.lost_slots = _left(engine, store, num_slots)
+        result.rows = rows.balance()  # The engine has ended, so no call is under way.
+    return result
 
 
-def _count(result: Mix, case: Case, answer: Answer, want: dict[Case, list[int]]) -> None:
-    from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
+def _drive(
+    result: Mix, requests: Requests, store: AdapterStore, served: Provider, seconds: float, kill_every_s: float
+) -> None:  # fmt: skip
+    """Submits and cancels requests until the time is over. Kills the provider now and then, and notes how many adapters
+    were loaded in each third of the time."""
+    begun = now = time.monotonic()
+    next_kill_s, seen = begun + min(kill_every_s, seconds / 3), [(begun, store.status())]
+    while len(seen) <= 3:
+        if now > next_kill_s:
+            served.kill()
+            requests.submit()  # This request comes while nobody is there.
+            served.start_again()
+            result.deaths += 1
+            next_kill_s = time.monotonic() + kill_every_s
+        requests.step()
+        now = time.monotonic()
+        if now >= begun + seconds * len(seen) / 3:
+            seen.append((now, store.status()))
+    result.loads = tuple(
+        Loads(then - before, new.device_loads - old.device_loads, new.disk_reads - old.disk_reads)
+        for (before, old), (then, new) in pairwise(seen)
+    )
 
-    try:
-        answer.result(120)
-    except (Unavailable, DeadlineExceeded):
-        result.failed += 1
-        return
-    except VeilbaseError as exc:
-        result.other.append(type(exc).__name__)
-        return
-    tokens, is_cancelled = answer.token_ids, answer.finish_reason == "cancelled"
-    is_right = tokens == (want[case][: len(tokens)] if is_cancelled else want[case])
-    result.right, result.wrong = result.right + is_right, result.wrong + (not is_right)
-    result.cancelled += is_cancelled
+
+def _left(engine: Engine, store: AdapterStore, num_slots: int) -> tuple[tuple[int, int, int], int]:
+    """Returns what is still held at the end (see `Mix.left`), and how many of `num_slots` adapter slots were lost. What
+    the last requests held, such as the slot of an adapter that was being loaded, may be held for a moment longer."""
+    give_up_s = time.monotonic() + ENDS_IN_S
+    while True:
+        own, adapters = engine.status(), store.status()
+        num_held = adapters.device_held + adapters.waiting
+        left = own.num_running + own.num_waiting, own.reserved_bytes + own.kept_bytes, num_held
+        if not any(left) or time.monotonic() > give_up_s:
+            return left, num_slots - adapters.device_held - adapters.device_reusable
+        time.sleep(0.05)
+
+
+class Requests:
+    """Submits random requests to an engine, and counts how they end."""
+
+    def __init__(self, engine: Engine, want: dict[Case, list[int]], chance: random.Random, result: Mix) -> None:
+        """Keeps the arguments.
+
+        Args:
+            engine: the engine that answers.
+            want: the requests that may be submitted, each with its reference answer.
+            chance: decides which requests are submitted and which are cancelled.
+            result: the results in which ended requests are counted.
+        """
+        self._engine, self._want, self._chance, self._result = engine, want, chance, result
+        self._open: dict[Answer, Case] = {}
+        self._ended: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def step(self) -> None:
+        """Submits a request if fewer than `AT_A_TIME` are open; otherwise counts a request that ends soon."""
+        if len(self._open) < AT_A_TIME:
+            self.submit()
+        else:
+            self._count_next(1.0)
+
+    def submit(self) -> None:
+        """Submits one random request for as many tokens as its reference answer has. Now and then, cancels one of the
+        open requests."""
+        case = self._chance.choice(list(self._want))
+        answer = self._engine.submit(
+            case[0], case[1], len(self._want[case]), eos_token_id=[], caller=self._chance.choice("ab")
+        )  # fmt: skip
+        self._open[answer] = case
+        answer.add_done_callback(self._ended.put)
+        if self._chance.random() < 0.15:
+            self._chance.choice(list(self._open)).cancel()
+
+    def count_all(self) -> None:
+        """Waits for the end of all open requests and counts them. Requests that do not end count as another error."""
+        while self._open and self._count_next(HANGS_AFTER_S):
+            pass
+        self._result.other += ["hanging"] * len(self._open)
+
+    def _count_next(self, timeout_s: float) -> bool:
+        """Counts the next request that ends; returns False if none ends in time."""
+        try:
+            answer = self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        self._count(self._open.pop(answer), answer)
+        return True
+
+    def _count(self, case: Case, answer: Answer) -> None:
+        from wire.errors import DeadlineExceeded, Unavailable
+
+        result = self._result
+        if isinstance(answer.error, Unavailable | DeadlineExceeded):
+            result.failed += 1
+        elif answer.error is not None:
+            result.other.append(type(answer.error).__name__)
+        else:
+            tokens, is_cancelled = answer.token_ids, answer.finish_reason == "cancelled"
+            is_right = tokens == (self._want[case][: len(tokens)] if is_cancelled else self._want[case])
+            result.right, result.wrong = result.right + is_right, result.wrong + (not is_right)
+            result.cancelled += is_cancelled
 
 
 def main() -> int:
@@ -279,12 +365,19 @@ def main() -> int:
 
     tenant_sdk.tune()
     result = mix(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0)
+    rows, loads = result.rows, result.loads
     print(
         f"answers: {result.right} right, {result.wrong} wrong, {result.cancelled} of these cancelled; {result.failed} "
         f"failed while the provider was away, {len(result.other)} otherwise {sorted(set(result.other))}\n"
         f"provider killed {result.deaths} times; {result.distinct} different reference answers\n"
-        f"masked rows sent: {result.rows}, of these twice: {result.rows_twice}\n"
-        f"still held at the end: {result.left[0]} requests, {result.left[1]} bytes of KV, {result.left[2]} adapters"
+        f"adapters: {sum(part.device_loads for part in loads)} loads onto the device and "
+        f"{sum(part.disk_reads for part in loads)} reads from disk in {sum(part.seconds for part in loads):.0f} s; by "
+        f"thirds {[part.device_loads for part in loads]} and {[part.disk_reads for part in loads]}\n"
+        f"mask rows made: {rows.made}; {rows.sent} sent, {rows.refused + rows.burnt} burnt by calls that failed, "
+        f"{rows.ready} still ready, {rows.lost} lost\n"
+        f"masked rows sent: {rows.sent}, of these twice: {rows.twice}\n"
+        f"still held at the end: {result.left[0]} requests, {result.left[1]} bytes of KV, {result.left[2]} adapters; "
+        f"adapter slots lost: {result.lost_slots}"
     )
     return 0 if result.is_good else 1
 

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import torch
 
+from noise.blocks.row_counts import RowCounts
 from noise.blocks.slots import Origin, Slots
 from noise.scheme import GroupSpec
 from wire.errors import MaskError
@@ -121,7 +122,7 @@ class MaskPool:
         self._shelves: dict[Key, _Shelf] = {}
         self._state = threading.Condition()
         self._wanted: deque[Key] = deque()
-        self._ready_bytes = self._seen_features = 0
+        self._ready_bytes = self._seen_features = self._num_made = self._num_burnt = 0
         self._measure()
         self._closed = False
         self._origin = Origin()
@@ -146,16 +147,25 @@ class MaskPool:
         with self._state:
             return {key: shelf.num_rows for key, shelf in self._shelves.items()}
 
+    def row_counts(self) -> RowCounts:
+        """Returns how many rows were made, how many are ready, and how many were burnt without use. A closed pool
+        counts none."""
+        with self._state:
+            ready = sum(shelf.num_rows for shelf in self._shelves.values())
+            return RowCounts(self._num_made, ready, self._num_burnt)
+
     def describe(self, what: str) -> str:
-        """Returns a line that tells the user how much is ready; `what` names the rows in this line."""
+        """Returns a line that tells the user how much is ready and was used; `what` names the rows in this line."""
         size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
         line = f"{size} of {what} and effects ready, in memory only"
         if rows := self.ready_rows():
             line += f": at least {min(rows.values())} rows in each of {len(rows)} groups and directions"
-        return line
+        counts = self.row_counts()
+        return f"{line}; {counts.made} rows made, {counts.made - counts.ready} of them used" if counts.made else line
 
     def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns fresh rows. They are burnt (marked as used) before they are returned.
+        """Returns fresh rows. They are burnt (marked as used) before they are returned. If this fails, the rows that
+        were already burnt stay so, and are counted in `RowCounts.burnt`.
 
         Returns:
             mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
@@ -165,9 +175,28 @@ class MaskPool:
             VeilbaseError: the maker raised it, for example because a hint could not be fetched; nothing may be sent.
         """
         self._origin.check()
-        key = (group.id, direction)
         request_cols, reply_cols = group.widths(direction)
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            self._collect(group, direction, num_rows, parts)
+        except BaseException:
+            with self._state:
+                if not self._closed:
+                    self._num_burnt += sum(mask.shape[0] for mask, _ in parts)
+            raise
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+            return none.view(0, request_cols), none.view(0, reply_cols)
+        masks, effects = zip(*parts, strict=True)
+        return torch.cat(masks), torch.cat(effects)
+
+    def _collect(
+        self, group: GroupSpec, direction: Direction, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Burns fresh rows and appends them to `parts`, which has what was burnt so far if this raises an error."""
+        key = (group.id, direction)
         is_noted = False
         while num_rows > 0 or not is_noted:
             with self._state:
@@ -181,13 +210,6 @@ class MaskPool:
                 must_make = num_rows > 0 and self._claim(shelf)
             if must_make:
                 self._fill(key, shelf, num_rows + beyond)
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
-            return none.view(0, request_cols), none.view(0, reply_cols)
-        masks, effects = zip(*parts, strict=True)
-        return torch.cat(masks), torch.cat(effects)
 
     def _rows_beyond(self, shelf: _Shelf) -> int:
         """Returns how many rows for later calls are worth making together with the rows of this call, since blocks made
@@ -236,6 +258,7 @@ class MaskPool:
         try:
             with all_cores():
                 blocks = self._make(shelf.group, key[1], num_rows)
+            num_made = sum(block.slots.remaining for block in blocks)
         except BaseException:
             with self._state:
                 shelf.is_being_made = False
@@ -246,6 +269,7 @@ class MaskPool:
             if not self._closed:
                 shelf.blocks.extend(blocks)
                 self._ready_bytes += sum(block.num_bytes for block in blocks)
+                self._num_made += num_made
             self._state.notify_all()
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
@@ -365,7 +389,7 @@ class MaskPool:
     def _drop(self) -> None:
         self._shelves.clear()
         self._wanted.clear()
-        self._ready_bytes = self._seen_features = 0
+        self._ready_bytes = self._seen_features = self._num_made = self._num_burnt = 0
         self._on_drop()
 
     def __reduce__(self) -> NoReturn:

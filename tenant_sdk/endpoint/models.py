@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapter_slots import Ticket
+from tenant_sdk.serving.adapters.status import StoreStatus
 from tenant_sdk.serving.adapters.store import Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -36,6 +37,9 @@ class Store(Protocol):
 
     def tiers(self) -> dict[str, Tier]:
         """Returns the tier of each adapter: device, host (memory), disk or network."""
+
+    def status(self) -> StoreStatus:
+        """Returns the number of adapters on each tier, and the numbers of loads."""
 
 
 class ModelNames:
@@ -91,6 +95,14 @@ class ModelNames:
             return None
         tiers, found = self._store.tiers(), set(self._found())
         return [(name, tiers.get(self._target(name, found), "disk")) for name in self._names()]
+
+    def load_counts(self) -> dict[str, float]:
+        """Returns how often adapters were copied onto the device and read from disk, for the metrics; an empty
+        dictionary without adapters."""
+        if self._store is None:
+            return {}
+        status = self._store.status()
+        return {"adapter_device_loads": status.device_loads, "adapter_disk_reads": status.disk_reads}
 
     def listed(self) -> dict[str, Any]:
         """Returns the response to a request for /v1/models."""

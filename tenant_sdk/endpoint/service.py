@@ -115,5 +115,6 @@ class Service:
             "requests_waiting": status.num_waiting,
             "kv_reserved_bytes": status.reserved_bytes,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
+            **self.names.load_counts(),
             **self.count_jobs(),
         }

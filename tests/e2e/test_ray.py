@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.serving_mix import SentRows
+from benchmarks.row_watch import SentRows
 from provider.identity.authority import StateDir
 from provider.identity.front import export_registry, export_server_identity
 from provider.identity.registry import enroll

@@ -56,6 +56,8 @@ class DeviceTier:
         self._slot_of: dict[str, int] = {}
         self._idle: dict[int, OrderedDict[int, None]] = {rank: OrderedDict() for rank in numbers.ranks}
         self._free = {rank: list(range(numbers.num_slots))[::-1] for rank in numbers.ranks}
+        self.num_loads = 0
+        """How often an adapter was copied into a slot."""
 
     def acquire(self, digest: str) -> int | None:
         """Holds the slot of an adapter and returns the slot's number; returns None if no slot has this adapter
@@ -115,6 +117,7 @@ class DeviceTier:
             raise
         with self._lock:
             self._slots[slot].ready = True
+            self.num_loads += 1
 
     def release(self, slot: int) -> None:
         """Ends one hold on a slot. The adapter stays in the slot until another adapter needs the slot."""
@@ -136,10 +139,13 @@ class DeviceTier:
             slot = self._slot_of.get(digest)
             return slot is not None and self._slots[slot].ready
 
-    def usage(self) -> tuple[int, int]:
-        """Returns the number of adapters in slots, and the number of these adapters that requests hold."""
+    def usage(self) -> tuple[int, int, int]:
+        """Returns the number of adapters in slots, the number of these adapters that requests hold, and the number of
+        slots of all ranks that `assign` may give away now."""
         with self._lock:
-            return len(self._slots), sum(each.holders > 0 for each in self._slots.values())
+            held = sum(each.holders > 0 for each in self._slots.values())
+            reusable = sum(len(self._free[rank]) + len(self._idle[rank]) for rank in self.numbers.ranks)
+            return len(self._slots), held, reusable
 
     def slot_bytes(self, rank: int, modules: Iterable[str]) -> int:
         """Returns the bytes that one slot of a rank takes in the layers that `modules` names."""

@@ -56,6 +56,8 @@ class AdapterReader:
         """
         self._layers, self._shapes, self._host, self._known = layers, ShapeChecks(layers), host, known
         self._limits, self._pinned = limits, pinned
+        self.num_reads = 0
+        """How many adapters were read from disk. Adapters that could not be used do not count."""
 
     def read(self, origin: Origin) -> PackedAdapter | PackedModules:
         """Reads an adapter from disk, keeps it in host memory and returns it. Only the loading thread may call this.
@@ -77,6 +79,7 @@ class AdapterReader:
             raise
         self._known.keep_digest(reading.found, packed.digest)
         self._host.put(packed)
+        self.num_reads += 1
         return packed
 
     def check(self, found: Found) -> None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.peft_modules import Layer
 from tenant_sdk.serving.adapters.placement import Placement
 from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
+from tenant_sdk.serving.adapters.status import StoreStatus
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
 from tenant_sdk.trust.bundle import default_cache
@@ -48,31 +48,6 @@ Tier = Literal["device", "host", "disk", "network"]
 """Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
 """The number of adapters that are fetched from the network at the same time."""
-
-
-@dataclass(frozen=True)
-class StoreStatus:
-    """Holds the numbers of adapters on each tier of a store.
-
-    Attributes:
-        device_adapters, device_held: the number of adapters in slots, and of those that requests hold.
-        device_slots: the number of slots of each rank.
-        host_adapters, host_bytes, host_budget_bytes: the number of adapters in host memory, the bytes that they take,
-            and the most bytes that they may take.
-        disk_adapters: the number of the folder's subfolders.
-        network_adapters: the number of the catalogue's entries.
-        waiting: the number of tickets whose adapter is loaded and that wait for a slot.
-    """
-
-    device_adapters: int
-    device_held: int
-    device_slots: int
-    host_adapters: int
-    host_bytes: int
-    host_budget_bytes: int
-    disk_adapters: int
-    network_adapters: int
-    waiting: int
 
 
 class AdapterStore:
@@ -189,12 +164,24 @@ class AdapterStore:
         return "disk" if is_fetched else "network"
 
     def status(self) -> StoreStatus:
-        """Returns the number of adapters on each tier (network, disk, host memory and device)."""
-        on_disk = len(self._folder.names()) if self._folder is not None else 0
+        """Returns the number of adapters on each tier (network, disk, host memory and device), and the numbers of loads
+        since the store was opened."""
+        device_adapters, device_held, device_reusable = self._device.usage()
+        host_adapters, host_bytes = self._host.usage()
         return StoreStatus(
-            *self._device.usage(), self._device.numbers.num_slots, *self._host.usage(), self._host.budget_bytes,
-            on_disk, len(self._entries), self._placement.num_waiting,
-        )  # fmt: skip
+            device_adapters=device_adapters,
+            device_held=device_held,
+            device_slots=self._device.numbers.num_slots,
+            device_reusable=device_reusable,
+            device_loads=self._device.num_loads,
+            host_adapters=host_adapters,
+            host_bytes=host_bytes,
+            host_budget_bytes=self._host.budget_bytes,
+            disk_adapters=len(self._folder.names()) if self._folder is not None else 0,
+            disk_reads=self._reader.num_reads,
+            network_adapters=len(self._entries),
+            waiting=self._placement.num_waiting,
+        )
 
     def describe(self, rank: int | None = None, modules: Sequence[str] | None = None) -> str:
         """Returns a line that states how many LoRA adapters of a rank fit on each tier, and how many adapters of other

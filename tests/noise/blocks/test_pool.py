@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from noise.blocks.pool import Block, MaskPool
+from noise.blocks.row_counts import RowCounts
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from tests.support.forked_child import in_child
@@ -164,8 +165,28 @@ def test_rows_are_counted_and_told(make_pool: Any) -> None:
     pool.take(group(), BACKWARD, 1)
     assert pool.ready_rows() == {(7, FORWARD): BLOCK_ROWS - 3, (0, BACKWARD): BLOCK_ROWS - 1}
     assert pool.describe("pads") == (
-        "4 of 3 MB of pads and effects ready, in memory only: at least 5 rows in each of 2 groups and directions"
+        "4 of 3 MB of pads and effects ready, in memory only: at least 5 rows in each of 2 groups and directions; "
+        "16 rows made, 4 of them used"
     )
+    assert pool.row_counts() == RowCounts(made=2 * BLOCK_ROWS, ready=2 * BLOCK_ROWS - 4, burnt=0)
+    pool.close()
+    assert pool.row_counts() == RowCounts(made=0, ready=0, burnt=0)
+
+
+def test_rows_taken_for_a_call_that_fails_are_counted_as_burnt(make_pool: Any, mill: Mill) -> None:
+    pool, spec = make_pool(), group()
+    pool.take(spec, FORWARD, 3)
+
+    def fail() -> None:
+        raise Unavailable("no hint")
+
+    mill.before = fail
+    with pytest.raises(Unavailable):
+        pool.take(spec, FORWARD, BLOCK_ROWS)
+    assert pool.row_counts() == RowCounts(made=BLOCK_ROWS, ready=0, burnt=BLOCK_ROWS - 3)
+    with pytest.raises(Unavailable):
+        pool.take(spec, FORWARD, 1)  # No row was ready, so none is burnt.
+    assert pool.row_counts().burnt == BLOCK_ROWS - 3
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

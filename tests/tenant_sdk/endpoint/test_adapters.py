@@ -56,7 +56,10 @@ def test_each_adapter_is_shown_with_its_tier(
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
         http.post("/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "used"})
         tiers = {each["name"]: each["tier"] for each in http.get("/v1/status").json()["adapters"]}
+        metrics = http.get("/metrics").text
     assert tiers == {"used": "device", "other": "device", "unused": "disk"}
+    assert "veilbase_endpoint_adapter_device_loads 1.0" in metrics
+    assert "veilbase_endpoint_adapter_disk_reads 1.0" in metrics
 
 
 @pytest.mark.parametrize("separate_calls", [True, False])

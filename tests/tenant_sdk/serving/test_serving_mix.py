@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving_mix import Mix
+from benchmarks.row_watch import RowBalance
+from benchmarks.serving_mix import LOAD_EVERY_S, READ_EVERY_S, Loads, Mix
 
-GOOD = Mix(right=30, cancelled=2, deaths=1, rows=100, distinct=5)
+THIRD_S = 200.0
+LOADED = Loads(THIRD_S, int(THIRD_S / LOAD_EVERY_S), int(THIRD_S / READ_EVERY_S))
+"""The fewest loads and reads that suffice in a third of a run of ten minutes."""
+ROWS = RowBalance(made=100, sent=80, refused=3, burnt=2, ready=15)
+GOOD = Mix(right=30, cancelled=2, deaths=1, loads=(LOADED,) * 3, rows=ROWS, distinct=5)
 
 
 @pytest.mark.slow
@@ -28,13 +33,36 @@ def test_no_answer_is_wrong_and_nothing_is_lost_or_used_twice() -> None:
     assert " 0 wrong, " in ran.stdout
     assert "provider killed 0 times" not in ran.stdout
     assert ran.stdout.count("of these twice: 0") == 1
+    assert ran.stdout.count("still ready, 0 lost") == 1
+    assert ran.stdout.count("adapter slots lost: 0") == 1
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"wrong": 1}, {"other": ["NotFinite"]}, {"rows_twice": 1}, {"left": (1, 0, 0)}, {"left": (0, 0, 1)},
-     {"right": 10}, {"cancelled": 0}, {"distinct": 3}],
-)  # fmt: skip
+    [
+        {"wrong": 1},
+        {"other": ["NotFinite"]},
+        {"rows": dataclasses.replace(ROWS, twice=1)},
+        {"rows": dataclasses.replace(ROWS, made=101)},
+        {"rows": dataclasses.replace(ROWS, sent=81)},
+        {"rows": dataclasses.replace(ROWS, refused=2)},
+        {"rows": dataclasses.replace(ROWS, burnt=1)},
+        {"rows": dataclasses.replace(ROWS, ready=14)},
+        {"rows": RowBalance()},
+        {"left": (1, 0, 0)},
+        {"left": (0, 1, 0)},
+        {"left": (0, 0, 1)},
+        {"lost_slots": 1},
+        {"lost_slots": -1},
+        {"loads": (LOADED, LOADED, dataclasses.replace(LOADED, device_loads=LOADED.device_loads - 1))},
+        {"loads": (LOADED, dataclasses.replace(LOADED, disk_reads=LOADED.disk_reads - 1), LOADED)},
+        {"loads": (dataclasses.replace(LOADED, seconds=2 * THIRD_S), LOADED, LOADED)},
+        {"loads": (LOADED, LOADED)},
+        {"right": 10},
+        {"cancelled": 0},
+        {"distinct": 3},
+    ],
+)
 def test_the_mix_notices(change: dict[str, Any]) -> None:
     assert GOOD.is_good
     assert not dataclasses.replace(GOOD, **change).is_good

@@ -21,6 +21,7 @@ from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import WEIGHTS
 from tenant_sdk.serving.adapters.placement import MOST_PASSED, Placement
 from tenant_sdk.serving.adapters.reading import Reading
+from tenant_sdk.serving.adapters.store import RANKS
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
@@ -165,6 +166,34 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
     use("a2")
     assert reads.names == ["a1", "a2", "a3", "a2"]
     assert store.status().host_bytes == 2 * PACKED_BYTES
+    assert (store.status().device_loads, store.status().disk_reads) == (6, 4)
+    store.close()
+
+
+def test_every_slot_is_held_or_reusable(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=2)
+    num_slots = store.status().device_reusable
+    assert num_slots == 2 * (len(RANKS) + 1), "each rank has slots, and so have the adapters of other kinds"
+    tickets = held(store, bell, "a1", "a1", "a2", "wide")
+    assert (store.status().device_held, store.status().device_reusable) == (3, num_slots - 3)
+    for ticket in tickets:
+        ticket.release()
+    assert (store.status().device_adapters, store.status().device_held) == (3, 0)
+    assert store.status().device_reusable == num_slots
+    store.close()
+
+
+def test_an_adapter_that_cannot_be_used_counts_as_no_load(model: Any, root: Path) -> None:
+    weights = load_file(root / "a1" / WEIGHTS)
+    first = next(iter(weights))
+    save_file({**weights, first: torch.full_like(weights[first], torch.nan)}, root / "a1" / WEIGHTS)
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    ticket = store.reserve("a1")
+    bell.wait_for(ticket)
+    assert ticket.failure is not None
+    assert (store.status().device_loads, store.status().disk_reads) == (0, 0)
     store.close()
 
 

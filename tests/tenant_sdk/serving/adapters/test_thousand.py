@@ -67,6 +67,7 @@ def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model:
     replaced all the time."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=3, host_bytes=60_000)
+    num_slots = store.status().device_reusable
     wrong: list[object] = []
 
     def client(seed: int) -> None:
@@ -88,6 +89,7 @@ def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model:
         thread.join()
     assert wrong == []
     assert store.status().device_held == store.status().waiting == 0
+    assert store.status().device_reusable == num_slots
     store.close()
 
 
