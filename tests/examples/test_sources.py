@@ -62,11 +62,14 @@ def comments_and_docstrings(source: str) -> str:
 
 
 def sources(folder: str) -> dict[Path, str]:
-    """Returns the text of each source file and page below a folder. Of tests, only comments and docstrings are
-    included."""
+    """Returns the text of each source file and page below a folder. Of tests in Python, only comments and docstrings
+    are included."""
     paths = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
     texts = {path: path.read_text() for path in paths}
-    return {path: comments_and_docstrings(text) for path, text in texts.items()} if folder == "tests" else texts
+    return {
+        path: comments_and_docstrings(text) if folder == "tests" and path.suffix == ".py" else text
+        for path, text in texts.items()
+    }
 
 
 @pytest.mark.parametrize("folder", CITING_FOLDERS)
