@@ -9,7 +9,6 @@ no streams, and a lane computes a block at once.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -37,7 +36,10 @@ class Lane:
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None
         self.rows, self.reply = Staging(is_cuda), Staging(is_cuda)
-        self.block: Sequence[RowsAndReply] = ()
+        self.block: list[RowsAndReply] = []
+        """The pairs of the block that was started whose rows and replies cross. Those on the device are in
+        `_staying`."""
+        self._staying: list[RowsAndReply] = []
         self._there: torch.Tensor | None = None
 
     def current(self) -> AbstractContextManager[object]:
@@ -55,53 +57,36 @@ class Lane:
         """
         self.finish()
         count = sum(rows.shape[0] for rows, _ in block)
-        reply, height, places = block[0][1], max(count, num_padded), _places(block)
-        if all(self._is_here(rows) for rows, _ in block):
-            here = self._staged(block, places, height)
-            back = self.reply.view(count, reply.shape[1], reply.dtype)
-            with self.current():
-                self._there = here.to(self.device, non_blocking=True)
-                back.copy_(multiply(self._there)[:count], non_blocking=True)
-        else:
-            self._start_mixed(block, places, multiply, height)
-        self.block = block
-
-    def _staged(self, block: Sequence[RowsAndReply], places: list[slice], height: int) -> torch.Tensor:
-        """Copies the rows that have to cross into the staging buffer, each to its place in the block; returns it."""
-        first = block[0][0]
-        here = self.rows.view(height, first.shape[1], first.dtype)
-        for (rows, _), place in zip(block, places, strict=True):
-            if self._is_here(rows):
-                here[place].copy_(rows)
-        here[places[-1].stop :].zero_()
-        return here
-
-    def _start_mixed(self, block: Sequence[RowsAndReply], places: list[slice], multiply: Multiply, height: int) -> None:
-        """Starts a product of which some rows are on the device: those are copied there, on the lane's stream."""
-        first, reply = block[0]
-        back = self.reply.view(places[-1].stop, reply.shape[1], reply.dtype)
-        here = self._staged(block, places, height)
+        self.block = [pair for pair in block if self._is_here(pair[0])]
+        self._staying = [pair for pair in block if not self._is_here(pair[0])]
+        (first, reply), crossing = block[0], sum(rows.shape[0] for rows, _ in self.block)
+        here = self.rows.view(crossing, first.shape[1], first.dtype)
+        for (rows, _), part in zip(self.block, _parts(here, self.block), strict=True):
+            part.copy_(rows)
+        back = self.reply.view(crossing, reply.shape[1], reply.dtype)
         with self.current():
-            there = self._there = torch.empty(height, first.shape[1], dtype=first.dtype, device=self.device)
-            there[places[-1].stop :].zero_()
-            for (rows, _), place in zip(block, places, strict=True):
-                there[place].copy_(here[place] if self._is_here(rows) else rows, non_blocking=True)
+            height = max(count, num_padded)
+            self._there = there = torch.empty(height, first.shape[1], dtype=first.dtype, device=self.device)
+            there[:crossing].copy_(here, non_blocking=True)
+            for (rows, _), part in zip(self._staying, _parts(there[crossing:count], self._staying), strict=True):
+                part.copy_(rows, non_blocking=True)
+            there[count:].zero_()
             product = multiply(there)
-            for (_, mine), place in zip(block, places, strict=True):
-                (back[place] if self._is_here(mine) else mine).copy_(product[place], non_blocking=True)
+            back.copy_(product[:crossing], non_blocking=True)
+            for (_, mine), part in zip(self._staying, _parts(product[crossing:count], self._staying), strict=True):
+                mine.copy_(part, non_blocking=True)
 
     def finish(self) -> None:
         """Waits for the product of the block that was started, if there is one, and writes it to the block's memory."""
-        block, self.block = self.block, ()
-        if not block:
+        if self._there is None:
             return
         self.synchronize()
-        places, (_, first) = _places(block), block[0]
-        back = self.reply.view(places[-1].stop, first.shape[1], first.dtype)
-        for (_, reply), place in zip(block, places, strict=True):
-            if self._is_here(reply):
-                reply.copy_(back[place])
-        self._there = None
+        if self.block:
+            first = self.block[0][1]
+            back = self.reply.view(sum(rows.shape[0] for rows, _ in self.block), first.shape[1], first.dtype)
+            for (_, reply), part in zip(self.block, _parts(back, self.block), strict=True):
+                reply.copy_(part)
+        self._let_go()
 
     def synchronize(self) -> None:
         """Waits until the device has done what was started on this lane."""
@@ -113,13 +98,15 @@ class Lane:
         of a lost device is ignored, since nothing in its memory is used again."""
         with contextlib.suppress(RuntimeError):  # The memory is let go only after the device has stopped using it.
             self.synchronize()
-        self.block, self._there = (), None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.block, self._staying, self._there = [], [], None
 
 
-def _places(block: Sequence[RowsAndReply]) -> list[slice]:
-    """Returns the rows of a block that each of its pairs has."""
-    ends = list(itertools.accumulate(rows.shape[0] for rows, _ in block))
-    return [slice(end - rows.shape[0], end) for (rows, _), end in zip(block, ends, strict=True)]
+def _parts(stacked: torch.Tensor, pairs: Sequence[RowsAndReply]) -> Sequence[torch.Tensor]:
+    """Returns the rows of each pair in a matrix that has the rows of all pairs, one pair after the other."""
+    return stacked.split([rows.shape[0] for rows, _ in pairs]) if pairs else ()
 
 
 class Staging:

@@ -144,7 +144,11 @@ class Windows:
         for number, kept in enumerate(self._kept):
             if kept.tenant == tenant and kept.size <= most_bytes:
                 del self._kept[number]
-                kept.memory.fill_with_zeros()
+                try:
+                    kept.memory.fill_with_zeros()
+                except RuntimeError:  # The device is lost, and the memory with it.
+                    os.close(kept.descriptor)
+                    raise
                 return Given(tenant, Window(kept.memory), kept.memory, kept.descriptor)
         return None
 

@@ -5,9 +5,9 @@ tensors too.
 A file descriptor is used, and not CUDA's older IPC handles: the memory stays whole as long as either process maps it,
 whatever the other one frees, and only a process that was sent the descriptor can map it.
 
-Guarantees: an error of the driver is raised as `DriverError` with the driver's number, and never ignored. Nothing is
-loaded at import. Signatures and structures are those of cuda.h (CUDA 13.1), against which the tests compile a stand-in.
-On a GPU this was never run.
+Guarantees: an error of the driver is raised as `DriverError` with the driver's number; while one is raised, errors of
+undoing what was done before are not. Nothing is loaded at import. Signatures and structures are those of cuda.h (CUDA
+13.1), against which the tests compile a stand-in. On a GPU this was never run.
 """
 
 from __future__ import annotations

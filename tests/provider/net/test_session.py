@@ -9,51 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.job import Job, Outcome
 from provider.identity.revocations import RegistryUnreadable
 from provider.net.admission import Admission
 from provider.net.session import HANDSHAKE_S, INLINE_ROWS, SWEEP_S, Session
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
+from tests.support.desk import Desk
 from wire import frame
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
-from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
+from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 HINT = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
 COLS, REPLY_COLS = 3, 5
 LIMITS = Limits(max_rows=64, max_tensor_bytes=1 << 20, max_in_flight_bytes=1 << 20)
 HELLO = frame.hello(FrameType.HELLO)
-
-
-class Desk:
-    """Stands in for an executor: it queues every job, and replies to rows as the test sets."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.cancelled: list[Job] = []
-        self.here: Outcome | None = None
-        """The outcome of small requests, which the reading thread computes itself. None means that they are queued
-        instead."""
-        self.row: VeilbaseError | bool = True
-        self.num_rows = 0
-
-    def submit(self, job: Job) -> None:
-        self.jobs.append(job)
-
-    def cancel(self, job: Job) -> None:
-        self.cancelled.append(job)
-
-    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        return self.here
-
-    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        self.num_rows += 1
-        reply[:] = bytes(range(4 * REPLY_COLS))
-        return self.row
 
 
 class Stream:

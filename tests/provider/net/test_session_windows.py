@@ -11,45 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.job import Job, Outcome
+from provider.engine.job import Job
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.net.windows import Window
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import TenantLimits
 from tests.support.cuda_stand_in import UNIT, stand_in
+from tests.support.desk import Desk
 from wire import frame
-from wire.errors import RemoteFault, VeilbaseError, WireCode
+from wire.errors import RemoteFault, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
 from wire.gpu_window.areas import Area
 from wire.gpu_window.driver import Driver
 from wire.gpu_window.memory import allocate
 from wire.limits import Limits
-from wire.ring.seeded_rows import Rows
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 COLS, REPLY_COLS, ROWS = 8, 5, 20
 REPLY_AT = 4096
-
-
-class Desk:
-    """Stands in for an executor: it queues every job."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.cancelled: list[Job] = []
-
-    def submit(self, job: Job) -> None:
-        self.jobs.append(job)
-
-    def cancel(self, job: Job) -> None:
-        self.cancelled.append(job)
-
-    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        return None
-
-    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        raise AssertionError("rows of a window take no short way")
 
 
 class Stream:
@@ -113,9 +93,10 @@ def test_a_reply_is_written_before_it_is_said(stream: Stream) -> None:
 
 
 def test_one_row_takes_no_short_way(stream: Stream) -> None:
-    """A window's row is on the device; the desk fails the test if it is asked for the short way."""
+    """A window's row is on the device, where the thread that reads would wait for a large product."""
+    stream.desk.here = reply_of(6)
     job = stream.ask(1, rows=1)
-    assert job.ticket.num_rows == 1
+    assert (job.ticket.num_rows, stream.desk.num_rows) == (1, 0)
 
 
 def test_nothing_is_written_for_a_request_that_was_cancelled(stream: Stream) -> None:
