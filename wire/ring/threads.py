@@ -60,6 +60,20 @@ def return_cores() -> None:
 
 
 @contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Makes operations of the calling thread use one core inside the context, and as many as before after it."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    use_cores(1)
+    try:
+        yield
+    finally:
+        use_cores(before)
+
+
+@contextlib.contextmanager
 def all_cores() -> Iterator[None]:
     """Lets the calling thread use all of its cores again, for work that is worth sharing between `spare_cores` and
     `return_cores`."""
