@@ -43,6 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "FourierFT": ("FOURIERFT", {"n_frequency": 1000}),
 }
 """For each title, PEFT's name of the kind and its settings."""
+FIXED = ("vera_A", "vera_B")
+"""The ends of the names of tensors that training does not change, and that all adapters of a kind have in common."""
 
 
 def save(model: Any, folder: Path, title: str) -> None:
@@ -85,7 +87,7 @@ def save_more(root: Path, name: str) -> list[str]:
     for number, other in enumerate(names):
         shutil.copytree(root / name, root / other)
         path = root / other / SAFETENSORS_WEIGHTS_NAME
-        changed = {key: one * (1 + number / 1000) if one.is_floating_point() else one
+        changed = {key: one * (1 + number / 1000) if one.is_floating_point() and not key.endswith(FIXED) else one
                    for key, one in load_file(path).items()}  # fmt: skip
         save_file(changed, path)
     return names

@@ -133,7 +133,12 @@ def main() -> None:
     """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--switches", type=int, default=50)
-    medians = run(parser.parse_args().switches)
+    report(parser.parse_args().switches)
+
+
+def report(num_switches: int) -> None:
+    """Measures the switches and prints their median times as a table, with the bars."""
+    medians = run(num_switches)
     print("| switch to an adapter from | median, ms | processor, ms | bar |\n|---|---|---|---|")
     for name, (by_clock, of_processor) in medians.items():
         bar, found = BARS_MS.get(name), f"{1e3 * by_clock:.1f} | {1e3 * of_processor:.1f}"

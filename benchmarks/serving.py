@@ -5,6 +5,8 @@ each with a short question, and ends when each has 48 new tokens (or `--new-toke
 are made before its clock starts, and none are made while it runs. The CPU seconds are those of both processes, and
 those of `lattice` include the masks that were made for the run. Runs of all kinds take turns, and the figures are
 medians over the rounds. The peer is transformers' `generate` with the same model in float32, on left-padded batches.
+
+With `--whole`, runs over links of 1 and 20 ms follow, which need root, and the load times of adapters by tier.
 """
 
 from __future__ import annotations
@@ -23,18 +25,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import adapter_loading
 from benchmarks.adapter_loading import save, smollm2_shapes
 from benchmarks.common import local_model, local_tokenizer, processor_s, provider, rss_mb
-from benchmarks.link import ADDRESSES, Hosts
+from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 
 NEW_TOKENS = 48
+SWITCHES = 50
+"""The number of switches of adapters whose median times `--whole` prints, the same as `benchmarks.adapter_loading`
+makes."""
 REQUESTS = (1, 8, 16, 32)
 NUM_ADAPTERS = 16
+LINKS = {1.0: 12, 20.0: 6}
+"""The round-trip times in ms of the links of `--whole`, each with the number of new tokens of an answer over it. A
+token of one request takes 120 round trips, so few tokens are enough."""
 ADAPTERS = "adapters"
 Figures = dict[str, float]
 """The figures of one run by name: elapsed seconds (`wall_s`), CPU seconds (`cpu_s`), the median seconds to the first
 token (`first_s`), the seconds from the last request's first token to the end (`decode_s`), the memory of the tenant or
-of the peer in MB (`rss_mb`), and, of a tenant, the CPU seconds for making masks before the run (`prepare_cpu_s`)."""
+of the peer in MB (`rss_mb`), and, of a tenant, the memory of its provider in MB (`provider_mb`) and the CPU seconds for
+making masks before the run (`prepare_cpu_s`)."""
 
 
 def question(number: int) -> str:
@@ -182,6 +192,8 @@ class Worker:
             self._process.stdin.write(f"{num_requests} {num_adapters} {num_new}\n")
             self._process.stdin.flush()
         figures: Figures = json.loads(self._read())
+        if self._provider_pid is not None:
+            figures["provider_mb"] = rss_mb(self._provider_pid)
         return {**figures, "cpu_s": figures["cpu_s"] + self._provider_s() - before}
 
     def _provider_s(self) -> float:
@@ -268,16 +280,17 @@ def table(made: dict[Kind, list[Figures]], num_new: int) -> str:
     """Returns the figures as a table."""
     lines = [
         "| run | requests | adapters | tokens/s | first token, s | decode, tokens/s | tokens per CPU second "
-        "| tenant's memory, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tenant's memory, MB | provider's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, num_requests, num_adapters), figures in made.items():
         num_tokens = num_requests * num_new
         decoded = num_requests * (num_new - 1)
+        memory = f"{median(figures, 'provider_mb'):.0f}" if "provider_mb" in figures[0] else ""
         lines.append(
             f"| {name} | {num_requests} | {num_adapters or 'base'} | {num_tokens / median(figures, 'wall_s'):.1f} "
             f"| {median(figures, 'first_s'):.2f} | {decoded / median(figures, 'decode_s'):.1f} "
-            f"| {num_tokens / median(figures, 'cpu_s'):.1f} | {median(figures, 'rss_mb'):.0f} |"
+            f"| {num_tokens / median(figures, 'cpu_s'):.1f} | {median(figures, 'rss_mb'):.0f} | {memory} |"
         )
     return "\n".join(lines)
 
@@ -308,6 +321,15 @@ def bars(made: dict[Kind, list[Figures]]) -> str:
     return "\n".join(lines)
 
 
+def over_link(round_trip_ms: float, num_new: int) -> str:
+    """Returns the table of one round of runs over a link, for each number of requests, or why there is none."""
+    kinds = [(name, count, 0) for count in REQUESTS for name in ("off", "lattice")]
+    try:
+        return table(measure(kinds, 1, num_new, round_trip_ms), num_new)
+    except NoNamespaces as exc:
+        return f"not run here: {exc}"
+
+
 def main() -> None:
     """Runs the benchmark and prints its tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -318,18 +340,31 @@ def main() -> None:
     parser.add_argument(
         "--busy-poll-ms", type=float, default=2.0, help="the longest busy polling at both ends (docs/benchmarks.md)"
     )
+    parser.add_argument("--whole", action="store_true", help="also links of 1 and 20 ms, and load times by tier")
     given, _ = parser.parse_known_args()
     os.environ["VEILBASE_BUSY_POLL_MS"] = os.environ["VEILBASE_PROVIDER_BUSY_POLL_MS"] = str(given.busy_poll_ms)
     kinds = [
         *[(name, count, 0) for count in REQUESTS for name in ("local", "off", "lattice")],
-        *[(name, NUM_ADAPTERS, count) for name in ("off", "lattice") for count in (1, NUM_ADAPTERS)],
+        *[
+            (name, count, adapters)
+            for count in REQUESTS
+            for adapters in (1, NUM_ADAPTERS)
+            if count > 1 or adapters == 1  # One request has one adapter.
+            for name in ("off", "lattice")
+        ],
     ]
     if given.only:
         kinds = [
             (name, int(count), int(adapters)) for name, count, adapters in (each.split(":") for each in given.only)
         ]
     made = measure(kinds, given.repeats, given.new_tokens, given.round_trip_ms)
-    print(table(made, given.new_tokens), bars(made), sep="\n\n")
+    print(table(made, given.new_tokens), bars(made), sep="\n\n", flush=True)
+    if given.whole:
+        for round_trip_ms, num_new in LINKS.items():
+            print(f"\nOver a link with a round trip of {round_trip_ms:g} ms, {num_new} new tokens:\n", flush=True)
+            print(over_link(round_trip_ms, num_new), flush=True)
+        print()
+        adapter_loading.report(SWITCHES)
 
 
 if __name__ == "__main__":

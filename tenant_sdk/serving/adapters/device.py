@@ -12,12 +12,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer
 from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers, Stack
+from tenant_sdk.serving.adapters.module_batch import ModuleBatch, RowFormat, Trials
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.peft_modules import Layer, make_modules
 
@@ -51,6 +53,7 @@ class DeviceTier:
         """
         self._layers, self._shapes, self.numbers = layers, shapes, numbers
         self.dtype, self.device = dtype, device
+        self._trials = Trials()
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._slot_of: dict[str, int] = {}
@@ -177,10 +180,16 @@ class DeviceTier:
 
     def _put_modules(self, place: int, packed: PackedModules) -> set[str]:
         """Makes an adapter's modules, and returns the layers that the adapter changes."""
-        layers = {name: Layer(self._layers[name].like, self._shapes[name]) for name in packed.contents.modules}
+        contents = packed.contents
+        layers = {name: Layer(self._layers[name].like, self._shapes[name]) for name in contents.modules}
+        settings = None  # Such adapters are computed one after the other.
+        if not contents.settings.kind.makes_matrices:
+            settings = repr((contents.settings.peft_type, sorted(contents.settings.options.items()), contents.modules))
         for name, module in make_modules(packed, layers, self.dtype, self.device).items():
-            self._layers[name].modules.put(place, module, packed.contents.settings.changes_input(name))
-        return set(packed.contents.modules)
+            rows = RowFormat(*self._shapes[name], self.dtype, self.device)
+            new_batch = partial(ModuleBatch, rows, self._trials)
+            self._layers[name].modules.put(place, module, contents.settings.changes_input(name), settings, new_batch)
+        return set(contents.modules)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
         """Returns a layer's stack (the factors in all slots) for a rank; makes the stack if the layer has none yet."""

@@ -93,6 +93,8 @@ class Kind:
         shapes_on_meta: whether PEFT can make the layers on torch's meta device, which takes no memory, so that their
             shapes can be read.
         always: settings of training that PEFT requires, each with a value that PEFT accepts.
+        makes_matrices: whether PEFT's layers make a matrix of the layer's size for every step. Adapters of such a kind
+            are computed one after the other: the matrices take the time, and all at once would take their memory.
     """
 
     title: str
@@ -102,6 +104,7 @@ class Kind:
     changes_inputs: bool = False
     shapes_on_meta: bool = True
     always: Mapping[str, Any] = field(default_factory=dict)
+    makes_matrices: bool = False
 
 
 _LYCORIS: dict[str, Check] = {"r": _size, "alpha": _number}
@@ -116,9 +119,10 @@ KINDS: dict[str, Kind] = {
         _RANKS, ("lora_dropout", "eva_config"),
     ),
     "IA3": Kind("IA3", _ROUND, training=("feedforward_modules",)),  # `feedforward_modules` is read by this module.
-    "LOHA": Kind("LoHa", _LYCORIS, _RANKS, _LYCORIS_TRAINING),
+    "LOHA": Kind("LoHa", _LYCORIS, _RANKS, _LYCORIS_TRAINING, makes_matrices=True),
     "LOKR": Kind(
-        "LoKr", {**_LYCORIS, "decompose_both": _flag, "decompose_factor": _size}, _RANKS, _LYCORIS_TRAINING
+        "LoKr", {**_LYCORIS, "decompose_both": _flag, "decompose_factor": _size}, _RANKS, _LYCORIS_TRAINING,
+        makes_matrices=True,
     ),
     "VERA": Kind("VeRA", _PROJECTION, training=("d_initial", "vera_dropout")),
     "PVERA": Kind("PVeRA", _PROJECTION, training=("d_initial", "pvera_dropout", "generator_seed")),
@@ -137,12 +141,12 @@ KINDS: dict[str, Kind] = {
     "BOFT": Kind(
         "BOFT",
         {"boft_block_size": _size, "boft_block_num": _size, "boft_n_butterfly_factor": _terms, **_ROUND},
-        training=("boft_dropout",), changes_inputs=True, shapes_on_meta=False,
+        training=("boft_dropout",), changes_inputs=True, shapes_on_meta=False, makes_matrices=True,
     ),
-    "FOURIERFT": Kind("FourierFT", _SPECTRUM, {"n_frequency_pattern": _size}),
+    "FOURIERFT": Kind("FourierFT", _SPECTRUM, {"n_frequency_pattern": _size}, makes_matrices=True),
     "WAVEFT": Kind(
         "WaveFT", {**_SPECTRUM, "wavelet_family": _word, "use_idwt": _flag, "proportional_parameters": _flag},
-        {"n_frequency_pattern": _size},
+        {"n_frequency_pattern": _size}, makes_matrices=True,
     ),
     "VBLORA": Kind(
         "VB-LoRA", {"r": _size, "num_vectors": _size, "vector_length": _size, "topk": _terms, **_ROUND},
@@ -156,7 +160,7 @@ KINDS: dict[str, Kind] = {
     "BEFT": Kind("BEFT", {}),
     "C3A": Kind("C3A", {"block_size": _size}, {"block_size_pattern": _size}),
     "ROAD": Kind("RoAd", {"variant": _word, "group_size": _size}),
-    "HRA": Kind("HRA", {"r": _size, "apply_GS": _flag}, changes_inputs=True),
+    "HRA": Kind("HRA", {"r": _size, "apply_GS": _flag}, changes_inputs=True, makes_matrices=True),
     "DEFT": Kind(
         "DEFT", {"r": _size, "alpha": _number_or_none, "decomposition_method": _word, "para": _flag, **_ROUND},
         training=("deft_dropout", "init_scale"),

@@ -25,7 +25,7 @@ second (576 to 1536 features, one core). Two groups take 28 and 41 µs, and four
 
 The grouped product runs on one core. It is one small product for each group, and with two cores each of these products
 wakes OpenMP's other thread, which fell asleep while the step waited for the provider. A pass of SmolLM2-135M with 16
-adapters took 685 ms of two cores and 149 ms of one with two rows for each adapter, and 1,091 and 560 ms with 16 rows."""
+adapters took 685 ms on two cores and 149 ms on one with two rows for each adapter, and 1,091 and 560 ms with 16."""
 
 
 MODULES = 0

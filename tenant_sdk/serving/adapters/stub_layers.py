@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +33,13 @@ class _Stopped(Exception):
 
 class _Call(threading.local):
     """Holds the run of a module in the current thread: the rows that the real base layer got (None if they are not
-    compared), the rows that it gave (None in the first run), and how often the module has called its stub."""
+    compared), the rows that it gave (None in the first run), how often the module has called its stub, and the rows of
+    the latest such call."""
 
     inputs: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
     num_calls = 0
+    called: torch.Tensor | None = None
 
 
 _CALL = _Call()
@@ -52,9 +55,10 @@ class _Stub:
             InvalidTensor: in the second run, `x` differs from the rows that the real base layer got.
         """
         _CALL.num_calls += 1
+        _CALL.called = x
         if _CALL.outputs is None:
             raise _Stopped(x)
-        if _CALL.inputs is not None and x is not _CALL.inputs and not _same(x, _CALL.inputs):
+        if _CALL.inputs is not None and x is not _CALL.inputs and not same_rows(x, _CALL.inputs):
             raise InvalidTensor("a layer of an adapter called its base layer with other rows than announced")
         return _CALL.outputs
 
@@ -83,7 +87,7 @@ def stub_of(layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device
     return made
 
 
-def base_inputs(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+def base_inputs(module: Callable[[torch.Tensor], Any], rows: torch.Tensor) -> torch.Tensor:
     """Returns the rows with which a PEFT module calls its base layer, shape (rows, inputs).
 
     Args:
@@ -101,7 +105,10 @@ def base_inputs(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     raise InvalidTensor("a layer of an adapter does not call its base layer")
 
 
-def outputs(module: nn.Module, rows: torch.Tensor, given: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
+def outputs(
+    module: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, given: torch.Tensor,
+    inputs: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Returns a PEFT module's result, shape (rows, outputs).
 
     Args:
@@ -114,21 +121,39 @@ def outputs(module: nn.Module, rows: torch.Tensor, given: torch.Tensor, inputs: 
         InvalidTensor: the module did not call its base layer once with these inputs.
     """
     with _call(inputs, given) as call:
-        result: torch.Tensor = module(rows)
+        result = module(rows)
         if call.num_calls != 1 or result.shape != given.shape:
             raise InvalidTensor("a layer of an adapter does not call its base layer once")
     return result
 
 
+def outputs_and_inputs(
+    module: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, given: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `outputs` returns, and the rows with which the module called its base layer, shape (rows, inputs).
+    The caller has to compare these with the rows that the real base layer got.
+
+    Raises:
+        InvalidTensor: the module did not call its base layer once.
+    """
+    with _call(None, given) as call:
+        result = module(rows)
+        if call.num_calls != 1 or call.called is None or result.shape != given.shape:
+            raise InvalidTensor("a layer of an adapter does not call its base layer once")
+        return result, call.called
+
+
 @contextlib.contextmanager
 def _call(inputs: torch.Tensor | None, given: torch.Tensor | None) -> Iterator[_Call]:
-    _CALL.inputs, _CALL.outputs, _CALL.num_calls = inputs, given, 0
+    _CALL.inputs, _CALL.outputs, _CALL.num_calls, _CALL.called = inputs, given, 0, None
     try:
         yield _CALL
     finally:
-        _CALL.inputs = _CALL.outputs = None
+        _CALL.inputs = _CALL.outputs = _CALL.called = None
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_rows(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, where NaN counts as the same as NaN."""
-    return one.shape == other.shape and bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))

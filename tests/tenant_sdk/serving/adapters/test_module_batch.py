@@ -1,0 +1,277 @@
+"""Tests that adapters of one kind and with the same settings are computed in one call, with the results of each
+alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tenant_sdk.serving.adapters import AdapterStore, module_stack
+from tenant_sdk.serving.adapters.module_batch import ModuleBatch, RowFormat, Trials
+from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
+from tests.support.saved_adapters import Bell, base_model, held, save_adapter
+from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
+from wire.errors import InvalidTensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
+LENGTHS = (2, 3, 2, 2, 2, 1)
+"""The numbers of rows of six adapters of one kind in a step. The four with two rows each are computed together, though
+their rows are not in one piece."""
+ONE_BY_ONE = (
+    "LoHa", "LoKr", "LoKr of two products", "FourierFT", "WaveFT", "BOFT", "BOFT of two factors", "HRA",
+    "HRA, orthogonal",  # They make matrices of the layer's size.
+    "RandLoRA", "RandLoRA without its bases", "C3A",  # torch's vmap refuses their functions.
+)  # fmt: skip
+"""The examples whose adapters are computed one after the other."""
+NUM_LAYERS = 6
+"""The number of layers that an example changes: three in each of two blocks."""
+ROUNDING = 1e-5
+"""The largest difference of logits, relative to the largest logit: sums in another order, in float32."""
+FORMAT = RowFormat(4, 3, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=("llama", "gpt2"))
+def stock(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param, base_model(request.param)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which every call of a batch adds the number of its modules."""
+    made: list[int] = []
+    run = ModuleBatch.outputs
+
+    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
+        made.append(len(modules))
+        return run(batch, modules, *rows)
+
+    monkeypatch.setattr(ModuleBatch, "outputs", counted)
+    return made
+
+
+def save_several(model: Any, kind: str, root: Path, title: str, count: int = len(LENGTHS)) -> list[str]:
+    """Saves adapters of one kind that differ in their numbers only, and returns their names."""
+    save_kind(model, kind, root / "a0", title, seed=1)
+    names = [f"a{number}" for number in range(count)]
+    for number, name in enumerate(names[1:], start=1):
+        shutil.copytree(root / "a0", root / name)
+        path = root / name / SAFETENSORS_WEIGHTS_NAME
+        save_file(
+            {key: one * (1 + number / 7) if trained(key, one) else one for key, one in load_file(path).items()}, path
+        )
+    return names
+
+
+def trained(key: str, one: torch.Tensor) -> bool:
+    return one.is_floating_point() and not any(part in key for part in ("vera_A", "vera_B", "randlora_A", "randlora_B"))
+
+
+def logits_of(store: AdapterStore, model: Any, slots: Sequence[int], lengths: Sequence[int] = LENGTHS) -> torch.Tensor:
+    rows = sorted(slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length))
+    ids = torch.arange(3, 3 + len(rows))[None]
+    with torch.no_grad(), store.in_step(rows):
+        logits: torch.Tensor = model(ids).logits[0]
+    return logits
+
+
+def alone(
+    monkeypatch: pytest.MonkeyPatch, store: AdapterStore, model: Any, slots: Sequence[int],
+    lengths: Sequence[int] = LENGTHS,
+) -> torch.Tensor:  # fmt: skip
+    """Returns the logits if no adapters are computed together, as test_kinds.py compares them with PEFT."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module_stack, "MOST_ALONE", 1000)
+        return logits_of(store, model, slots, lengths)
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_adapters_of_a_kind_are_computed_together(
+    title: str, stock: tuple[str, Any], tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, base = stock
+    if kind == "gpt2" and title not in OF_CONV1D:
+        pytest.skip("PEFT has no layer of this kind for Conv1D")
+    names = save_several(base, kind, tmp_path, title)
+    save_adapter(base, tmp_path / "lora", seed=3, fan_in_fan_out=kind == "gpt2")
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
+    slots = [ticket.slot for ticket in held(store, bell, *names, "lora")]
+    expected = alone(monkeypatch, store, model, [*slots, 0], (*LENGTHS, 2, 2))
+    calls.clear()
+    got = logits_of(store, model, [*slots, 0], (*LENGTHS, 2, 2))
+    store.close()
+    assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
+    assert calls == ([] if title in ONE_BY_ONE else [4] * NUM_LAYERS)
+
+
+def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
+    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_model("llama")
+    names = save_several(base, "llama", tmp_path, "VB-LoRA", count=6)
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=5)
+    tickets = held(store, bell, *names[:5])
+    lengths = (1,) * 5
+    calls.clear()
+    first = logits_of(store, model, [ticket.slot for ticket in tickets], lengths)
+    slot, replaced = tickets[2].slot, tickets.pop(2)
+    replaced.release()
+    tickets += held(store, bell, names[5])
+    assert tickets[-1].slot == slot
+    slots = [ticket.slot for ticket in tickets]
+    got = logits_of(store, model, slots, lengths)
+    expected = alone(monkeypatch, store, model, slots, lengths)
+    store.close()
+    assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
+    assert (got - first).abs().max() > 1e-3  # The other adapter matters.
+    assert [count for count in calls if count > 2] == [5] * 2 * NUM_LAYERS  # Trials are calls of two modules.
+
+
+def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, calls: list[int]) -> None:
+    base = base_model("llama")
+    names = save_several(base, "llama", tmp_path, "MiSS", count=3)
+    save_kind(base, "llama", tmp_path / "other", "MiSS", seed=9, target_modules=["q_proj"])
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    slots = [ticket.slot for ticket in held(store, bell, *names, "other")]
+    calls.clear()
+    logits_of(store, model, slots, (1,) * 4)
+    store.close()
+    assert calls == []
+
+
+def test_equal_projections_are_kept_once(tmp_path: Path) -> None:
+    base = base_model("llama")
+    names = save_several(base, "llama", tmp_path, "VeRA", count=3)
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    modules = []
+    put = ModuleBatch.put
+
+    def noted(batch: ModuleBatch, place: int, module: nn.Module) -> None:
+        put(batch, place, module)
+        modules.append(module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleBatch, "put", noted)
+        held(store, bell, *names)
+    store.close()
+    assert len(modules) == 3 * NUM_LAYERS
+    for name in ("vera_A", "vera_B"):
+        assert len({getattr(module, name)["default"].data_ptr() for module in modules}) == 1
+    assert len({module.vera_lambda_b["default"].data_ptr() for module in modules}) == 3 * NUM_LAYERS  # type: ignore[index,union-attr]
+
+
+# ---- the trial ------------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Plays a module of PEFT that multiplies its input by `before` and the result by `after`."""
+
+    def __init__(self, before: float = 1.0, after: float = 2.0) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.tensor(before)), nn.Parameter(torch.tensor(after))
+        self.base_layer = stub_of(nn.Linear(4, 3), (4, 3), torch.float32, torch.device("cpu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.base_layer(x * self.before) * self.after
+        return made
+
+
+class Branching(Scaled):
+    """Has a branch that depends on numbers, which vmap refuses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.before > 0 else -x)
+
+
+class Unregistered(Scaled):
+    """Has a number that is no tensor, so that a batch would use one adapter's number for all."""
+
+    def __init__(self, before: float) -> None:
+        super().__init__(before)
+        self.number = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.number
+
+
+def batch_of(*modules: nn.Module) -> ModuleBatch:
+    made = ModuleBatch(FORMAT, Trials(), "alike")
+    for place, module in enumerate(modules):
+        made.put(place, module)
+    return made
+
+
+def test_a_batch_works_after_a_trial_of_two_modules() -> None:
+    assert not batch_of(Scaled()).works
+    assert batch_of(Scaled(1.0), Scaled(3.0)).works
+
+
+def test_modules_that_are_alike_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials()
+    for at in range(3):
+        batch = ModuleBatch(FORMAT, trials, "alike")
+        for place in range(2):
+            batch.put(place, Scaled(1.0 + at + place))
+        assert batch.works
+        monkeypatch.setattr(ModuleBatch, "_try", None)  # The second batch would fail if it made a trial.
+
+
+@pytest.mark.parametrize("kind", [Branching, Unregistered])
+def test_a_trial_refuses_what_cannot_be_computed_together(kind: type[Scaled]) -> None:
+    assert not batch_of(kind(1.0), kind(3.0)).works
+
+
+def test_a_batch_computes_what_each_module_computes_alone() -> None:
+    modules = [Scaled(1.0 + at, 2.0 - at) for at in range(5)]
+    batch, rows, given = batch_of(*modules), torch.randn(5, 2, 4), torch.randn(5, 2, 3)
+    with torch.no_grad():
+        inputs = batch.base_inputs(modules, rows)
+        got = batch.outputs(modules, rows, given, inputs)
+        for at, module in enumerate(modules):
+            assert torch.equal(inputs[at], base_inputs(module, rows[at]))
+            assert torch.equal(got[at], outputs(module, rows[at], given[at], inputs[at]))
+
+
+def test_a_call_with_other_rows_than_the_layer_got_is_an_error() -> None:
+    modules = [Scaled(1.0 + at) for at in range(2)]
+    batch, rows = batch_of(*modules), torch.randn(2, 2, 4)
+    with torch.no_grad(), pytest.raises(InvalidTensor, match="other rows"):
+        batch.outputs(modules, rows, torch.randn(2, 2, 3), rows)
+
+
+def test_rows_that_are_not_finite_stay_the_adapters_own() -> None:
+    modules = [Scaled(1.0) for _ in range(4)]
+    batch, rows, given = batch_of(*modules), torch.randn(4, 2, 4), torch.randn(4, 2, 3)
+    rows[1], given[1] = torch.nan, torch.nan
+    with torch.no_grad():
+        got = batch.outputs(modules, rows, given, rows)
+    assert torch.isfinite(got[[0, 2, 3]]).all()
+    assert torch.isnan(got[1]).all()
+
+
+def test_removed_modules_leave_nothing_in_a_batch() -> None:
+    modules = [Scaled(1.0 + at) for at in range(2)]
+    batch = batch_of(*modules)
+    with torch.no_grad():
+        batch.base_inputs(modules, torch.randn(2, 2, 4))
+    kept = [weakref.ref(module.before) for module in modules]
+    batch.remove(0)
+    batch.remove(1)
+    del modules
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+    assert len(batch) == 0
