@@ -66,8 +66,8 @@ def one_core() -> Iterator[None]:
     if before == 1:
         yield
         return
-    use_cores(1)
     try:
+        use_cores(1)
         yield
     finally:
         use_cores(before)

@@ -19,7 +19,7 @@ import torch
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer
 from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers, Stack
-from tenant_sdk.serving.adapters.module_batch import ModuleBatch, RowFormat, Trials
+from tenant_sdk.serving.adapters.module_batch import Batching, ModuleBatch, RowFormat
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.peft_modules import Layer, make_modules
 
@@ -53,7 +53,7 @@ class DeviceTier:
         """
         self._layers, self._shapes, self.numbers = layers, shapes, numbers
         self.dtype, self.device = dtype, device
-        self._trials = Trials()
+        self._batching = Batching()
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._slot_of: dict[str, int] = {}
@@ -116,6 +116,8 @@ class DeviceTier:
         try:
             self._copy(rank, place, packed)
         except BaseException:
+            for layer in self._layers.values():
+                _clear(layer, rank, place)
             self._abandon(slot)
             raise
         with self._lock:
@@ -166,9 +168,8 @@ class DeviceTier:
         else:
             adapted = self._copy_factors(rank, place, packed)
         for name, other in self._layers.items():
-            stack = other.modules if rank == MODULES else other.stacks.get(rank)
-            if name not in adapted and stack is not None:
-                stack.clear(place)  # The slot's previous adapter may have adapted this layer.
+            if name not in adapted:
+                _clear(other, rank, place)  # The slot's previous adapter may have adapted this layer.
 
     def _copy_factors(self, rank: int, place: int, packed: PackedAdapter) -> set[str]:
         """Copies a LoRA adapter's factors into the stacks, and returns the layers that the adapter adds to."""
@@ -187,7 +188,7 @@ class DeviceTier:
             settings = repr((contents.settings.peft_type, sorted(contents.settings.options.items()), contents.modules))
         for name, module in make_modules(packed, layers, self.dtype, self.device).items():
             rows = RowFormat(*self._shapes[name], self.dtype, self.device)
-            new_batch = partial(ModuleBatch, rows, self._trials)
+            new_batch = partial(ModuleBatch, rows, self._batching)
             self._layers[name].modules.put(place, module, contents.settings.changes_input(name), settings, new_batch)
         return set(contents.modules)
 
@@ -203,6 +204,13 @@ class DeviceTier:
                 found.places[place].zero_()  # The adapters that are already in slots do not adapt this layer.
             layer.stacks[rank] = found
         return found
+
+
+def _clear(layer: AdaptedLayer, rank: int, place: int) -> None:
+    """Makes the adapter in a slot change nothing in a layer."""
+    stack = layer.modules if rank == MODULES else layer.stacks.get(rank)
+    if stack is not None:
+        stack.clear(place)
 
 
 def _fill(

@@ -2,11 +2,11 @@
 
 The adapters have the same settings, so their modules of a layer differ in numbers only. `torch.func.vmap` computes such
 modules as one: it runs the code of one of them on stacked numbers. The stacked numbers are kept until other adapters
-are computed together.
+are computed together, so modules that were computed together take twice their memory.
 
-Guarantees: modules are computed together only after a trial, in which those of two adapters gave the same rows as one
-after the other, up to rounding. The trial is made when an adapter is loaded, once for all layers whose modules are
-alike.
+Guarantees: modules are computed together only if their code and settings are the same, and only after a trial, in which
+those of two adapters gave the same rows as one after the other, up to rounding. The trial is made when an adapter is
+loaded, once for all layers whose modules are alike.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, outputs_and_inputs, same_rows
-from wire.errors import InvalidTensor, VeilbaseError
+from wire.errors import InvalidTensor
 
-_ROUNDING = 256
-"""How many times the dtype's rounding step, relative to the largest number of the result, a result of the trial may
-differ from the modules' own."""
+_ROUNDING, _MOST_ROUNDING = 256, 0.03
+"""How many times the dtype's rounding step a result of the trial may differ from the module's own, and the most for any
+dtype. Both are relative to the largest number of the module's own result."""
 _REMEMBERED = 256
 """The most kinds of modules whose trials are remembered."""
+_STUB = "base_layer"
+"""The name under which PEFT's modules hold their base layers, which are stubs here."""
 
 
 @dataclass(frozen=True)
@@ -53,75 +56,97 @@ class _Way(Enum):
     WITH_OWN_CONSTANTS = auto()  # together, within `_OwnConstants`
 
 
-class Trials:
-    """Remembers how trials of modules ended, for the latest 256 kinds of modules. One thread at a time may use it."""
+class Batching:
+    """Holds what the batches of all layers of a model have in common: how trials of modules ended, for the latest 256
+    kinds of modules, and the stacked tensors in use. Only one thread at a time may load adapters."""
 
     def __init__(self) -> None:
-        """Makes a memory of no trials."""
+        """Makes a memory of no trials, and of no tensors."""
         self._known: OrderedDict[Hashable, _Way] = OrderedDict()
+        self._stacked: weakref.WeakValueDictionary[tuple[int, ...], torch.Tensor] = weakref.WeakValueDictionary()
 
-    def get(self, key: Hashable, make: Callable[[], _Way]) -> _Way:
-        """Returns how the trial of a kind of modules ended; calls `make` to make it if there was none."""
-        if key not in self._known:
-            self._known[key] = make()
+    def way(self, key: Hashable, make: Callable[[], _Way | None]) -> _Way | None:
+        """Returns how the trial of a kind of modules ended.
+
+        Args:
+            key: the kind of modules.
+            make: makes the trial, if there was none; returns None if it decided nothing, which is not remembered.
+        """
+        found = self._known.get(key) or make()
+        if found is not None:
+            self._known[key] = found
+            self._known.move_to_end(key)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        return found
+
+    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns tensors of the same shape, stacked. A tensor that many layers of an adapter share, such as VB-LoRA's
+        vectors, is stacked once for all layers. The caller must keep the tensors as long as the result."""
+        key = tuple(map(id, tensors))
+        found = self._stacked.get(key)
+        if found is None:
+            found = self._stacked[key] = torch.stack(list(tensors))
+        return found
 
 
 @dataclass(frozen=True)
 class _Stacked:
     """Holds the numbers of the modules that were computed last: each tensor stacked along a new first dimension (0 in
-    `dims`), or once if all modules share it (None)."""
+    `dims`), or once if all modules share it (None). `sources` are the modules' own tensors."""
 
     modules: tuple[nn.Module, ...]
     tensors: dict[str, torch.Tensor]
     dims: dict[str, int | None]
+    sources: list[dict[str, torch.Tensor]]
 
 
 class ModuleBatch:
     """Computes modules of one layer together. The modules' adapters have the same kind, settings and layers."""
 
-    def __init__(self, rows: RowFormat, trials: Trials, key: Hashable) -> None:
+    def __init__(self, rows: RowFormat, batching: Batching, key: Hashable) -> None:
         """Makes a batch without modules.
 
         Args:
             rows: the format of the layer's rows.
-            trials: the trials of modules of other layers.
+            batching: what the batches of all layers have in common.
             key: what modules that are alike have in common: they run the same code on tensors of the same shapes.
         """
-        self._format, self._key, self._trials = rows, key, trials
-        self._way = _Way.ALONE
+        self._format, self._key, self._batching = rows, key, batching
+        self._way: _Way | None = None  # None until a trial has decided it
         self._members: dict[int, nn.Module] = {}
+        self._unlike: set[int] = set()  # the slots whose modules are always computed alone
         self._template: nn.Module | None = None  # a copy of a module without numbers, whose code is run
         self._stacked: _Stacked | None = None
         self._lock = threading.Lock()
-
-    @property
-    def works(self) -> bool:
-        """Returns whether modules of this batch may be computed together: a trial has shown it."""
-        return self._way is not _Way.ALONE
 
     def __len__(self) -> int:
         """Returns the number of slots that have a module in this batch."""
         return len(self._members)
 
+    def computes(self, place: int) -> bool:
+        """Returns whether the module of a slot may be computed together with others: a trial has shown it."""
+        return self._way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS) and place not in self._unlike
+
     def put(self, place: int, module: nn.Module) -> None:
-        """Adds the module of a slot. Tensors that training does not change are kept once for all modules if they are
-        equal, such as VeRA's projections. With the second module, a trial is made."""
-        other = next(iter(self._members.values()), None)
+        """Adds the module of a slot. Tensors that training does not change, such as VeRA's projections, are kept once
+        for all modules in which they are equal. With the second module, a trial is made."""
+        others = list(self._members.values())
         self._members[place] = module
-        if other is None:
-            return
-        _share(module, other)
+        if self._template is None and others:
+            self._template = _without_numbers(others[0])
         if self._template is None:
-            self._template = _without_numbers(module)
-            self._way = self._trials.get((self._key, self._format), lambda: self._try((other, module)))
+            return
+        _share(module, others)
+        if not _are_alike(module, self._template):
+            self._unlike.add(place)
+        elif others and self._way is None:
+            self._way = self._batching.way((self._key, self._format), lambda: self._try((others[0], module)))
 
     def remove(self, place: int) -> None:
         """Removes the module of a slot, which is in the batch."""
         module = self._members.pop(place)
+        self._unlike.discard(place)
         with self._lock:
             if self._stacked is not None and module in self._stacked.modules:
                 self._stacked = None
@@ -136,7 +161,8 @@ class ModuleBatch:
         Raises:
             InvalidTensor: the modules do not call their base layers.
         """
-        return self._run(self._way, modules, base_inputs, rows)
+        made: torch.Tensor = self._run(self._way, modules, base_inputs, rows)
+        return made
 
     def outputs(
         self, modules: Sequence[nn.Module], rows: torch.Tensor, given: torch.Tensor, inputs: torch.Tensor
@@ -146,25 +172,38 @@ class ModuleBatch:
         Args:
             modules: modules of this batch.
             rows: the input of each, shape (modules, rows, inputs).
-            given: the rows that the real base layer gave, shape (modules, rows, outputs).
+            given: the rows that the real base layer gave, shape (modules, rows, outputs). They may be changed in place.
             inputs: the rows that the real base layer got, shape (modules, rows, inputs).
 
         Raises:
             InvalidTensor: the modules did not call their base layers once with these inputs.
         """
-        return self._checked(self._way, modules, rows, given, inputs)
+        return self._outputs(self._way, modules, rows, given, inputs)
 
     # ---- one call for all --------------------------------------------------------------------------------------------
 
-    def _checked(
-        self, way: _Way, modules: Sequence[nn.Module], rows: torch.Tensor, given: torch.Tensor, inputs: torch.Tensor
-    ) -> torch.Tensor:
-        result, called = self._run(way, modules, outputs_and_inputs, rows, given)
-        if result.shape != given.shape or not same_rows(called, inputs):
+    def _outputs(
+        self, way: _Way | None, modules: Sequence[nn.Module], rows: torch.Tensor, given: torch.Tensor,
+        inputs: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        unchanged: list[bool] = []
+
+        def run(module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
+            result, called = outputs_and_inputs(module, x, y)
+            unchanged.append(called is x)
+            return result, called
+
+        result: torch.Tensor
+        called: torch.Tensor
+        result, called = self._run(way, modules, run, rows, given)
+        is_right = all(unchanged) and inputs is rows  # The numbers need not be compared, nor a device waited for.
+        if result.shape != given.shape or not (is_right or same_rows(called, inputs)):
             raise InvalidTensor("a layer of an adapter called its base layer with other rows than announced")
         return result
 
-    def _run(self, way: _Way, modules: Sequence[nn.Module], how: Callable[..., Any], *rows: torch.Tensor) -> Any:
+    def _run(
+        self, way: _Way | None, modules: Sequence[nn.Module], how: Callable[..., Any], *rows: torch.Tensor
+    ) -> Any:  # fmt: skip
         template = self._template
         if template is None:
             raise InvalidTensor("modules were to be computed together before a trial")
@@ -184,7 +223,7 @@ class ModuleBatch:
     def _stack(self, modules: tuple[nn.Module, ...]) -> _Stacked:
         """Returns the stacked numbers of modules. The caller must hold the lock."""
         found = self._stacked
-        if found is not None and len(found.modules) == len(modules) and all(map(_is, found.modules, modules)):
+        if found is not None and found.modules == modules:  # Two modules are equal if they are one object.
             return found
         self._stacked = None  # The memory is freed before more is allocated.
         every = [dict(_tensors(module)) for module in modules]
@@ -192,32 +231,37 @@ class ModuleBatch:
         for name, first in every[0].items():
             own = [each[name] for each in every]
             is_one = all(tensor is first for tensor in own)
-            tensors[name], dims[name] = (first, None) if is_one else (torch.stack(own), 0)
-        self._stacked = _Stacked(modules, tensors, dims)
+            tensors[name], dims[name] = (first, None) if is_one else (self._batching.stack(own), 0)
+        self._stacked = _Stacked(modules, tensors, dims, every)
         return self._stacked
 
-    def _try(self, modules: tuple[nn.Module, nn.Module]) -> _Way:
-        """Returns a way in which two modules give what each gives alone, up to rounding."""
+    def _try(self, modules: tuple[nn.Module, nn.Module]) -> _Way | None:
+        """Returns a way in which two modules give what each gives alone, up to rounding. Returns None if the numbers of
+        these modules decide nothing."""
         rows, given = (
             torch.linspace(-1, 1, 4 * cols, dtype=self._format.dtype, device=self._format.device).view(2, 2, cols)
             for cols in (self._format.inputs, self._format.outputs)
         )
         with torch.no_grad():
+            own_inputs = torch.stack([base_inputs(module, x) for module, x in zip(modules, rows, strict=True)])
+            own_results = torch.stack([
+                outputs(module, x, y.clone(), None) for module, x, y in zip(modules, rows, given, strict=True)
+            ])  # fmt: skip
+            if not (torch.isfinite(own_inputs).all() and torch.isfinite(own_results).all()):
+                return None
             for way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS):
                 try:
                     inputs = self._run(way, modules, base_inputs, rows)
-                    result = self._checked(way, modules, rows, given.clone(), inputs)
-                except (RuntimeError, NotImplementedError, ValueError, TypeError, VeilbaseError):
-                    continue  # torch cannot compute such modules together, or not in this way.
+                    result = self._outputs(way, modules, rows, given.clone(), inputs)
+                except torch.OutOfMemoryError:
+                    return None
+                except Exception:  # noqa: BLE001 - torch cannot compute such modules together, or not in this way
+                    inputs = result = None
                 finally:
                     self._stacked = None
-                alone = [
-                    (base_inputs(module, x), outputs(module, x, y, None))
-                    for module, x, y in zip(modules, rows, given, strict=True)
-                ]
-                own_inputs, own_results = (torch.stack(each) for each in zip(*alone, strict=True))
-                is_right = _are_close(inputs, own_inputs) and _are_close(result, own_results)
-                return way if is_right else _Way.ALONE
+                if inputs is not None and result is not None:
+                    is_right = _are_close(inputs, own_inputs) and _are_close(result, own_results)
+                    return way if is_right else _Way.ALONE
         return _Way.ALONE
 
 
@@ -234,18 +278,14 @@ class _OwnConstants(TorchFunctionMode):
         return made + self._zero.to(made.dtype) if func in (torch.zeros, torch.eye) else made
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def shapes(module: nn.Module) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    """Returns the names, shapes and dtypes of a module's tensors."""
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def shapes(module: nn.Module) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    """Returns the names, shapes and dtypes of a module's tensors."""
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module))
 
 
 def _without_numbers(module: nn.Module) -> nn.Module:
@@ -257,20 +297,52 @@ def _without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, made)
 
 
-def _share(module: nn.Module, other: nn.Module) -> None:
-    """Replaces tensors of a module that training does not change by those of another module, where they are equal.
-    These are buffers, and what belongs to the base layer's stub."""
-    theirs = dict(_tensors(other))
+def _are_alike(module: nn.Module, other: nn.Module) -> bool:
+    """Returns whether two modules run the same code with the same settings, so that they differ in their registered
+    tensors only. What belongs to the stubs is not compared."""
+    pairs = zip(_own_modules(module), _own_modules(other), strict=True)
+    return all(type(one) is type(two) and _settings(one) == _settings(two) for one, two in pairs)
+
+
+def _own_modules(module: nn.Module) -> list[nn.Module]:
+    return [each for path, each in module.named_modules() if path.split(".")[0] != _STUB]
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that are neither its tensors nor its modules. If an attribute holds a tensor
+    that is not registered, an object that is equal to no other takes its place."""
+    found = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+    return {key: object() if _holds_tensor(value) else value for key, value in found.items()}
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return any(map(_holds_tensor, value)) if isinstance(value, list | tuple) else isinstance(value, torch.Tensor)
+
+
+def _share(module: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Replaces tensors of a module that training does not change by those of other modules, where they are equal. These
+    are buffers, and what belongs to the base layer's stub."""
+    theirs = [dict(_tensors(other)) for other in others]
     for path, owner in module.named_modules():
-        is_stub = path.split(".")[0] == "base_layer"
+        is_stub = path.split(".")[0] == _STUB
         for held in (owner._buffers, owner._parameters) if is_stub else (owner._buffers,):
             for leaf, tensor in held.items():
-                found = theirs.get(f"{path}.{leaf}" if path else leaf)
-                if tensor is not None and found is not None and tensor is not found and torch.equal(tensor, found):
-                    held[leaf] = found  # type: ignore[assignment]
+                name = f"{path}.{leaf}" if path else leaf
+                candidates = {id(each[name]): each[name] for each in theirs if name in each}
+                if tensor is None or id(tensor) in candidates:
+                    continue
+                for found in candidates.values():
+                    if torch.equal(tensor, found):
+                        held[leaf] = found  # type: ignore[assignment]
+                        break
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two results differ by rounding only."""
-    bound = _ROUNDING * torch.finfo(other.dtype).eps * float(other.abs().max())
-    return one.shape == other.shape and float((one - other).abs().max()) <= bound
+    """Returns whether two results differ by rounding only, shape (modules, rows, columns)."""
+    if one.shape != other.shape:
+        return False
+    scale = other.abs().amax(dim=(1, 2))  # (modules,)
+    bound = min(_ROUNDING * torch.finfo(other.dtype).eps, _MOST_ROUNDING) * scale
+    return bool(((one - other).abs().amax(dim=(1, 2)) <= bound).all())

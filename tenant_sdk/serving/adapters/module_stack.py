@@ -62,8 +62,8 @@ class ModuleStack:
             key = settings, changes_input, type(module), shapes(module)
             if key not in self._batches:
                 self._batches[key] = new_batch(key)
-            self._batches[key].put(place, module)
             self._key_of[place] = key
+            self._batches[key].put(place, module)
 
     def clear(self, place: int) -> None:
         """Removes the module of a slot, if it has one."""
@@ -133,13 +133,16 @@ class ModuleStack:
     ) -> Iterator[tuple[ModuleBatch | None, tuple[Run, ...]]]:  # fmt: skip
         """Yields the runs of a segment that have these places. Runs that one call computes come together, with their
         batch; others come alone."""
-        together: dict[tuple[Hashable, int], list[Run]] = {}
+        together: dict[tuple[ModuleBatch, int], list[Run]] = {}
         for run in segment.runs:
             if run.place in places:
-                together.setdefault((self._key_of.get(run.place), run.end - run.begin), []).append(run)
-        for (key, _), runs in together.items():
-            batch = self._batches.get(key)
-            if batch is not None and batch.works and len(runs) > MOST_ALONE:
+                batch = self._batches.get(self._key_of.get(run.place))
+                if batch is not None and batch.computes(run.place):
+                    together.setdefault((batch, run.end - run.begin), []).append(run)
+                else:
+                    yield None, (run,)
+        for (batch, _), runs in together.items():
+            if len(runs) > MOST_ALONE:
                 yield batch, tuple(runs)
             else:
                 yield from ((None, (run,)) for run in runs)

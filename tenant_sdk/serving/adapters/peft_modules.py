@@ -4,8 +4,8 @@ stubs (stub_layers.py) in place of the model's layers.
 Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects
 layers. Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are
 not used, so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite,
-or does not call its base layer once with one row for each of its own, is refused before a request uses it, and so is
-an adapter that takes too long for one row. No compiler runs.
+changes its own numbers, or does not call its base layer once with one row for each of its own, is refused before a
+request uses it, and so is an adapter that takes too long for one row. No compiler runs.
 """
 
 from __future__ import annotations
@@ -249,8 +249,12 @@ def _try(
             raise ConfigurationError(f"the adapter {packed.name} has no layer of PEFT for {module}")
         with torch.no_grad():
             inputs = base_inputs(made, rows)
+            _end_projection(made)
+            versions = [tensor._version for tensor in made.parameters()]
             result = outputs(made, rows, given, None)
-        if not changes and not torch.equal(inputs[0], rows[0]):
+        if versions != [tensor._version for tensor in made.parameters()]:
+            reason = "changes its own numbers"
+        elif not changes and not torch.equal(inputs[0], rows[0]):
             reason = "changes its input, which its kind does not"
         elif inputs.shape == rows.shape and bool(torch.isfinite(inputs[0]).all() and torch.isfinite(result[0]).all()):
             return
@@ -261,6 +265,14 @@ def _try(
             f"the adapter {packed.name} cannot be computed in {module} ({type(exc).__name__})"
         ) from None
     raise ConfigurationError(f"the adapter {packed.name} {reason}, in {module}")
+
+
+def _end_projection(made: nn.Module) -> None:
+    """Makes OFT keep the numbers of its first run. With `coft`, PEFT moves them within a bound in every run, in place.
+    After the first run this changes them by rounding only, but then two runs for the same rows differ."""
+    for each in made.modules():
+        if getattr(each, "coft", False):
+            each.coft = False  # type: ignore[assignment]
 
 
 class _NoRandomNumbers(TorchDispatchMode):

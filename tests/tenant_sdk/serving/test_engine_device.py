@@ -5,12 +5,15 @@ Every test also runs for the device "cpu", which shows that the test itself is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.module_batch import ModuleBatch
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.host_kv import DEVICE_ROWS
 from tests.support.logits_recorder import alone, together
@@ -53,7 +56,9 @@ def test_answers_are_those_of_the_cpu(folder: Path, device: str, mask: str, kv_d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adapters_of_several_kinds_are_applied_on_the_device(folder: Path, tmp_path: Path, device: str) -> None:
+def test_adapters_of_several_kinds_are_applied_on_the_device(
+    folder: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LoRA adapters of one rank are one grouped product, and the IA3 adapters one batch of PEFT's modules."""
     names = ["lora0", "lora1", "lora2", "ia30", "ia31", "ia32", "ia33"]
     prompts = [PROMPTS[0]] * len(names)
@@ -65,9 +70,18 @@ def test_adapters_of_several_kinds_are_applied_on_the_device(folder: Path, tmp_p
         reference = [
             alone(local, prompt, NEW_TOKENS, tmp_path / name) for prompt, name in zip(prompts, names, strict=True)
         ]
+    together_counts: list[int] = []
+    run = ModuleBatch.outputs
+
+    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
+        together_counts.append(len(modules))
+        return run(batch, modules, *rows)
+
+    monkeypatch.setattr(ModuleBatch, "outputs", counted)
     with (
         open_client(folder, device=device) as client,
         Engine(client, lambda model, wake: AdapterStore(model, tmp_path, on_ready=wake, dtype=torch.float32)) as engine,
     ):
         got = together(engine, prompts, reference, names)
     assert max(float((have.cpu() - want).abs().max()) for have, want in zip(got, reference, strict=True)) < ERROR
+    assert set(together_counts) == {4}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.waiting import WAIT_S, end
-from wire.ring.threads import share, use_one_core
+from wire.ring.threads import one_core, return_cores, share, spare_cores, use_one_core
 
 TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 HAS_GOMP = bool(list(TORCH_CPU.parent.glob("libgomp*.so*")))
@@ -221,3 +221,31 @@ print(os.waitpid(child, 0)[1])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=90)
     assert done.stdout == "0\n", done.stderr[-500:]
+
+
+def test_one_core_is_for_a_while() -> None:
+    before = torch.get_num_threads()
+    inside = []
+
+    def interrupted() -> None:
+        with one_core():
+            inside.append(torch.get_num_threads())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert inside == [1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="needs two cores")
+def test_one_core_inside_a_step_of_one_core() -> None:
+    before = torch.get_num_threads()
+    spare_cores()
+    try:
+        with one_core():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+    finally:
+        return_cores()
+    assert torch.get_num_threads() == before

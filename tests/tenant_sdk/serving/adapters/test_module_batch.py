@@ -8,6 +8,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tenant_sdk.serving.adapters import AdapterStore, module_stack
-from tenant_sdk.serving.adapters.module_batch import ModuleBatch, RowFormat, Trials
+from tenant_sdk.serving.adapters.module_batch import Batching, ModuleBatch, RowFormat
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
@@ -124,7 +125,6 @@ def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=5)
     tickets = held(store, bell, *names[:5])
     lengths = (1,) * 5
-    calls.clear()
     first = logits_of(store, model, [ticket.slot for ticket in tickets], lengths)
     slot, replaced = tickets[2].slot, tickets.pop(2)
     replaced.release()
@@ -136,7 +136,7 @@ def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
     assert (got - first).abs().max() > 1e-3  # The other adapter matters.
-    assert [count for count in calls if count > 2] == [5] * 2 * NUM_LAYERS  # Trials are calls of two modules.
+    assert calls == [5] * 2 * NUM_LAYERS
 
 
 def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, calls: list[int]) -> None:
@@ -152,9 +152,33 @@ def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, 
     assert calls == []
 
 
-def test_equal_projections_are_kept_once(tmp_path: Path) -> None:
+def test_adapters_with_other_projections_are_computed_with_theirs(
+    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_model("llama")
-    names = save_several(base, "llama", tmp_path, "VeRA", count=3)
+    names = save_several(base, "llama", tmp_path, "VeRA", count=6)
+    change_projections(tmp_path / names[2])
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    slots = [ticket.slot for ticket in held(store, bell, *names)]
+    expected = alone(monkeypatch, store, model, slots)
+    got = logits_of(store, model, slots)
+    store.close()
+    assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
+    assert calls == [4] * NUM_LAYERS
+
+
+def change_projections(folder: Path) -> None:
+    path = folder / SAFETENSORS_WEIGHTS_NAME
+    save_file({key: one if trained(key, one) else one * 1.5 for key, one in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_equal_projections_are_kept_once(tmp_path: Path, at: int) -> None:
+    """One of four adapters, the first or another, has other projections than the rest."""
+    base = base_model("llama")
+    names = save_several(base, "llama", tmp_path, "VeRA", count=4)
+    change_projections(tmp_path / names[at])
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     modules = []
@@ -168,10 +192,10 @@ def test_equal_projections_are_kept_once(tmp_path: Path) -> None:
         patch.setattr(ModuleBatch, "put", noted)
         held(store, bell, *names)
     store.close()
-    assert len(modules) == 3 * NUM_LAYERS
+    assert len(modules) == 4 * NUM_LAYERS
     for name in ("vera_A", "vera_B"):
-        assert len({getattr(module, name)["default"].data_ptr() for module in modules}) == 1
-    assert len({module.vera_lambda_b["default"].data_ptr() for module in modules}) == 3 * NUM_LAYERS  # type: ignore[index,union-attr]
+        assert len({getattr(module, name)["default"].data_ptr() for module in modules}) == 2
+    assert len({module.vera_lambda_b["default"].data_ptr() for module in modules}) == 4 * NUM_LAYERS  # type: ignore[index,union-attr]
 
 
 # ---- the trial ------------------------------------------------------------------------------------------------------
@@ -197,6 +221,40 @@ class Branching(Scaled):
         return super().forward(x if self.before > 0 else -x)
 
 
+class Squared(Scaled):
+    """Multiplies its result by `after` once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.after
+
+
+class Failing(Scaled):
+    """Raises an error in a batch that torch would not raise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch._C._functorch.is_batchedtensor(x):
+            raise KeyError("planted")
+        return super().forward(x)
+
+
+class Wrong(Scaled):
+    """Gives other numbers in a batch than alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.1 if torch._C._functorch.is_batchedtensor(x) else 1.0)
+
+
+class Loose(Scaled):
+    """Has a tensor that is not registered, so that a batch would use one adapter's tensor for all."""
+
+    def __init__(self, before: float) -> None:
+        super().__init__(before)
+        self.numbers = {"default": torch.tensor(before)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.numbers["default"]
+
+
 class Unregistered(Scaled):
     """Has a number that is no tensor, so that a batch would use one adapter's number for all."""
 
@@ -208,31 +266,79 @@ class Unregistered(Scaled):
         return super().forward(x) * self.number
 
 
-def batch_of(*modules: nn.Module) -> ModuleBatch:
-    made = ModuleBatch(FORMAT, Trials(), "alike")
+def batch_of(*modules: nn.Module, rows: RowFormat = FORMAT) -> ModuleBatch:
+    made = ModuleBatch(rows, Batching(), "alike")
     for place, module in enumerate(modules):
         made.put(place, module)
     return made
 
 
 def test_a_batch_works_after_a_trial_of_two_modules() -> None:
-    assert not batch_of(Scaled()).works
-    assert batch_of(Scaled(1.0), Scaled(3.0)).works
+    assert not batch_of(Scaled()).computes(0)
+    assert batch_of(Scaled(1.0), Scaled(3.0)).computes(1)
 
 
 def test_modules_that_are_alike_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = Trials()
+    batching = Batching()
     for at in range(3):
-        batch = ModuleBatch(FORMAT, trials, "alike")
+        batch = ModuleBatch(FORMAT, batching, "alike")
         for place in range(2):
             batch.put(place, Scaled(1.0 + at + place))
-        assert batch.works
+        assert batch.computes(0)
         monkeypatch.setattr(ModuleBatch, "_try", None)  # The second batch would fail if it made a trial.
 
 
-@pytest.mark.parametrize("kind", [Branching, Unregistered])
+@pytest.mark.parametrize("kind", [Branching, Failing, Wrong, Loose, Unregistered])
 def test_a_trial_refuses_what_cannot_be_computed_together(kind: type[Scaled]) -> None:
-    assert not batch_of(kind(1.0), kind(3.0)).works
+    assert not batch_of(kind(1.0), kind(3.0)).computes(1)
+    assert not batch_of(kind(1.0), kind(1.0)).computes(1) or kind is Unregistered
+
+
+def test_a_trial_in_bf16_is_not_looser_than_its_rounding() -> None:
+    rows = RowFormat(4, 3, torch.bfloat16, torch.device("cpu"))
+    assert batch_of(Scaled(1.0).bfloat16(), Scaled(3.0).bfloat16(), rows=rows).computes(1)
+    assert not batch_of(Wrong(1.0).bfloat16(), Wrong(3.0).bfloat16(), rows=rows).computes(1)
+
+
+def test_a_later_module_of_another_setting_is_computed_alone() -> None:
+    batch = batch_of(Unregistered(1.0), Unregistered(1.0), Unregistered(3.0))
+    assert [batch.computes(place) for place in range(3)] == [True, True, False]
+
+
+def test_a_trial_whose_numbers_decide_nothing_is_made_again() -> None:
+    """The first module's numbers overflow in the trial."""
+    batch = batch_of(Squared(1.0, 3e38), Squared())
+    assert not batch.computes(1)
+    batch.remove(0)
+    batch.put(2, Squared(3.0))
+    assert batch.computes(1)
+    assert batch.computes(2)
+
+
+def test_a_module_whose_trial_fails_leaves_nothing_in_a_stack() -> None:
+    stack = module_stack.ModuleStack()
+    kept = []
+    for place in range(2):
+        module = Failing(1.0 + place)
+        kept.append(weakref.ref(module))
+        stack.put(place, module, False, "settings", partial(ModuleBatch, FORMAT, Batching()))
+        del module
+    assert stack.adapted == {0, 1}
+    for place in range(2):
+        stack.clear(place)
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_a_tensor_that_layers_share_is_stacked_once() -> None:
+    batching, shared = Batching(), [torch.randn(3), torch.randn(3)]
+    stacked = batching.stack(shared)
+    assert batching.stack(shared) is stacked
+    assert torch.equal(stacked, torch.stack(shared))
+    assert batching.stack(shared[::-1]) is not stacked
+    kept = weakref.ref(stacked)
+    del stacked
+    assert kept() is None, "the stacked tensor goes with the last layer that uses it"
 
 
 def test_a_batch_computes_what_each_module_computes_alone() -> None:
@@ -275,3 +381,32 @@ def test_removed_modules_leave_nothing_in_a_batch() -> None:
     gc.collect()
     assert [each() for each in kept] == [None, None]
     assert len(batch) == 0
+
+
+# ---- OFT within bounds ----------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path, calls: list[int]) -> None:
+    """PEFT moves them in every run, and a second run for the same rows would differ from the first by rounding."""
+    base = base_model("llama")
+    for number in range(5):
+        save_kind(base, "llama", tmp_path / f"a{number}", "OFT within bounds", seed=number, eps=0.05)
+    bell, model = Bell(), copy.deepcopy(base)
+    store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
+    slots = [ticket.slot for ticket in held(store, bell, *(f"a{number}" for number in range(5)))]
+    first = logits_of(store, model, slots, (1,) * 5)
+    for _ in range(8):
+        assert torch.equal(logits_of(store, model, slots, (1,) * 5), first)
+    store.close()
+    assert calls == [5] * 9 * NUM_LAYERS
+
+
+def test_a_module_that_changes_its_own_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenant_sdk.serving.adapters.peft_modules._end_projection", lambda _: None)
+    base, bell = base_model("llama"), Bell()
+    save_kind(base, "llama", tmp_path / "a", "OFT within bounds", seed=1)
+    store = AdapterStore(base, tmp_path, on_ready=bell, separate_calls=True)
+    ticket = store.reserve("a")
+    bell.wait_for(ticket)
+    store.close()
+    assert "changes its own numbers" in str(ticket.failure)
