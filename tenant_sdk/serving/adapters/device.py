@@ -116,9 +116,11 @@ class DeviceTier:
         try:
             self._copy(rank, place, packed)
         except BaseException:
-            for layer in self._layers.values():
-                _clear(layer, rank, place)
-            self._abandon(slot)
+            try:
+                for layer in self._layers.values():
+                    _clear(layer, rank, place)
+            finally:
+                self._abandon(slot)
             raise
         with self._lock:
             self._slots[slot].ready = True

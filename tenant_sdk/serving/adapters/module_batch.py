@@ -5,8 +5,9 @@ modules as one: it runs the code of one of them on stacked numbers. The stacked 
 are computed together, so modules that were computed together take twice their memory.
 
 Guarantees: modules are computed together only if their code and settings are the same, and only after a trial, in which
-those of two adapters gave the same rows as one after the other, up to rounding. The trial is made when an adapter is
-loaded, once for all layers whose modules are alike.
+two such modules gave the same rows as one after the other, up to rounding. The trial is made when an adapter is loaded,
+once for all layers whose modules are alike, with random numbers in place of the adapters' own. A module that cannot be
+judged is computed alone.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from torch.overrides import TorchFunctionMode
 
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, outputs_and_inputs, same_rows
 from wire.errors import InvalidTensor
+from wire.ring.threads import one_core
 
 _ROUNDING, _MOST_ROUNDING = 256, 0.03
 """How many times the dtype's rounding step a result of the trial may differ from the module's own, and the most for any
 dtype. Both are relative to the largest number of the module's own result."""
+_TRIAL_SCALE = 0.5
+"""The standard deviation of the numbers of a trial."""
 _REMEMBERED = 256
 """The most kinds of modules whose trials are remembered."""
 _STUB = "base_layer"
@@ -56,49 +60,62 @@ class _Way(Enum):
     WITH_OWN_CONSTANTS = auto()  # together, within `_OwnConstants`
 
 
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Holds tensors of the same shape, and a tensor in which they are stacked along a new first dimension."""
+
+    sources: tuple[torch.Tensor, ...]
+    tensor: torch.Tensor
+
+
 class Batching:
     """Holds what the batches of all layers of a model have in common: how trials of modules ended, for the latest 256
-    kinds of modules, and the stacked tensors in use. Only one thread at a time may load adapters."""
+    kinds of modules, and the stacks in use. Only one thread at a time may load adapters."""
 
     def __init__(self) -> None:
-        """Makes a memory of no trials, and of no tensors."""
-        self._known: OrderedDict[Hashable, _Way] = OrderedDict()
-        self._stacked: weakref.WeakValueDictionary[tuple[int, ...], torch.Tensor] = weakref.WeakValueDictionary()
+        """Makes a memory of no trials, and of no stacks."""
+        self._known: OrderedDict[Hashable, tuple[_Way, nn.Module]] = OrderedDict()
+        self._stacks: weakref.WeakValueDictionary[tuple[int, ...], Stack] = weakref.WeakValueDictionary()
 
-    def way(self, key: Hashable, make: Callable[[], _Way | None]) -> _Way | None:
+    def way(self, key: Hashable, template: nn.Module, make: Callable[[], _Way | None]) -> _Way | None:
         """Returns how the trial of a kind of modules ended.
 
         Args:
             key: the kind of modules.
+            template: such a module. A trial of a module with other settings than this one does not count.
             make: makes the trial, if there was none; returns None if it decided nothing, which is not remembered.
         """
-        found = self._known.get(key) or make()
+        known = self._known.get(key)
+        if known is not None and _are_alike(template, known[1]):
+            self._known.move_to_end(key)
+            return known[0]
+        found = make()
         if found is not None:
-            self._known[key] = found
+            self._known[key] = found, template
             self._known.move_to_end(key)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return found
 
-    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stack(self, tensors: Sequence[torch.Tensor]) -> Stack:
         """Returns tensors of the same shape, stacked. A tensor that many layers of an adapter share, such as VB-LoRA's
-        vectors, is stacked once for all layers. The caller must keep the tensors as long as the result."""
-        key = tuple(map(id, tensors))
-        found = self._stacked.get(key)
+        vectors, is stacked once for all layers that use the result at the same time."""
+        key = tuple(map(id, tensors))  # A stack keeps its sources, so no other tensor gets their ids meanwhile.
+        found = self._stacks.get(key)
         if found is None:
-            found = self._stacked[key] = torch.stack(list(tensors))
+            found = self._stacks[key] = Stack(tuple(tensors), torch.stack(list(tensors)))
         return found
 
 
 @dataclass(frozen=True)
 class _Stacked:
     """Holds the numbers of the modules that were computed last: each tensor stacked along a new first dimension (0 in
-    `dims`), or once if all modules share it (None). `sources` are the modules' own tensors."""
+    `dims`), or once if all modules share it (None). `stacks` keeps the stacks of these tensors in use."""
 
     modules: tuple[nn.Module, ...]
     tensors: dict[str, torch.Tensor]
     dims: dict[str, int | None]
-    sources: list[dict[str, torch.Tensor]]
+    stacks: list[Stack]
 
 
 class ModuleBatch:
@@ -115,7 +132,8 @@ class ModuleBatch:
         self._format, self._key, self._batching = rows, key, batching
         self._way: _Way | None = None  # None until a trial has decided it
         self._members: dict[int, nn.Module] = {}
-        self._unlike: set[int] = set()  # the slots whose modules are always computed alone
+        # The ids of the tensors that training does not change, by slot; slots that are computed alone are left out.
+        self._shared: dict[int, tuple[int, ...]] = {}
         self._template: nn.Module | None = None  # a copy of a module without numbers, whose code is run
         self._stacked: _Stacked | None = None
         self._lock = threading.Lock()
@@ -124,29 +142,32 @@ class ModuleBatch:
         """Returns the number of slots that have a module in this batch."""
         return len(self._members)
 
-    def computes(self, place: int) -> bool:
-        """Returns whether the module of a slot may be computed together with others: a trial has shown it."""
-        return self._way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS) and place not in self._unlike
+    def group(self, place: int) -> Hashable | None:
+        """Returns a value that is the same for slots whose modules may be computed together, since they share the
+        tensors that training does not change; None if the module of the slot is computed alone."""
+        works = self._way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS)
+        return self._shared.get(place) if works else None
 
     def put(self, place: int, module: nn.Module) -> None:
         """Adds the module of a slot. Tensors that training does not change, such as VeRA's projections, are kept once
         for all modules in which they are equal. With the second module, a trial is made."""
         others = list(self._members.values())
         self._members[place] = module
-        if self._template is None and others:
-            self._template = _without_numbers(others[0])
-        if self._template is None:
-            return
-        _share(module, others)
-        if not _are_alike(module, self._template):
-            self._unlike.add(place)
-        elif others and self._way is None:
-            self._way = self._batching.way((self._key, self._format), lambda: self._try((others[0], module)))
+        try:
+            _share(module, others)
+            if self._template is None and others:
+                self._template = _without_numbers(others[0])
+            if self._template is not None and self._way is None:
+                self._way = self._batching.way((self._key, self._format), self._template, lambda: self._try(module))
+            if self._template is None or _are_alike(module, self._template):
+                self._shared[place] = tuple(id(tensor) for _, tensor in module.named_buffers())
+        except Exception:  # noqa: BLE001 - PEFT's code is of many kinds; what cannot be judged is computed alone
+            self._shared.pop(place, None)
 
     def remove(self, place: int) -> None:
         """Removes the module of a slot, which is in the batch."""
         module = self._members.pop(place)
-        self._unlike.discard(place)
+        self._shared.pop(place, None)
         with self._lock:
             if self._stacked is not None and module in self._stacked.modules:
                 self._stacked = None
@@ -227,28 +248,35 @@ class ModuleBatch:
             return found
         self._stacked = None  # The memory is freed before more is allocated.
         every = [dict(_tensors(module)) for module in modules]
-        tensors, dims = dict[str, torch.Tensor](), dict[str, int | None]()
+        made = _Stacked(modules, {}, {}, [])
         for name, first in every[0].items():
             own = [each[name] for each in every]
-            is_one = all(tensor is first for tensor in own)
-            tensors[name], dims[name] = (first, None) if is_one else (self._batching.stack(own), 0)
-        self._stacked = _Stacked(modules, tensors, dims, every)
-        return self._stacked
+            if all(tensor is first for tensor in own):
+                made.tensors[name], made.dims[name] = first, None
+            else:
+                stack = self._batching.stack(own)
+                made.stacks.append(stack)
+                made.tensors[name], made.dims[name] = stack.tensor, 0
+        self._stacked = made
+        return made
 
-    def _try(self, modules: tuple[nn.Module, nn.Module]) -> _Way | None:
-        """Returns a way in which two modules give what each gives alone, up to rounding. Returns None if the numbers of
-        these modules decide nothing."""
+    def _try(self, like: nn.Module) -> _Way | None:
+        """Returns a way in which two modules like `like`, with random numbers, give what each gives alone, up to
+        rounding. Returns None if these numbers decide nothing."""
+        modules = _with_random_numbers(like, 1), _with_random_numbers(like, 2)
         rows, given = (
             torch.linspace(-1, 1, 4 * cols, dtype=self._format.dtype, device=self._format.device).view(2, 2, cols)
             for cols in (self._format.inputs, self._format.outputs)
         )
-        with torch.no_grad():
+        with torch.no_grad(), one_core():  # as in a step (module_stack.py)
             own_inputs = torch.stack([base_inputs(module, x) for module, x in zip(modules, rows, strict=True)])
             own_results = torch.stack([
                 outputs(module, x, y.clone(), None) for module, x, y in zip(modules, rows, given, strict=True)
             ])  # fmt: skip
             if not (torch.isfinite(own_inputs).all() and torch.isfinite(own_results).all()):
                 return None
+            if _are_close(own_inputs, rows) and _are_close(own_results, given):
+                return None  # The modules change nothing.
             for way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS):
                 try:
                     inputs = self._run(way, modules, base_inputs, rows)
@@ -297,11 +325,25 @@ def _without_numbers(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, made)
 
 
+def _with_random_numbers(module: nn.Module, seed: int) -> nn.Module:
+    """Returns a copy of a module in which random numbers replace those that training changes. The other tensors are
+    those of the module."""
+    generator, made = torch.Generator().manual_seed(seed), dict[int, torch.Tensor]()
+    for _, tensor in _tensors(module):
+        made[id(tensor)] = tensor
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            numbers = _TRIAL_SCALE * torch.randn(tensor.shape, generator=generator)
+            made[id(tensor)] = nn.Parameter(numbers.to(tensor), requires_grad=False)
+    return copy.deepcopy(module, made)
+
+
 def _are_alike(module: nn.Module, other: nn.Module) -> bool:
     """Returns whether two modules run the same code with the same settings, so that they differ in their registered
     tensors only. What belongs to the stubs is not compared."""
-    pairs = zip(_own_modules(module), _own_modules(other), strict=True)
-    return all(type(one) is type(two) and _settings(one) == _settings(two) for one, two in pairs)
+    own, others = _own_modules(module), _own_modules(other)
+    return len(own) == len(others) and all(
+        type(one) is type(two) and _settings(one) == _settings(two) for one, two in zip(own, others, strict=True)
+    )
 
 
 def _own_modules(module: nn.Module) -> list[nn.Module]:
@@ -324,25 +366,22 @@ def _holds_tensor(value: Any) -> bool:
 def _share(module: nn.Module, others: Sequence[nn.Module]) -> None:
     """Replaces tensors of a module that training does not change by those of other modules, where they are equal. These
     are buffers, and what belongs to the base layer's stub."""
-    theirs = [dict(_tensors(other)) for other in others]
     for path, owner in module.named_modules():
         is_stub = path.split(".")[0] == _STUB
         for held in (owner._buffers, owner._parameters) if is_stub else (owner._buffers,):
             for leaf, tensor in held.items():
-                name = f"{path}.{leaf}" if path else leaf
-                candidates = {id(each[name]): each[name] for each in theirs if name in each}
-                if tensor is None or id(tensor) in candidates:
+                if tensor is None:
                     continue
-                for found in candidates.values():
-                    if torch.equal(tensor, found):
-                        held[leaf] = found  # type: ignore[assignment]
-                        break
+                theirs = [getattr(other.get_submodule(path), leaf) for other in others]
+                candidates = {id(each): each for each in theirs}
+                if id(tensor) not in candidates:
+                    held[leaf] = next((each for each in candidates.values() if torch.equal(tensor, each)), tensor)
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two results differ by rounding only, shape (modules, rows, columns)."""
     if one.shape != other.shape:
         return False
-    scale = other.abs().amax(dim=(1, 2))  # (modules,)
+    scale = other.abs().amax(dim=(1, 2))  # shape (modules,)
     bound = min(_ROUNDING * torch.finfo(other.dtype).eps, _MOST_ROUNDING) * scale
     return bool(((one - other).abs().amax(dim=(1, 2)) <= bound).all())

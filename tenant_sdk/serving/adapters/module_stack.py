@@ -143,15 +143,16 @@ class ModuleStack:
     ) -> Iterator[tuple[ModuleBatch | None, tuple[Run, ...]]]:  # fmt: skip
         """Yields the runs of a segment that have these places. Runs that one call computes come together, with their
         batch; others come alone."""
-        together: dict[tuple[ModuleBatch, int], list[Run]] = {}
+        together: dict[tuple[ModuleBatch, Hashable, int], list[Run]] = {}
         for run in segment.runs:
             if run.place in places:
                 batch = self._batches.get(self._key_of.get(run.place))
-                if batch is not None and batch.computes(run.place):
-                    together.setdefault((batch, run.end - run.begin), []).append(run)
-                else:
+                group = None if batch is None else batch.group(run.place)
+                if batch is None or group is None:
                     yield None, (run,)
-        for (batch, _), runs in together.items():
+                else:
+                    together.setdefault((batch, group, run.end - run.begin), []).append(run)
+        for (batch, _, _), runs in together.items():
             if len(runs) > MOST_ALONE:
                 yield batch, tuple(runs)
             else:

@@ -250,9 +250,9 @@ def _try(
         with torch.no_grad():
             inputs = base_inputs(made, rows)
             _end_projection(made)
-            versions = [tensor._version for tensor in made.parameters()]
+            versions = _versions(made)
             result = outputs(made, rows, given, None)
-        if versions != [tensor._version for tensor in made.parameters()]:
+        if versions != _versions(made):
             reason = "changes its own numbers"
         elif not changes and not torch.equal(inputs[0], rows[0]):
             reason = "changes its input, which its kind does not"
@@ -265,6 +265,11 @@ def _try(
             f"the adapter {packed.name} cannot be computed in {module} ({type(exc).__name__})"
         ) from None
     raise ConfigurationError(f"the adapter {packed.name} {reason}, in {module}")
+
+
+def _versions(module: nn.Module) -> list[int]:
+    """Returns how often each of a module's tensors was changed in place."""
+    return [tensor._version for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _end_projection(made: nn.Module) -> None:
