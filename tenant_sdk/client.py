@@ -301,7 +301,7 @@ class TenantClient(Trains):
             options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
                 to every prompt; the options kv_dtype, kv_bytes, max_running, step_tokens, speculation, prefix_bytes,
                 max_context and kv_device of `Engine`; and separate_calls of `AdapterStore`, which adapters that change
-                inputs need (OFT, BOFT, some IA3).
+                inputs need (OFT, BOFT, HRA, some IA3).
 
         Returns:
             The answers, in the order of the prompts.

@@ -32,9 +32,10 @@ _DORA = (
     "when it is first used, and in training after each optimizer step"
 )
 _KINDS = (
-    "HRA, OFT, BOFT and IA3 make the layers of a group ask one by one; HiRA and GLoRA send as many rows as their rank "
-    "for each row; PEANuT sends as many as its rank in each pass; PiSSA, OLoRA, PSOFT, TinyLoRA, DeLoRA and DEFT ask "
-    "when a training starts, by rows that hold nothing of yours and go without a mask"
+    "HRA, OFT, BOFT and IA3 make the layers of a group ask one by one (in an engine every step does so, or none); HiRA "
+    "and GLoRA send as many rows as their rank for each row; PEANuT sends as many as its rank in each pass; PiSSA, "
+    "OLoRA, PSOFT, TinyLoRA, DeLoRA and DEFT ask when a training starts, by rows that hold nothing of yours and go "
+    "without a mask"
 )
 _LABELS = (
     "in fine-tuning, a provider that has the output layer sees how many positions have labels, not which "

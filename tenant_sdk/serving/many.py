@@ -160,9 +160,14 @@ def _accepted(
     try:
         return engine.submit(prompt, name, max_new_tokens, **options)
     except VeilbaseError as exc:
-        named = copy.copy(exc)
-        named.args = (_naming(index, exc),)
-        raise named from None  # a cause could quote the prompt
+        raise _with_index(index, exc) from None  # a cause could quote the prompt
+
+
+def _with_index(index: int, failure: VeilbaseError) -> VeilbaseError:
+    """Returns a copy of an error whose message names the prompt's index."""
+    named = copy.copy(failure)
+    named.args = (_naming(index, failure),)
+    return named
 
 
 def _naming(index: int, failure: VeilbaseError) -> str:
@@ -243,7 +248,12 @@ def _named(
     Raises:
         ConfigurationError: an adapter folder does not exist, or the adapters are not in one folder.
     """
-    paths = [None if each is None else adapter_folder(each).absolute() for each in adapters]
+    paths: list[Path | None] = []
+    for index, each in enumerate(adapters):
+        try:
+            paths.append(None if each is None else adapter_folder(each).absolute())
+        except VeilbaseError as exc:
+            raise _with_index(index, exc) from None
     roots = sorted({path.parent for path in paths if path is not None})
     if not roots:
         return [None] * len(paths), None

@@ -106,7 +106,9 @@ def read_catalogue(path: Path) -> Catalogue:
     except ValidationError as exc:  # `from None` here and below: addresses may hold keys
         first = exc.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part)[:128] for part in first["loc"])
-        raise ConfigurationError(f"the catalogue of adapters, at {where!a}: {first['msg'][:200]}") from None
+        raise ConfigurationError(
+            f"the catalogue of adapters, at {where!a}: {first['msg'].removeprefix('Value error, ')[:200]}"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as exc:
         reason = str(exc) if isinstance(exc, _NamedTwice) else "it is neither YAML nor JSON"
         raise ConfigurationError(f"the catalogue of adapters cannot be used: {reason}") from None

@@ -90,7 +90,9 @@ class AdapterFolder:
     def _open(self, name: str, subfolder: str) -> Iterator[tuple[int, int]]:
         """Opens both files of an adapter, each relative to its parent folder and without following links."""
         if not isinstance(subfolder, str) or _NAME.fullmatch(subfolder) is None:
-            raise ConfigurationError(f"{ascii(name)[:200]} cannot be an adapter's name")
+            raise ConfigurationError(
+                f"{ascii(name)[:200]} cannot be an adapter's name: at most 128 letters, digits, '.', '_' and '-'"
+            )
         with contextlib.ExitStack() as stack:
             root = _opened(stack, self._root, os.O_DIRECTORY, None)
             folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)

@@ -76,8 +76,8 @@ class AdapterStore:
             preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
             cache: the folder of downloads; None means `adapters` in the client's cache.
             separate_calls: whether layers that share a call to the provider, such as q, k and v, get a call each, in
-                every step. Adapters that change the inputs of such a layer (OFT, BOFT, some IA3) need this, and are
-                refused otherwise: if only their steps had more calls, the provider would see which steps these are.
+                every step. Adapters that change the inputs of such a layer (OFT, BOFT, HRA, some IA3) need this, and
+                are refused otherwise: if only their steps had more calls, the provider would see which steps these are.
 
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be

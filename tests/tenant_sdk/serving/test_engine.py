@@ -333,7 +333,7 @@ def test_generate_many_refuses_in_one_line(client: TenantClient, tmp_path: Path)
         client.generate_many("who?")
     with pytest.raises(ConfigurationError, match="one adapter for each of 2 prompts, got 1"):
         client.generate_many(["a", "b"], ["x"])
-    with pytest.raises(ConfigurationError, match=r"^there is no adapter folder nope$"):
+    with pytest.raises(ConfigurationError, match=r"^prompts\[1\]: there is no adapter folder nope$"):
         client.generate_many(["a", "b"], [None, "nope"], progress=False)
     for wrong in ({"adapter": ["x", "y"]}, {"max_new_token": 6}):
         with pytest.raises(
