@@ -21,6 +21,7 @@ from noise.off import Off
 from noise.pad import Pad
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
+from tests.support.cuda_devices import cpu_and
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
 from tests.support.lattice_bounds import bounds, wide
 from tests.support.mask_parameters import DEFAULT
@@ -31,12 +32,7 @@ from wire.ring import coding
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[
-        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    ]),
-]  # fmt: skip
+DEVICES = cpu_and("cuda")
 MASKS: dict[str, dict[str, Any]] = {
     "lattice": {"mask": "lattice"},
     "off": {"mask": "off", "arithmetic": "ring"},

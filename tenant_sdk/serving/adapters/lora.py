@@ -21,11 +21,7 @@ from wire.ring.threads import one_core
 MOST_RUNS = 2
 """Up to this many adapters of one rank in a step are multiplied one after the other; more are multiplied by
 `grouped_mm`. A group is the rows of one adapter. One group of 16 rows takes 19 µs in the first way and 41 µs in the
-second (576 to 1536 features, one core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs.
-
-The grouped product runs on one core. It is one small product for each group, and with two cores each of these products
-wakes OpenMP's other thread, which fell asleep while the step waited for the provider. A pass of SmolLM2-135M with 16
-adapters took 685 ms on two cores and 149 ms on one with two rows for each adapter, and 1,091 and 560 ms with 16."""
+second (576 to 1536 features, one core). Two groups take 28 and 41 µs, and four groups 48 and 44 µs."""
 
 
 MODULES = 0
@@ -102,6 +98,9 @@ class Stack:
                 flat[run.begin : run.end].add_(inner @ lora_b[run.place])
             return
         part = rows[segment.begin : segment.end].to(lora_a.dtype)
+        # `grouped_mm` is one small product for each group. With two cores each of them wakes OpenMP's other thread,
+        # which fell asleep while the step waited for the provider: a pass of SmolLM2-135M with 16 adapters of two rows
+        # each took 685 ms on two cores and 149 ms on one, and with 16 rows each 1,091 and 560 ms.
         with one_core():
             inner = F.grouped_mm(part, lora_a.transpose(1, 2), offs=segment.offs)  # (rows of the segment, rank)
             added = F.grouped_mm(inner, lora_b, offs=segment.offs)

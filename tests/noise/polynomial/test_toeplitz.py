@@ -15,6 +15,7 @@ from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import negacyclic, toeplitz
 from noise.polynomial.toeplitz import DeviceProducts
 from noise.sampling import Csprng, error, ternary
+from tests.support.cuda_devices import cpu_and
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of
 from tests.support.lattice_bounds import bounds, wide
 from tests.support.mask_parameters import DEFAULT, TOY
@@ -24,8 +25,7 @@ from wire.frame import Direction
 from wire.ring import coding
 
 RNG = Csprng()
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_cuda])]
+DEVICES = cpu_and("cuda:0")
 SHAPES = [(TOY, 3, 5), (DEFAULT, 1, 3), (DEFAULT, 2, 9), (PARAMETERS["conservative"], 1, 2)]
 
 

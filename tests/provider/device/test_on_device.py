@@ -27,6 +27,7 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.shards.worker import product_of
+from tests.support.cuda_devices import cpu_and
 from tests.support.executor_gate import Answer
 from tests.support.ring_rows import ring_rows
 from tests.support.tiny_models import make_tiny
@@ -40,8 +41,7 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 FORWARD = Call(0, Direction.FORWARD, RING)
 TOLERANCE = 1e-5
 """The stated tolerance of float products, relative to the largest number of the product (docs/accelerators.md)."""
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_cuda])]
+DEVICES = cpu_and("cuda:0")
 
 
 @pytest.fixture(scope="module", params=["int8", "native"])

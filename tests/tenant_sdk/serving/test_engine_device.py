@@ -5,29 +5,27 @@ Every test also runs for the device "cpu", which shows that the test itself is r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.module_batch import ModuleBatch
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.host_kv import DEVICE_ROWS
+from tests.support.cuda_devices import cpu_and
 from tests.support.logits_recorder import alone, together
 from tests.support.saved_adapters import save_adapter
 from tests.support.saved_kinds import save_kind
 from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[
-        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    ]),
-]  # fmt: skip
+DEVICES = cpu_and("cuda")
 NEW_TOKENS = 8
 ERROR = 1e-4
 """The largest difference of a logit between devices; the logits of the tiny model are about one."""
@@ -50,6 +48,7 @@ def test_answers_are_those_of_the_cpu(folder: Path, device: str, mask: str, kv_d
         open_client(folder, mask, device=device) as client,
         Engine(client, step_tokens=64, kv_device=kv_device) as engine,
     ):
+        assert engine.submit(prompts[-1], max_new_tokens=1).num_prompt_tokens >= DEVICE_ROWS
         got = together(engine, prompts, reference)
     error = max(float((have.cpu() - want).abs().max()) for have, want in zip(got, reference, strict=True))
     assert error < (ERROR if mask == "off" else 1e-3)
@@ -57,7 +56,7 @@ def test_answers_are_those_of_the_cpu(folder: Path, device: str, mask: str, kv_d
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_adapters_of_several_kinds_are_applied_on_the_device(
-    folder: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, device: str, batch_calls: list[int]
 ) -> None:
     """LoRA adapters of one rank are one grouped product, and the IA3 adapters one batch of PEFT's modules."""
     names = ["lora0", "lora1", "lora2", "ia30", "ia31", "ia32", "ia33"]
@@ -70,18 +69,24 @@ def test_adapters_of_several_kinds_are_applied_on_the_device(
         reference = [
             alone(local, prompt, NEW_TOKENS, tmp_path / name) for prompt, name in zip(prompts, names, strict=True)
         ]
-    together_counts: list[int] = []
-    run = ModuleBatch.outputs
 
-    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
-        together_counts.append(len(modules))
-        return run(batch, modules, *rows)
+    are_all_here = threading.Event()
 
-    monkeypatch.setattr(ModuleBatch, "outputs", counted)
+    @contextlib.contextmanager
+    def when_all_are_here() -> Iterator[None]:
+        """Holds the first step until all requests are submitted, so that their answers are computed together."""
+        if not are_all_here.is_set():
+            until(lambda: engine.status().num_running + engine.status().num_waiting == len(names), "all requests")
+            are_all_here.set()
+        yield
+
+    def slots_of(model: Any, wake: Callable[[], None]) -> AdapterStore:
+        return AdapterStore(model, tmp_path, on_ready=wake, dtype=torch.float32, preload=names)
+
     with (
         open_client(folder, device=device) as client,
-        Engine(client, lambda model, wake: AdapterStore(model, tmp_path, on_ready=wake, dtype=torch.float32)) as engine,
+        Engine(client, slots_of, during_step=when_all_are_here) as engine,
     ):
         got = together(engine, prompts, reference, names)
     assert max(float((have.cpu() - want).abs().max()) for have, want in zip(got, reference, strict=True)) < ERROR
-    assert set(together_counts) == {4}
+    assert set(batch_calls) == {4}

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cuda_devices import needs_cuda
 from tests.support.int_mm_faults import gone, missing, saturating
 from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from wire.ring import coding, int_mm, product_cuda, product_triton
@@ -19,7 +20,6 @@ from wire.ring import product as kernels
 CPU = torch.device("cpu")
 is_trustworthy = kernels.int_mm_is_exact() and product_cuda.is_exact(CPU)
 needs_int_mm = pytest.mark.skipif(not is_trustworthy, reason="this machine's _int_mm is not exact")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHAPES = [(1, 1, 1), (1, 17, 5), (5, 64, 48), (16, 8, 9), (17, 9, 8), (33, 100, 30)]
 
 

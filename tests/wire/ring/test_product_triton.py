@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.cuda_devices import needs_cuda
 from tests.support.interpreted_kernels import interpret
 from tests.support.multiplied_on_cuda import multiplied_on_cuda
 from tests.support.ring_matrices import EXTREMES, LAYOUTS, draw, laid_out
@@ -22,7 +23,6 @@ from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, Form, passes_sel
 
 CPU = torch.device("cpu")
 FORMS: tuple[Form, ...] = ("horner", "planes", "digits")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture

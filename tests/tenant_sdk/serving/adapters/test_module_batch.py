@@ -53,20 +53,6 @@ def stock(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, base_model(request.param)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list to which every call of a batch adds the number of its modules."""
-    made: list[int] = []
-    run = ModuleBatch.outputs
-
-    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
-        made.append(len(modules))
-        return run(batch, modules, *rows)
-
-    monkeypatch.setattr(ModuleBatch, "outputs", counted)
-    return made
-
-
 def save_several(model: Any, kind: str, root: Path, title: str, count: int = len(LENGTHS)) -> list[str]:
     """Saves adapters of one kind that differ in their numbers only, and returns their names."""
     save_kind(model, kind, root / "a0", title, seed=1)
@@ -105,7 +91,7 @@ def alone(
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_adapters_of_a_kind_are_computed_together(
-    title: str, stock: tuple[str, Any], tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    title: str, stock: tuple[str, Any], tmp_path: Path, batch_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, base = stock
     if kind == "gpt2" and title not in OF_CONV1D:
@@ -116,15 +102,15 @@ def test_adapters_of_a_kind_are_computed_together(
     store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
     slots = [ticket.slot for ticket in held(store, bell, *names, "lora")]
     expected = alone(monkeypatch, store, model, [*slots, 0], (*LENGTHS, 2, 2))
-    calls.clear()
+    batch_calls.clear()
     got = logits_of(store, model, [*slots, 0], (*LENGTHS, 2, 2))
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
-    assert calls == ([] if title in ONE_BY_ONE else [4] * NUM_LAYERS)
+    assert batch_calls == ([] if title in ONE_BY_ONE else [4] * NUM_LAYERS)
 
 
 def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
-    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, batch_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = base_model("llama")
     names = save_several(base, "llama", tmp_path, "VB-LoRA", count=6)
@@ -143,24 +129,24 @@ def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
     assert (got - first).abs().max() > 1e-3  # The other adapter matters.
-    assert calls == [5] * 2 * NUM_LAYERS
+    assert batch_calls == [5] * 2 * NUM_LAYERS
 
 
-def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, calls: list[int]) -> None:
+def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, batch_calls: list[int]) -> None:
     base = base_model("llama")
     names = save_several(base, "llama", tmp_path, "MiSS", count=3)
     save_kind(base, "llama", tmp_path / "other", "MiSS", seed=9, target_modules=["q_proj"])
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     slots = [ticket.slot for ticket in held(store, bell, *names, "other")]
-    calls.clear()
+    batch_calls.clear()
     logits_of(store, model, slots, (1,) * 4)
     store.close()
-    assert calls == []
+    assert batch_calls == []
 
 
 def test_adapters_with_other_projections_are_computed_with_theirs(
-    tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, batch_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = base_model("llama")
     names = save_several(base, "llama", tmp_path, "VeRA", count=9)
@@ -173,7 +159,7 @@ def test_adapters_with_other_projections_are_computed_with_theirs(
     got = logits_of(store, model, slots, (2,) * 9)
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
-    assert calls == [5, 4] * NUM_LAYERS
+    assert batch_calls == [5, 4] * NUM_LAYERS
 
 
 def change_projections(folder: Path) -> None:
@@ -431,7 +417,7 @@ def test_removed_modules_leave_nothing_in_a_batch() -> None:
 # ---- OFT within bounds ----------------------------------------------------------------------------------------------
 
 
-def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path, calls: list[int]) -> None:
+def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path, batch_calls: list[int]) -> None:
     """PEFT moves them in every run, and a second run for the same rows would differ from the first by rounding."""
     base = base_model("llama")
     for number in range(5):
@@ -443,7 +429,7 @@ def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path
     for _ in range(8):
         assert torch.equal(logits_of(store, model, slots, (1,) * 5), first)
     store.close()
-    assert calls == [5] * 9 * NUM_LAYERS
+    assert batch_calls == [5] * 9 * NUM_LAYERS
 
 
 def test_a_module_that_changes_its_own_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,5 @@
+"""Makes the fixtures of tests/support that tests of serving share known to pytest."""
+
+from __future__ import annotations
+
+from tests.support.batch_calls import batch_calls  # noqa: F401
