@@ -13,11 +13,10 @@ judged is computed alone.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -27,6 +26,13 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
+from tenant_sdk.serving.adapters.module_likeness import (
+    are_alike,
+    named_tensors,
+    share,
+    with_random_numbers,
+    without_numbers,
+)
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, outputs_and_inputs, same_rows
 from wire.errors import InvalidTensor
 from wire.ring.threads import one_core
@@ -34,12 +40,8 @@ from wire.ring.threads import one_core
 _ROUNDING, _MOST_ROUNDING = 256, 0.03
 """How many times the dtype's rounding step a result of the trial may differ from the module's own, and the most for any
 dtype. Both are relative to the largest number of the module's own result."""
-_TRIAL_SCALE = 0.5
-"""The standard deviation of the numbers of a trial."""
 _REMEMBERED = 256
 """The most kinds of modules whose trials are remembered."""
-_STUB = "base_layer"
-"""The name under which PEFT's modules hold their base layers, which are stubs here."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Batching:
             make: makes the trial, if there was none; returns None if it decided nothing, which is not remembered.
         """
         known = self._known.get(key)
-        if known is not None and _are_alike(template, known[1]):
+        if known is not None and are_alike(template, known[1]):
             self._known.move_to_end(key)
             return known[0]
         found = make()
@@ -154,12 +156,12 @@ class ModuleBatch:
         others = list(self._members.values())
         self._members[place] = module
         try:
-            _share(module, others)
+            share(module, others)
             if self._template is None and others:
-                self._template = _without_numbers(others[0])
+                self._template = without_numbers(others[0])
             if self._template is not None and self._way is None:
                 self._way = self._batching.way((self._key, self._format), self._template, lambda: self._try(module))
-            if self._template is None or _are_alike(module, self._template):
+            if self._template is None or are_alike(module, self._template):
                 self._shared[place] = tuple(id(tensor) for _, tensor in module.named_buffers())
         except Exception:  # noqa: BLE001 - PEFT's code is of many kinds; what cannot be judged is computed alone
             self._shared.pop(place, None)
@@ -247,7 +249,7 @@ class ModuleBatch:
         if found is not None and found.modules == modules:  # Two modules are equal if they are one object.
             return found
         self._stacked = None  # The memory is freed before more is allocated.
-        every = [dict(_tensors(module)) for module in modules]
+        every = [dict(named_tensors(module)) for module in modules]
         made = _Stacked(modules, {}, {}, [])
         for name, first in every[0].items():
             own = [each[name] for each in every]
@@ -263,7 +265,7 @@ class ModuleBatch:
     def _try(self, like: nn.Module) -> _Way | None:
         """Returns a way in which two modules like `like`, with random numbers, give what each gives alone, up to
         rounding. Returns None if these numbers decide nothing."""
-        modules = _with_random_numbers(like, 1), _with_random_numbers(like, 2)
+        modules = with_random_numbers(like, 1), with_random_numbers(like, 2)
         rows, given = (
             torch.linspace(-1, 1, 4 * cols, dtype=self._format.dtype, device=self._format.device).view(2, 2, cols)
             for cols in (self._format.inputs, self._format.outputs)
@@ -304,78 +306,6 @@ class _OwnConstants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return made + self._zero.to(made.dtype) if func in (torch.zeros, torch.eye) else made
-
-
-def shapes(module: nn.Module) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    """Returns the names, shapes and dtypes of a module's tensors."""
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module))
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _without_numbers(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose tensors are on the meta device, and so take no memory."""
-    made = {}
-    for _, tensor in _tensors(module):
-        empty = torch.empty_like(tensor, device="meta")
-        made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, made)
-
-
-def _with_random_numbers(module: nn.Module, seed: int) -> nn.Module:
-    """Returns a copy of a module in which random numbers replace those that training changes. The other tensors are
-    those of the module."""
-    generator, made = torch.Generator().manual_seed(seed), dict[int, torch.Tensor]()
-    for _, tensor in _tensors(module):
-        made[id(tensor)] = tensor
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            numbers = _TRIAL_SCALE * torch.randn(tensor.shape, generator=generator)
-            made[id(tensor)] = nn.Parameter(numbers.to(tensor), requires_grad=False)
-    return copy.deepcopy(module, made)
-
-
-def _are_alike(module: nn.Module, other: nn.Module) -> bool:
-    """Returns whether two modules run the same code with the same settings, so that they differ in their registered
-    tensors only. What belongs to the stubs is not compared."""
-    own, others = _own_modules(module), _own_modules(other)
-    return len(own) == len(others) and all(
-        type(one) is type(two) and _settings(one) == _settings(two) for one, two in zip(own, others, strict=True)
-    )
-
-
-def _own_modules(module: nn.Module) -> list[nn.Module]:
-    return [each for path, each in module.named_modules() if path.split(".")[0] != _STUB]
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module that are neither its tensors nor its modules. If an attribute holds a tensor
-    that is not registered, an object that is equal to no other takes its place."""
-    found = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
-    return {key: object() if _holds_tensor(value) else value for key, value in found.items()}
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return any(map(_holds_tensor, value)) if isinstance(value, list | tuple) else isinstance(value, torch.Tensor)
-
-
-def _share(module: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Replaces tensors of a module that training does not change by those of other modules, where they are equal. These
-    are buffers, and what belongs to the base layer's stub."""
-    for path, owner in module.named_modules():
-        is_stub = path.split(".")[0] == _STUB
-        for held in (owner._buffers, owner._parameters) if is_stub else (owner._buffers,):
-            for leaf, tensor in held.items():
-                if tensor is None:
-                    continue
-                theirs = [getattr(other.get_submodule(path), leaf) for other in others]
-                candidates = {id(each): each for each in theirs}
-                if id(tensor) not in candidates:
-                    held[leaf] = next((each for each in candidates.values() if torch.equal(tensor, each)), tensor)
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from tenant_sdk.serving.adapters.lora import Run, Segment
-from tenant_sdk.serving.adapters.module_batch import ModuleBatch, shapes
+from tenant_sdk.serving.adapters.module_batch import ModuleBatch
+from tenant_sdk.serving.adapters.module_likeness import shapes
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs
 from wire.errors import InvalidTensor
 from wire.ring.threads import one_core
