@@ -93,11 +93,3 @@ def test_files_that_the_architecture_names_are_there() -> None:
     tracked = {file.name for package in PACKAGES for file in (ROOT / package).glob("**/*")}
     for name in re.findall(r"`([\w/]+\.(?:py|c|md))`", architecture()):
         assert (ROOT / name).is_file() if "/" in name else name in tracked, name
-
-
-@pytest.mark.parametrize(("folders", "most"), [((*PACKAGES, "benchmarks", "examples"), 450), (("tests",), 700)])
-def test_files_are_short(folders: tuple[str, ...], most: int) -> None:
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".c", ".h")]
-    assert files
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
-    assert {name for name, length in lengths.items() if length > most} == set()
