@@ -25,22 +25,29 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 MACHINES_OWN = frozenset({"torch", "triton", "numpy"})
 """The packages that a GPU machine has, built for its GPU."""
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "trustme")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "trustme")
 PLATFORMS = (*(f"manylinux_2_{number}" for number in range(39, 4, -1)), "manylinux2014", "manylinux1")
 """The kinds of wheels that are accepted. pip takes the number literally, so each one is named."""
 RUN = """#!/bin/bash
 # Installs the wheels beside this file into a folder of its own, and runs the benchmark, or with `tests` the GPU tests.
+# Results go to the folder $OUT, or to ./accelerator.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 site=$(mktemp -d)
+out=${OUT:-$PWD/accelerator}
+mkdir -p "$out"
 trap 'rm -rf "$site"' EXIT
-python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$here"/wheels/*.whl
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$here"/wheels/*.whl
 cp -r "$here"/compiled/. .
-export PYTHONPATH="$site:$PWD" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$site:$PWD" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+echo "installed after $SECONDS s"
 if [ "$1" = tests ]; then
-    python3 -m pytest -m gpu tests/wire/ring tests/provider/device tests/noise tests/tenant_sdk/test_cuda.py
+    shift
+    timeout "${LIMIT_S:-120}" python3 -m pytest -q -n 4 -m gpu -p no:cacheprovider --junitxml="$out/tests.xml" "$@" \\
+        tests/wire/ring tests/provider/device tests/noise tests/tenant_sdk/test_cuda.py tests/wire/gpu_window \\
+        tests/wire/test_ring_scale.py tests/rpc/test_gpu_window.py tests/tenant_sdk/serving/test_engine_device.py
 else
-    python3 -m benchmarks.accelerator "$@"
+    python3 -m benchmarks.accelerator --out "$out" "$@"
 fi
 """
 

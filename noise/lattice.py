@@ -59,6 +59,7 @@ MOST_BLOCKS_AT_ONCE = 8
 """The most blocks that share the transforms of A and H, the hint. Sharing among more blocks gained nothing.
 docs/benchmarks_history.md, "Making masks", has figures for one and for eight."""
 
+_CPU = torch.device("cpu")
 MOST_PIECES = 8
 """The most pieces of a block, since each piece costs the work of a whole block."""
 
@@ -113,7 +114,7 @@ class Lattice:
             limits: the provider's limits; None for the defaults of wire/limits.py.
             features: see `MaskPool`.
             device: where masks and effects are computed, by `DeviceProducts`; None for the CPU, by
-                noise/polynomial/negacyclic.py. They are kept on the CPU in either case.
+                noise/polynomial/negacyclic.py. They stay where they are made.
         """
         self.parameters = parameters
         self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
@@ -150,14 +151,17 @@ class Lattice:
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
-        with on_host(encoded) as here:
-            # This adds in place, since fresh pages cost time. The rows of the pool are used up, so nothing else reads
-            # them.
+        # Where the masks are, rows are masked. This adds in place, since fresh pages cost time. The rows of the pool are
+        # used up, so nothing else reads them.
+        with on_host(encoded) if mask.is_cpu else on_device(encoded, mask.device) as here:
             masked = mask.add_(here)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             with on_device(effect, replies[0].device) as there:
-                return decode_rows(group, direction, replies[0], scales, there)
+                product = decode_rows(group, direction, replies[0], scales, there)
+            if not effect.is_cpu:
+                effect.zero_()  # A device's memory may come to another process.
+            return product
 
         return Masked(
             (Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked, is_masked=True)),), unmask
@@ -165,7 +169,7 @@ class Lattice:
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
         """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""
-        mask, effect = self.pool.take(group, direction, 1)
+        mask, effect = (each.to(_CPU) for each in self.pool.take(group, direction, 1))
         row.codec.add(mask, row.payload.numbers)
         return Masked(
             (Message(row.call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale, effect)
@@ -198,8 +202,12 @@ class Lattice:
         request_cols, _ = group.widths(direction)
         degree, rank = self.parameters.ring_degree, self.parameters.rank
         secrets_hat = self.polynomials.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
-        error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
-        masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
+        if isinstance(self.polynomials, DeviceProducts):
+            masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat)
+            self.polynomials.add_error(masks, self._rng, self.parameters)
+        else:
+            error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
+            masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
         effects = self.polynomials.product(hint, secrets_hat, self.parameters)
         self._forget(secrets_hat)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
@@ -220,7 +228,10 @@ class Lattice:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
             masks = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
-            masks += sampling.error(self._rng, masks.shape, self.parameters)
+            if isinstance(self.polynomials, DeviceProducts):
+                self.polynomials.add_error(masks, self._rng, self.parameters)
+            else:
+                masks += sampling.error(self._rng, masks.shape, self.parameters)
             effects = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0, kept]
             if cut.slots.remaining == 0:
                 self._forget(cut.secrets_hat)

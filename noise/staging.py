@@ -56,8 +56,12 @@ def on_device(rows: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor
     Yields:
         `rows` itself if it is on that device, else a copy that is valid inside the context.
     """
-    if rows.device == device and is_here(rows):
+    if rows.device == device and (is_here(rows) or device.type != "cpu"):
         yield rows
+        return
+    if not rows.is_cpu:
+        with on_host(rows) as crossed:
+            yield crossed if device.type == "cpu" else crossed.to(device)
         return
     here = staging_buffer(rows)
     there = here.copy_(rows).to(device, copy=True)  # This waits for the copy, so that the buffer may be overwritten.

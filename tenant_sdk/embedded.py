@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
+
 from wire.errors import ConfigurationError
 from wire.transport.connection import Connection
 from wire.transport.inproc import Handler, InprocConnection
@@ -21,28 +23,38 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
 
     Args:
         url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id. With ?shards=N at
-            its end, N processes hold the weights and compute, which end when the connection is closed.
+            its end, N processes hold the weights and compute, which end when the connection is closed; with
+            ?device=cuda or ?device=cuda:N, that device computes.
         weights: `int8` (default) or `native`.
 
     Raises:
-        ConfigurationError: the model is unknown, or `weights` or the number of shards is impossible.
+        ConfigurationError: the model is unknown, `weights` or the number of shards is impossible, or the device cannot
+            be used.
     """
-    from provider.embedded import serve_in_process
+    from provider.embedded import ModelOnDevice, serve_in_process
 
     if weights not in (None, "int8", "native"):
         raise ConfigurationError(f"weights is int8 or native, got {weights!r}")
     model, has_shards, given = url.removeprefix(SCHEME).partition("?shards=")
+    model, has_device, device = model.partition("?device=")
     if has_shards and not re.fullmatch(r"[1-9]\d{0,3}", given):
         raise ConfigurationError(f"expected inproc:MODEL?shards=N with N from 1, got {given[:40]!r} as N")
-    served_model = serve_in_process(model, "native" if weights == "native" else "int8", num_shards=int(given or 1))
-    return _Owner(served_model, served_model.close) if has_shards else InprocConnection(served_model)
+    if has_device and (has_shards or not re.fullmatch(r"cpu|cuda(:\d{1,2})?", device)):
+        raise ConfigurationError(
+            f"expected inproc:MODEL?device=cuda, or cuda:N, and no shards beside it, got {device[:40]!r}"
+        )
+    served_model = serve_in_process(
+        model, "native" if weights == "native" else "int8", num_shards=int(given or 1), device=device or "cpu"
+    )
+    there = served_model.device if isinstance(served_model, ModelOnDevice) else None
+    return _Owner(served_model, served_model.close, there) if has_shards or has_device else InprocConnection(served_model)
 
 
 class _Owner(InprocConnection):
     """Calls a provider that is ended when the connection is closed."""
 
-    def __init__(self, handler: Handler, end: Callable[[], None]) -> None:
-        super().__init__(handler)
+    def __init__(self, handler: Handler, end: Callable[[], None], device: torch.device | None) -> None:
+        super().__init__(handler, device)
         self._end = end
 
     def close(self) -> None:

@@ -52,6 +52,10 @@ class Payload(Protocol):
         or the seed of rows."""
         ...
 
+    def rows_on(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the rows if they are on that device, so that they need not cross to the CPU; else None."""
+        ...
+
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
         """Returns the frames to send, in order.
 
@@ -64,10 +68,11 @@ class Payload(Protocol):
 class RowsPayload:
     """Holds rows as a tensor. The rows must not change until the reply has come."""
 
-    __slots__ = ("_is_masked", "_rows", "cols", "num_bytes", "num_rows")
+    __slots__ = ("_here", "_is_masked", "_rows", "cols", "num_bytes", "num_rows")
 
     def __init__(self, rows: torch.Tensor, is_masked: bool = False) -> None:
-        """Keeps `rows`. Rows that are on another device than the CPU, or not contiguous, are copied.
+        """Keeps `rows`. Rows that are not contiguous are copied, and rows of another device than the CPU cross when
+        they are first read.
 
         Args:
             rows: shape (num_rows, cols), in the dtype of the call's arithmetic.
@@ -78,14 +83,16 @@ class RowsPayload:
         """
         if rows.dim() != 2:
             raise InvalidTensor(f"expected a matrix, got a tensor with {rows.dim()} dimensions")
-        self._rows = rows.to("cpu").contiguous()
+        self._rows = rows.contiguous()
+        self._here: torch.Tensor | None = self._rows if rows.is_cpu else None
         self.num_rows, self.cols = rows.shape
         self.num_bytes = rows.numel() * ITEM_BYTES
         self._is_masked = is_masked
 
     @property
     def masked_rows(self) -> torch.Tensor | None:
-        """Returns the rows if they were said to be masked, and are ring numbers; see `Payload.masked_rows`."""
+        """Returns the rows, where they are, if they were said to be masked, and are ring numbers; see
+        `Payload.masked_rows`."""
         return self._rows if self._is_masked and self._rows.dtype == torch.int32 else None
 
     def check(self, call: Call) -> None:
@@ -93,12 +100,19 @@ class RowsPayload:
         frame.check_rows(call, self._rows)
 
     def rows(self, call: Call) -> torch.Tensor:
-        """Returns the rows that this payload holds; see `Payload.rows`."""
-        return self._rows
+        """Returns the rows that this payload holds, on the CPU; see `Payload.rows`."""
+        if self._here is None:
+            buffer = torch.empty(self._rows.shape, dtype=self._rows.dtype, device="cpu", pin_memory=self._rows.is_cuda)
+            self._here = buffer.copy_(self._rows)  # A pinned buffer is filled by the device at full speed.
+        return self._here
+
+    def rows_on(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the rows if they are on that device, else None."""
+        return self._rows if self._rows.device == device else None
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
         """Returns the frames to send; see `Payload.frames`."""
-        return frame.frames(header, frame.tensor_bytes(self._rows))
+        return frame.frames(header, frame.tensor_bytes(self.rows(header.call)))
 
 
 class SeedPayload:
@@ -130,6 +144,9 @@ class SeedPayload:
     def rows(self, call: Call) -> SeededRows:
         """Returns the seed and its range; see `Payload.rows`."""
         return self._seeded
+
+    def rows_on(self, device: torch.device) -> None:
+        """Returns None; see `Payload.rows_on`."""
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
         """Returns the frames to send; see `Payload.frames`."""
@@ -172,6 +189,9 @@ class MessagePayload:
     def rows(self, call: Call) -> torch.Tensor:
         """Returns the row that this payload holds; see `Payload.rows`."""
         return torch.frombuffer(self.numbers, dtype=frame.DTYPES[call.arithmetic]).view(1, self.cols)
+
+    def rows_on(self, device: torch.device) -> None:
+        """Returns None; see `Payload.rows_on`."""
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
         """Writes the header into the message's memory and returns that memory as the one frame; see

@@ -1,11 +1,13 @@
-"""Measures providers and tenants on an accelerator in one command of under eight minutes.
+"""Measures providers and tenants on an accelerator, in parts that each have a time limit and a result of their own.
 
-`python -m benchmarks.accelerator` runs four parts, one after another, and prints a table for each:
+`python -m benchmarks.accelerator --out DIR` runs these parts, the most valuable first, each in a process of its own, and
+writes DIR/PART.json when a part ends, or when it had to be ended:
 
 - products.py: whether the ring product is exact, and its time against bf16, for a large product and for decode;
+- sides.py: a fine-tuning step, prefill, decode and 16 requests, with the tenant on the CPU and on the same device; what
+  masks cost; and the shapes of Figures 11, 12 and 19 of the Symbiosis paper;
 - replica.py: the provider's replica by rows and tenants, and the share of its time that copies take;
-- model.py: a fine-tuning step and decode, tenant and provider on the device, against local models on it;
-- model.py: step time and device memory by the number of adapters that are trained at once.
+- sweep.py: the ring product's kernels with other block sizes.
 
 Models have the shape of real ones and random weights, so that a machine without a network can make them. Without a CUDA
 device nothing is measured. `--device cpu --quick` runs the same code on the CPU with small shapes, which says nothing
@@ -15,17 +17,20 @@ about speed. benchmarks/carry.py packs what a bare GPU machine lacks.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-BUDGET_S = 460.0
-"""The seconds after which no further part begins. With the last part's own time, the command takes under eight
-minutes."""
 NOT_POSSIBLE = 2
 """The exit code if there is no CUDA device. It must equal the constant of this name in benchmarks/__main__.py, which
 cannot be imported here, since it imports this package."""
+LIMITS_S = {"products": 40.0, "models": 300.0, "replica": 30.0, "compile": 60.0, "sweep": 60.0}
+"""The parts in their order, each with the seconds after which it is ended. `--limit-s` bounds the whole command."""
 
 
 @dataclass(frozen=True)
@@ -35,53 +40,102 @@ class Setting:
     Attributes:
         device: the device's name, such as `cuda:0`.
         is_quick: whether small shapes are used, so that only the code is tried.
-        began_s: the time at which the command began, by time.monotonic.
+        file: where a part writes what it has measured so far; None for nowhere.
+        only: the names of the comparisons of `models` to make; empty for all.
     """
 
     device: str
     is_quick: bool
-    began_s: float = field(default_factory=time.monotonic)
+    file: Path | None = None
+    only: tuple[str, ...] = ()
 
-    @property
-    def left_s(self) -> float:
-        """Returns the seconds that are left of `BUDGET_S`; negative once the budget is used up."""
-        return BUDGET_S - (time.monotonic() - self.began_s)
+    def note(self, results: dict[str, Any]) -> None:
+        """Writes what was measured so far, so that it stays if the part is ended."""
+        if self.file is not None:
+            self.file.write_text(json.dumps({**_machine(self), "results": results}, indent=1))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the parts and exits: with 0 if all compared numbers were right, with 1 if one was wrong, and with
+    """Runs the parts and exits: with 0 if every part ended and all compared numbers were right, with 1 if not, and with
     NOT_POSSIBLE if there is no CUDA device and `--device cpu` was not given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")
     parser.add_argument("--device", default="cuda:0", help="cpu runs the code and measures nothing")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the code")
+    parser.add_argument("--out", type=Path, default=Path("accelerator"), help="folder of the results")
+    parser.add_argument("--parts", default=",".join(LIMITS_S), help="the parts to run, in this order")
+    parser.add_argument("--limit-s", type=float, default=460.0, help="no part goes on after this many seconds")
+    parser.add_argument("--only", default="", help="comparisons of the part `models`, separated by semicolons")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     given, _ = parser.parse_known_args(arguments)
     import torch
 
     if given.device != "cpu" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu --quick runs the code without one", file=sys.stderr)
         sys.exit(NOT_POSSIBLE)
-    setting = Setting(given.device, given.quick)
-    name = torch.cuda.get_device_name(given.device) if given.device != "cpu" else "CPU: no measurement"
-    print(f"device: {name}; torch {torch.__version__}; {time.strftime('%Y-%m-%d')}", flush=True)
-    sys.exit(run_parts(setting))
+    if given.part:
+        sys.exit(run_part(given.part, _setting(given)))
+    unknown = set(given.parts.split(",")) - set(LIMITS_S)
+    if unknown:
+        parser.error(f"expected parts among {', '.join(LIMITS_S)}, got {', '.join(sorted(unknown))}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    sys.exit(run_parts(given))
 
 
-def run_parts(setting: Setting) -> int:
-    """Runs the parts that the budget allows. Returns the command's exit code: 1 if a number was wrong."""
-    from benchmarks.accelerator import model, products, replica
+def _setting(given: Any) -> Setting:
+    only = tuple(name for name in given.only.split(";") if name)
+    return Setting(given.device, given.quick, given.out / f"{given.part}.json", only)
 
-    parts: tuple[tuple[str, float, Callable[[Setting], bool]], ...] = (
-        ("The ring product", 20, products.run),
-        ("The provider's replica", 20, replica.run),
-        ("Fine-tuning step and decode", 120, model.compare),
-        ("Adapters that are trained at once", 120, model.by_adapters),
-    )
-    is_right = True
-    for title, needed_s, run in parts:
-        print(f"\n### {title}\n", flush=True)
-        if setting.left_s < needed_s:
-            print(f"not measured: {setting.left_s:.0f} s are left, and it takes about {needed_s:.0f}")
+
+def run_parts(given: Any) -> int:
+    """Runs each part in a process of its own, within its limit and what is left of the whole. Returns the command's exit
+    code."""
+    began, failed = time.monotonic(), 0
+    for part in given.parts.split(","):
+        left_s = given.limit_s - (time.monotonic() - began)
+        limit_s = min(LIMITS_S[part], left_s)
+        if limit_s <= 0:
+            print(f"{part}: not measured, since the time is up", flush=True)
+            failed += 1
             continue
-        is_right &= run(setting)
-    print(f"\nwhole command: {time.monotonic() - setting.began_s:.0f} s")
-    return 0 if is_right else 1
+        started = time.monotonic()
+        command = [sys.executable, "-W", "ignore", "-m", __name__, "--part", part, "--device", given.device,
+                   "--out", str(given.out), "--only", given.only, *(["--quick"] if given.quick else [])]  # fmt: skip
+        process = subprocess.Popen(command, start_new_session=False)
+        try:
+            code = process.wait(timeout=limit_s)
+            told = "ended" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            code, told = 1, f"ended after its {limit_s:.0f} s; {part}.json has what was measured by then"
+        failed += code != 0
+        print(f"{part}: {told}, {time.monotonic() - started:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+def run_part(part: str, setting: Setting) -> int:
+    """Runs one part in this process. Returns 1 if a compared number was wrong."""
+    import signal
+
+    from benchmarks.accelerator import products, replica, sides, sweep
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of a part are ended with it
+    runs: dict[str, Callable[[Setting], dict[str, Any]]] = {
+        "products": products.run, "replica": replica.run, "sweep": sweep.run, "compile": sweep.compile_all, "models": sides.run,
+    }  # fmt: skip
+    results = runs[part](setting)
+    setting.note(results)
+    print(json.dumps(results, indent=1)[:6000], flush=True)
+    return 1 if results.get("wrong numbers") else 0
+
+
+def _machine(setting: Setting) -> dict[str, Any]:
+    """Returns what a result must say about where it comes from."""
+    import torch
+
+    name = "CPU: no measurement" if setting.device == "cpu" else torch.cuda.get_device_name(setting.device)
+    return {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "quick": setting.is_quick}

@@ -71,6 +71,9 @@ class OnDevice:
         self.few = FewRows(device)
         self.is_lost = self._is_closed = False
         """The first says that the device failed in a product, and that `revive` has not brought it back yet."""
+        self.waits = True
+        """Whether a product of rows on the device is complete when it is returned. A tenant in this process sets it to
+        False, since the device does its work in the order in which it was asked for."""
         self.moved_groups: dict[int, Moved] = {}
         try:
             self.few.reserve(max((max(g.info.in_features, g.info.out_features) for g in groups), default=1))
@@ -109,12 +112,23 @@ class OnDevice:
             if is_ring and len(parts) == 1 and parts[0].is_cpu and 0 < parts[0].shape[0] <= MOST_ROWS:
                 weight = moved.weights[call.direction]
                 return [self.few.product((info.id, call.direction), weight, parts[0])]
+            if is_ring and not any(rows.is_cpu for rows in parts):
+                return self._products_there(moved.weights[call.direction], parts)
             widths = info.widths(call.direction)
             replies = [unwritten_like(rows, rows.shape[0], widths[1], DTYPES[call.arithmetic]) for rows in parts]
             num_rows = sum(rows.shape[0] for rows in parts)
             step = _step(num_rows, max(widths)) if is_ring else FLOAT_ROWS
             self._run(row_blocks(parts, replies, step), multiply_of(moved, call), 0 if is_ring else FLOAT_ROWS)
         return replies
+
+    def _products_there(self, weight: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns ring products of rows that are on the device, in its memory. Nothing crosses, so rows are not cut.
+        Another process may read the replies, so this waits for the device."""
+        rows = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        product = coding.product(rows, weight)
+        if self.waits:
+            torch.cuda.current_stream(self.device).synchronize()
+        return list(product.split([part.shape[0] for part in parts]))
 
     def _seeded(self, moved: Moved, call: Call, rows: SeededRows) -> torch.Tensor:
         """Computes a part of a hint: expands rows on the CPU, a few at a time, and multiplies them on the device."""

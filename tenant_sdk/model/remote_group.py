@@ -210,7 +210,7 @@ class RemoteExecutor:
             rows = payload.rows(call)
             if isinstance(rows, SeededRows):
                 rows = rows.expand(payload.cols)
-            self._verifier.check(call.group, call.direction, rows, reply)
+            self._verifier.check(call.group, call.direction, rows, reply.to("cpu"))
         except VerificationFailed:
             self.close()
             raise

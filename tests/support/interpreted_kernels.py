@@ -11,6 +11,7 @@ import triton.language
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from noise.polynomial import device_error, triton_chacha
 from wire.ring import product_triton, triton_kernels
 
 SMALL = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128}
@@ -19,20 +20,33 @@ SMALL = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128}
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes wire/ring/product_triton.py run its kernels in the interpreter, in small blocks."""
-    # Triton reads the variable when a kernel is decorated, so the module is loaded a second time.
+    module = _interpreted(monkeypatch, triton_kernels.__file__)
+    monkeypatch.setattr(product_triton, "kernels", lambda: module)
+    for form, blocks in product_triton.BLOCKS.items():
+        inner = min(blocks["BLOCK_K"], SMALL["BLOCK_K"])
+        monkeypatch.setitem(product_triton.BLOCKS, form, {**blocks, **SMALL, "BLOCK_K": inner})
+    monkeypatch.setattr(product_triton, "SMALL_BLOCKS", {})
+    monkeypatch.setattr(product_triton, "FEW_BLOCKS", {**product_triton.FEW_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"]})
+
+
+def interpret_chacha(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes noise/polynomial/device_error.py run its kernels in the interpreter, on tensors of the CPU."""
+    module = _interpreted(monkeypatch, triton_chacha.__file__)
+    monkeypatch.setattr(device_error, "kernels", lambda: module)
+
+
+def _interpreted(monkeypatch: pytest.MonkeyPatch, file: str) -> Any:
+    """Returns a module of kernels, loaded a second time for the interpreter."""
+    # Triton reads the variable when a kernel is decorated.
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", triton_kernels.__file__)
+        spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", file)
         assert spec is not None
         assert spec.loader is not None
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    monkeypatch.setattr(product_triton, "kernels", lambda: module)
     for library in (triton.language, triton.language.standard):  # Kernels call these functions.
         for name, function in list(vars(library).items()):
             if isinstance(function, JITFunction):
                 monkeypatch.setattr(library, name, InterpretedFunction(function.fn))
-    for form, blocks in product_triton.BLOCKS.items():
-        inner = min(blocks["BLOCK_K"], SMALL["BLOCK_K"])
-        monkeypatch.setitem(product_triton.BLOCKS, form, {**blocks, **SMALL, "BLOCK_K": inner})
-    monkeypatch.setattr(product_triton, "FEW_BLOCKS", {**product_triton.FEW_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"]})
+    return module

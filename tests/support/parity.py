@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,16 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def adapted(model: Any, config: Any, seed: int = 3) -> Any:
     """Returns the model with an adapter whose B is not zero. The adapter is the same for the remote and the local
-    model."""
+    model, and on every device: its numbers are drawn on the CPU."""
     torch.manual_seed(seed)
     peft_model = get_peft_model(model, config)
+    torch.manual_seed(seed)  # What PEFT drew depends on the model's device.
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
+            if "lora_A" in name:
+                parameter.copy_(torch.nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5)))
             if "lora_B" in name:
-                parameter.normal_(std=0.05)
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.05))
     return peft_model
 
 

@@ -63,11 +63,14 @@ class SharedMemory:
             self.matrix(offset, *numbers.shape).copy_(numbers)
         self.synchronize()
 
-    def read(self, offset: int, num_rows: int, cols: int) -> torch.Tensor:
-        """Returns a copy of a matrix in the CPU's memory; see `matrix`."""
+    def read(self, offset: int, num_rows: int, cols: int, stays: bool = False) -> torch.Tensor:
+        """Returns a copy of a matrix, in the CPU's memory or with `stays` on the device; see `matrix`."""
         with self._copying():
-            copied = self.matrix(offset, num_rows, cols).to("cpu", copy=True)
+            matrix = self.matrix(offset, num_rows, cols)
+            copied = matrix.clone() if stays else matrix.to("cpu", copy=True)
         self.synchronize()
+        if not copied.is_cpu:
+            copied.record_stream(torch.cuda.current_stream(copied.device))  # It was made on another stream.
         return copied
 
     def fill_with_zeros(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wire.errors import MaskOverflow, NotFinite
-from wire.ring import kernels
+from wire.ring import codec_triton, kernels
 from wire.ring.buffers import unwritten_tensor
 from wire.ring.product import product, products, to_int32
 
@@ -65,6 +65,11 @@ def encode(
         if scales is None:
             raise NotFinite(_NOT_FINITE)
         return encoded, scales
+    if rows.is_cuda and rows.dtype == torch.float32 and codec_triton.is_usable(rows.device):
+        coded = codec_triton.encode(rows, alpha, budget, _SMALLEST_SCALE)
+        if coded is None:
+            raise NotFinite(_NOT_FINITE)
+        return coded
     if alpha is not None:
         rows = rows * alpha
     # The norm is computed in float64, in which squares of fp32 values neither overflow nor vanish.
@@ -146,6 +151,8 @@ def decode(
     """
     if kernels.available() and kernels.codes(reply) and (effect is None or kernels.codes(effect)):
         return kernels.decode(reply, effect, beta, alpha)
+    if reply.is_cuda and codec_triton.is_usable(reply.device):
+        return codec_triton.decode(reply, beta, alpha, effect)
     if effect is not None:
         reply = reply - effect
     if alpha is None:

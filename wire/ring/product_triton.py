@@ -7,7 +7,7 @@ into planes of digits in a first pass; a second pass multiplies the planes and j
 memory between. A few rows are split where they are multiplied.
 
 The kernels are tested without a GPU in Triton's interpreter, and compiled for the chips that `form_of` distinguishes.
-They were never run on a GPU, and block sizes were chosen by registers and spills of the compiled code, not by time.
+Block sizes were chosen by time on an H100 (benchmarks/accelerator/sweep.py); on other chips they were not timed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from wire.ring.product_cuda import prepared
 
-Form = Literal["horner", "planes", "digits"]
-"""How planes are multiplied: `horner` in one int32 sum that wraps, `planes` in an int32 sum for each plane, `digits` in
-float16."""
+Form = Literal["described", "horner", "planes", "digits"]
+"""How planes are multiplied: `horner` in one int32 sum that wraps, `described` the same by tensor descriptors, which the
+chip's copy engine reads, `planes` in an int32 sum for each plane, `digits` in float16."""
 WRAPPING = ((9, 0),)
 """The compute capabilities for which every Triton from 3.6 on compiles an int8 product that wraps. For sm_100, 3.7.1
 compiles one that saturates, and 3.9.0 one that wraps. tests/wire/ring/test_triton_compiled.py reads this
@@ -33,27 +33,39 @@ LITTLE_INT8 = ((10, 3),)
 """The compute capabilities of chips that have few int8 units, in favour of units for other types (Blackwell Ultra)."""
 _SAFEST: Form = "planes"
 MOST_FEW_ROWS = 16
-"""The most rows that are multiplied by `multiply_few`, which reads the weight once and splits it among programs."""
+"""The most rows that are multiplied by `multiply_few` as they are. It reads the weight once and splits it among
+programs."""
+MOST_STACKED_ROWS = 64
+"""The most rows that are multiplied by `multiply_few` after a first pass has split them into planes."""
 MOST_INNER = (1 << 17) - 16
 """The largest inner width of one product: 128 · 128 · MOST_INNER < 2^31, so that no plane's sum leaves int32. It is a
 multiple of 16, so that each further piece begins at an aligned address."""
-_SPLITS = 8
 _ALIGNED = 16
-SPLIT_BLOCK = 1024
 _LOGGER = logging.getLogger(__name__)
 
 _NO_FUSION = {"enable_fp_fusion": False}
 """A launch option. No sum here is rounded, so fused operations would change nothing; the option is set since Triton
 warns if it is missing."""
 BLOCKS: dict[Form, dict[str, int]] = {
+    "described": {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
     "horner": {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
     "planes": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
     "digits": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, **_NO_FUSION},
 }
 """The block sizes and launch options of each form. BLOCK_K of `digits` is at most 128 for digits of 11 bits and 64 for
 12 bits. With 128 columns, `planes` spills registers on sm_80 under Triton 3.9.0, though not under 3.7.1."""
-FEW_BLOCKS = {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3, **_NO_FUSION}
-"""The block sizes and launch options of `multiply_few`."""
+SMALL_BLOCKS: dict[Form, dict[str, int]] = {
+    "described": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4, **_NO_FUSION},
+}
+"""The block sizes for products that are too small for `BLOCKS`; see `_blocks_of`."""
+_SMALL_COST = 1.2
+"""Measured on an H100 for 4096 × 4096 × 4096: 0.563 ms with small blocks, 0.471 ms with large ones."""
+FEW_BLOCKS = {"BLOCK_N": 128, "BLOCK_K": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3, **_NO_FUSION}
+"""The block sizes and launch options of `multiply_few` for up to `MOST_FEW_ROWS` rows."""
+STACKED_BLOCKS = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLITS": 2, "num_warps": 8, "num_stages": 3, **_NO_FUSION}
+"""The same for up to `MOST_STACKED_ROWS` rows, which are split before."""
+SPLIT_BLOCKS = {"BLOCK": 1024, "num_warps": 4, **_NO_FUSION}
+"""The block size and launch options of `split_limbs` and `split_digits`."""
 
 
 def kernels() -> Any:
@@ -72,7 +84,7 @@ def form_of(capability: tuple[int, int]) -> Form:
     is exact whether its units wrap or saturate."""
     if capability in LITTLE_INT8:
         return "digits"
-    return "horner" if capability in WRAPPING else "planes"
+    return "described" if capability in WRAPPING else "planes"
 
 
 @functools.cache
@@ -102,65 +114,114 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
         int32, shape (num_rows, m), contiguous. With 24 bits only the low 24 bits of each number are the product's.
     """
     num_rows, (d, m) = rows.shape[0], weight.shape
-    reply = torch.zeros(num_rows, m, dtype=torch.int32, device=rows.device)
+    # The kernel of few rows adds to the reply; that of many rows writes it.
+    make = torch.zeros if num_rows <= MOST_STACKED_ROWS or d == 0 else torch.empty
+    reply = make(num_rows, m, dtype=torch.int32, device=rows.device)
     if 0 in (num_rows, d, m):
         return reply
     chosen = form or exact_form(rows.device) or _SAFEST
     right = prepared(weight)
-    with _on(rows.device):
+    with on(rows.device):
         for start in range(0, d, MOST_INNER):
             inner = slice(start, min(d, start + MOST_INNER))
-            if num_rows <= MOST_FEW_ROWS:
+            if num_rows <= MOST_STACKED_ROWS:
                 _multiply_few(rows[:, inner], right[inner], reply, bits)
             else:
                 _multiply_many(rows[:, inner], right[inner], reply, bits, chosen, start > 0)
     return reply
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on(device: torch.device) -> AbstractContextManager[object]:
     """Returns a context in which Triton launches kernels on the device; by default it uses the thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _multiply_few(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor, bits: int) -> None:
-    num_rows, m = reply.shape
+    (num_rows, d), m = rows.shape, reply.shape[1]
     height = max(4, 1 << (num_rows - 1).bit_length())  # The matrix units take at least 16 rows of limbs.
-    grid = (-(-m // FEW_BLOCKS["BLOCK_N"]), _SPLITS)
+    is_split = num_rows > MOST_FEW_ROWS
+    left = _split(rows, bits, "planes") if is_split else rows
+    plane_stride = left.stride(0) if is_split else 0
+    blocks = STACKED_BLOCKS if is_split else FEW_BLOCKS
+    grid = (-(-m // blocks["BLOCK_N"]), blocks["SPLITS"])
     kernels().multiply_few[grid](
-        rows, weight, reply, num_rows, rows.shape[1], m, rows.stride(0), rows.stride(1), weight.stride(1),
-        NUM_PLANES=bits // 8, ROWS=height, SPLITS=_SPLITS, **FEW_BLOCKS,
+        left, weight, reply, num_rows, d, m, left.stride(-2), left.stride(-1), plane_stride, weight.stride(1),
+        NUM_PLANES=bits // 8, IS_SPLIT=is_split, ROWS=height, **blocks,
     )  # fmt: skip
+
+
+def _split(rows: torch.Tensor, bits: int, form: Form) -> torch.Tensor:
+    """Returns the digits of rows, lowest first, in the form's dtype: shape (number of planes, num_rows, d rounded up to
+    a multiple of `_ALIGNED`), contiguous."""
+    num_rows, d = rows.shape
+    width = -(-d // _ALIGNED) * _ALIGNED
+    digits = (2, 12) if bits == 24 else (3, 11)
+    count, dtype = (digits[0], torch.float16) if form == "digits" else (bits // 8, torch.int8)
+    planes = torch.empty(count, num_rows, width, dtype=dtype, device=rows.device)
+    given = rows, planes, d, width, rows.stride(0), rows.stride(1), planes.stride(0)
+    grid = (num_rows, -(-width // SPLIT_BLOCKS["BLOCK"]))
+    if form == "digits":
+        kernels().split_digits[grid](*given, NUM_PLANES=count, BITS=digits[1], **SPLIT_BLOCKS)
+    else:
+        kernels().split_limbs[grid](*given, NUM_PLANES=count, **SPLIT_BLOCKS)
+    return planes
 
 
 def _multiply_many(
     rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor, bits: int, form: Form, adds: bool
 ) -> None:
     (num_rows, d), m = rows.shape, reply.shape[1]
-    width = -(-d // _ALIGNED) * _ALIGNED
-    digits = (2, 12) if bits == 24 else (3, 11)
-    count, dtype = (digits[0], torch.float16) if form == "digits" else (bits // 8, torch.int8)
-    planes = torch.empty(count, num_rows, width, dtype=dtype, device=rows.device)
-    given = rows, planes, d, width, rows.stride(0), rows.stride(1), planes.stride(0)
-    grid = (num_rows, -(-width // SPLIT_BLOCK))
-    blocks = BLOCKS[form]
+    if form == "described" and weight.stride(1) % _ALIGNED:
+        form = "horner"  # The copy engine wants rows of whole 16 bytes.
+    planes = _split(rows, bits, form)
+    count, _, width = planes.shape
+    blocks = _blocks_of(form, num_rows, m, rows.device)
     programs = (-(-num_rows // blocks["BLOCK_M"]) * -(-m // blocks["BLOCK_N"]),)
+    given: dict[str, Any] = {"NUM_PLANES": count, "ADDS": adds, "GROUP_M": 8, **blocks}
+    if form == "described":
+        left = _described(planes.view(-1, width), blocks["BLOCK_M"], blocks["BLOCK_K"])
+        right = _described(weight.t(), blocks["BLOCK_N"], blocks["BLOCK_K"])
+        kernels().multiply_described[programs](left, right, reply, num_rows, d, m, **given)
+        return
     operands = planes, weight, reply, num_rows, d, m, width, planes.stride(0), weight.stride(1)
     if form == "digits":
-        kernels().split_digits[grid](*given, NUM_PLANES=count, BITS=digits[1], BLOCK=SPLIT_BLOCK, **_NO_FUSION)
-        kernels().multiply_digits[programs](*operands, NUM_PLANES=count, BITS=digits[1], ADDS=adds, GROUP_M=8, **blocks)
+        kernels().multiply_digits[programs](*operands, BITS=12 if bits == 24 else 11, **given)
         return
-    kernels().split_limbs[grid](*given, NUM_PLANES=count, BLOCK=SPLIT_BLOCK, **_NO_FUSION)
-    kernels().multiply_planes[programs](
-        *operands, NUM_PLANES=count, SUM_PER_PLANE=form == "planes", ADDS=adds, GROUP_M=8, **blocks
-    )
+    kernels().multiply_planes[programs](*operands, SUM_PER_PLANE=form == "planes", **given)
+
+
+def _blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[str, Any]:
+    """Returns the block sizes of a form: large or small ones, whichever keep the chip's units busy for less time. Small
+    blocks take `_SMALL_COST` times as long for the same work."""
+    large, small = BLOCKS[form], SMALL_BLOCKS.get(form)
+    if small is None:
+        return large
+
+    def rounds(blocks: dict[str, Any]) -> int:
+        height, width = blocks["BLOCK_M"], blocks["BLOCK_N"]
+        return -(-(-(-num_rows // height) * -(-m // width)) // _num_units(device)) * height * width
+
+    return small if _SMALL_COST * rounds(small) < rounds(large) else large
+
+
+@functools.cache
+def _num_units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _described(matrix: torch.Tensor, height: int, width: int) -> Any:
+    """Returns a descriptor of an int8 matrix whose rows are contiguous, for blocks of the given size."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
 
 
 # The self-test
 
 _TESTED = ((1, 8, 8), (3, 40, 24), (16, 300, 130), (17, 100, 30), (130, 2048, 264))
 """The shapes (num_rows, d, m) that the self-test multiplies: few rows and many, with and without padding."""
-_TESTED_EXTREMES = (3, MOST_FEW_ROWS + 1)
-"""The numbers of rows of `extreme_operands` in the self-test: one for the kernel of few rows, one for that of many."""
+_TESTED_EXTREMES = (3, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1)
+"""The numbers of rows of `extreme_operands` in the self-test: few, those that are split and stacked, and many."""
 
 
 @functools.cache

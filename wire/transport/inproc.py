@@ -46,9 +46,14 @@ class _Done:
 class InprocConnection:
     """Calls a `Handler` directly, in the caller's thread."""
 
-    def __init__(self, handler: Handler) -> None:
-        """Keeps the handler of the embedded provider; `close` does not close this provider."""
-        self._handler = handler
+    def __init__(self, handler: Handler, device: torch.device | None = None) -> None:
+        """Keeps the handler of the embedded provider, which `close` does not close.
+
+        Args:
+            handler: the embedded provider.
+            device: where it computes, if not on the CPU: rows that are there are not copied, and their product stays.
+        """
+        self._handler, self._device = handler, device
         self.traffic = Traffic()
 
     def manifest(self) -> Manifest:
@@ -63,7 +68,8 @@ class InprocConnection:
         """Computes the product at once; raises the errors that the provider raises."""
         payload.check(call)
         with all_cores():  # A provider elsewhere would use all its cores too, and this thread only waits.
-            reply = self._handler.compute(call, payload.rows(call))
+            there = None if self._device is None else payload.rows_on(self._device)
+            reply = self._handler.compute(call, payload.rows(call) if there is None else there)
         if reply.shape != (payload.num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
         self.traffic.add(payload.num_bytes, reply.numel() * ITEM_BYTES, 1)

@@ -12,10 +12,11 @@ import torch
 from noise import staging
 from noise.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic, toeplitz
+from noise.polynomial import device_error, negacyclic, toeplitz
 from noise.polynomial.toeplitz import DeviceProducts
 from noise.sampling import Csprng, error, ternary
-from tests.support.cuda_devices import cpu_and
+from tests.support.cuda_devices import cpu_and, needs_cuda
+from tests.support.interpreted_kernels import interpret_chacha
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of
 from tests.support.lattice_bounds import bounds, wide
 from tests.support.mask_parameters import DEFAULT, TOY
@@ -24,7 +25,7 @@ from wire.errors import MaskError
 from wire.frame import Direction
 from wire.ring import coding
 
-RNG = Csprng()
+RNG, CPU = Csprng(), torch.device("cpu")
 DEVICES = cpu_and("cuda:0")
 SHAPES = [(TOY, 3, 5), (DEFAULT, 1, 3), (DEFAULT, 2, 9), (PARAMETERS["conservative"], 1, 2)]
 
@@ -59,8 +60,8 @@ def test_products_are_those_of_the_schoolbook(
     matrix, secrets = drawn(parameters, num_blocks, features)
     expected = reference_product(matrix, secrets)
     secrets_hat = products.secret_transform(secrets)
-    assert torch.equal(products.product(matrix, secrets_hat, parameters), expected)
-    assert torch.equal(products.combine(products.transform(matrix, parameters), secrets_hat), expected)
+    assert torch.equal(products.product(matrix, secrets_hat, parameters).cpu(), expected)
+    assert torch.equal(products.combine(products.transform(matrix, parameters), secrets_hat).cpu(), expected)
 
 
 @pytest.mark.parametrize(("parameters", "num_blocks", "features"), SHAPES)
@@ -73,14 +74,14 @@ def test_masks_and_effects_are_the_cpus_to_the_last_bit(
         each.combine(each.transform(matrix, parameters).first(features), each.secret_transform(secrets), noise)
         for each in (products, negacyclic)
     )
-    assert torch.equal(found, expected)
-    assert (found.dtype, found.device.type, found.is_contiguous()) == (torch.int32, "cpu", True)
+    assert torch.equal(found.cpu(), expected)
+    assert (found.dtype, found.is_contiguous()) == (torch.int32, True)
 
 
 def test_more_columns_than_a_chunk(products: DeviceProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toeplitz, "CHUNK_FEATURES", 4)
     matrix, secrets = drawn(TOY, 2, 11)
-    assert torch.equal(products.product(matrix, secrets, TOY), reference_product(matrix, secrets))
+    assert torch.equal(products.product(matrix, secrets, TOY).cpu(), reference_product(matrix, secrets))
 
 
 def test_rows_made_in_inference_mode_can_be_added_to_outside(products: DeviceProducts) -> None:
@@ -89,6 +90,81 @@ def test_rows_made_in_inference_mode_can_be_added_to_outside(products: DevicePro
         made = products.combine(products.transform(matrix, TOY), products.secret_transform(secrets))
     expected = made + 1
     assert torch.equal(made.add_(1), expected)
+
+
+def test_hints_are_kept_on_the_device_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept crosses once; what finds no room crosses for each product, with the same numbers."""
+
+    class Counted:
+        def __init__(self, matrix: torch.Tensor) -> None:
+            self.matrix, self.features, self.loaded = matrix, matrix.shape[1], 0
+
+        def load(self, start: int, stop: int) -> torch.Tensor:
+            self.loaded += (stop - start) * (stop - start > 1)
+            return self.matrix[:, start:stop].contiguous()
+
+    (first, secrets), (second, _) = drawn(TOY, 2, 11), drawn(TOY, 2, 7)
+    products = DeviceProducts(torch.device("cpu"), kept_bytes=TOY.dimension * 4 * 12)
+    hints = Counted(first), Counted(second)
+    for _ in range(3):
+        for hint in hints:
+            found = products.product(hint, products.secret_transform(secrets), TOY)  # type: ignore[arg-type]
+            assert torch.equal(found, reference_product(hint.matrix, secrets))
+    assert [hint.loaded for hint in hints] == [11, 3 * 7]
+
+
+@pytest.mark.parametrize("places", [[0], [5, 0, 3]])
+def test_single_rows_of_the_secrets_matrix(places: list[int]) -> None:
+    secrets = drawn(TOY, 2, 1)[1]
+    whole = toeplitz.toeplitz(secrets).view(2, TOY.ring_degree, -1)
+    assert torch.equal(toeplitz.toeplitz_rows(secrets, places), whole[:, places])
+
+
+# ---- the error ------------------------------------------------------------------------------------------------------
+
+
+def test_chacha20_is_that_of_another_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter; on a GPU the same test decides whether errors are drawn there."""
+    interpret_chacha(monkeypatch)
+    assert device_error.passes_self_test(CPU)
+    right = device_error.key_stream
+    monkeypatch.setattr(device_error, "key_stream", lambda key, num_blocks: right(key + 1, num_blocks))
+    assert not device_error.passes_self_test(CPU)
+
+
+def test_the_key_stream_is_the_standards() -> None:
+    """RFC 8439, appendix A.1, test vectors 1 and 2: a key and a nonce of zeros, counters 0 and 1."""
+    stream = device_error.key_stream(torch.zeros(8, dtype=torch.int32), 2).view(torch.uint8).numpy().tobytes()
+    assert stream[:16].hex() == "76b8e0ada0f13d90405d6ae55386bd28"
+    assert stream[64:80].hex() == "9f07e7be5551387a98ba977c732d080d"
+
+
+def test_errors_drawn_on_a_device_have_the_right_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_chacha(monkeypatch)
+    masks = torch.full((2, 100, 97), 1000, dtype=torch.int32)
+    device_error.add_centred_binomial(masks)
+    found = (masks - 1000).double().flatten()
+    assert abs(float(found.mean())) < 5 * (10.5 / found.numel()) ** 0.5
+    assert abs(float(found.var()) - 10.5) < 5 * 10.5 * (2 / found.numel()) ** 0.5
+    assert 9 < float(found.abs().max()) <= 21
+    again = torch.full_like(masks, 1000)
+    device_error.add_centred_binomial(again)
+    assert not torch.equal(masks, again), "each call has a key of its own"
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_errors_are_drawn_on_a_real_gpu() -> None:
+    """Every number of a mask has an error, and two masks have different ones."""
+    gpu = torch.device("cuda", 0)
+    assert device_error.is_exact(gpu)
+    first, second = (torch.zeros(3, 512, 1000, dtype=torch.int32, device=gpu) for _ in range(2))
+    for each in (first, second):
+        device_error.add_centred_binomial(each)
+        assert float(each.double().var()) == pytest.approx(10.5, rel=0.02)
+        assert float(each.double().mean()) == pytest.approx(0, abs=0.02)
+        assert int(each.abs().max()) <= 21
+    assert float((first == second).double().mean()) < 0.12, "two independent samples agree in 8.7% of all numbers"
 
 
 # ---- secrets --------------------------------------------------------------------------------------------------------
@@ -116,14 +192,14 @@ def test_what_held_secrets_is_overwritten(
 ) -> None:
     matrix, secrets = drawn(TOY, 2, 5)
     if fails:
-        monkeypatch.setattr(toeplitz, "to_host", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        monkeypatch.setattr(toeplitz, "_compare", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
         with pytest.raises(MaskError):
             products.product(matrix, secrets, TOY)
         assert weights
         assert not weights[0].any(), "the matrix of the secrets"
         return
     assert products.product(matrix, secrets, TOY).any()
-    assert len(weights) == 4
+    assert len(weights) == 2
     assert not any(each.any() for each in weights)
 
 
@@ -132,7 +208,7 @@ def test_kernels_make_no_copy_of_the_secrets_matrix() -> None:
     such a copy of the secrets, so their matrix must have the right layout from the start."""
     from wire.ring import product_cuda
 
-    with DeviceProducts(torch.device("cpu")).matrix_of(drawn(TOY, 2, 1)[1]) as (there, _):
+    with DeviceProducts(torch.device("cpu")).matrix_of(drawn(TOY, 2, 1)[1]) as there:
         assert product_cuda.prepared(there) is there
 
 
@@ -153,7 +229,7 @@ def test_a_device_that_computes_nothing_sends_no_row_without_a_mask(
     monkeypatch.setattr(coding, "product", broken)
     with pytest.raises(MaskError, match="the device computed a wrong mask") as caught:
         products.product(matrix, secrets, TOY)
-    assert num_rows == [5, toeplitz.COMPARED]
+    assert num_rows == [5]
     assert "\n" not in str(caught.value)
 
 

@@ -19,10 +19,10 @@ from tests.support.multiplied_on_cuda import multiplied_on_cuda
 from tests.support.ring_matrices import EXTREMES, LAYOUTS, draw, laid_out
 from wire.ring import product as kernels
 from wire.ring import product_triton
-from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, Form, passes_self_test
+from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, MOST_STACKED_ROWS, Form, passes_self_test
 
 CPU = torch.device("cpu")
-FORMS: tuple[Form, ...] = ("horner", "planes", "digits")
+FORMS: tuple[Form, ...] = ("described", "horner", "planes", "digits")
 
 
 @pytest.fixture
@@ -63,7 +63,18 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, bits: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1), (4, 17, 5), (5, 129, 65), (16, 256, 64), (17, 9, 8), (64, 128, 64), (65, 130, 67), (3, 1100, 7)],
+    [
+        (1, 1, 1),
+        (4, 17, 5),
+        (5, 129, 65),
+        (16, 256, 64),
+        (17, 9, 8),
+        (64, 128, 64),
+        (65, 130, 67),
+        (65, 144, 96),
+        (130, 40, 24),
+        (3, 1100, 7),
+    ],
 )
 def test_equals_int64_on_odd_shapes(shape: tuple[int, int, int], form: Form, bits: int) -> None:
     rows, weight = with_lowest(*draw(*shape, seed=sum(shape)))
@@ -76,7 +87,7 @@ def test_equals_int64_on_odd_shapes(shape: tuple[int, int, int], form: Form, bit
 
 @pytest.mark.usefixtures("interpreted")
 @given(
-    num_rows=st.sampled_from([1, 2, 5, 16, 17, 40]),
+    num_rows=st.sampled_from([1, 2, 5, 16, 17, 40, 64, 65]),
     d=st.integers(1, 140),
     m=st.integers(1, 70),
     seed=st.integers(0, 2**32),
@@ -95,7 +106,7 @@ def test_equals_int64(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [1, MOST_FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
 def test_extremes(num_rows: int, form: Form) -> None:
     weight = torch.empty(300, 4, dtype=torch.int8)
     weight[:, 0], weight[:, 1], weight[:, 2], weight[:, 3] = -128, 127, 0, 127
@@ -109,7 +120,7 @@ def test_extremes(num_rows: int, form: Form) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [2, MOST_FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [2, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
 def test_an_inner_width_past_the_largest_is_multiplied_in_pieces(
     num_rows: int, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +222,7 @@ def test_without_a_kernel_the_fallback_is_used_and_one_line_says_why(
 
 @pytest.mark.parametrize(
     ("capability", "form"),
-    [((8, 0), "planes"), ((8, 9), "planes"), ((9, 0), "horner"), ((10, 0), "planes"), ((10, 3), "digits"),
+    [((8, 0), "planes"), ((8, 9), "planes"), ((9, 0), "described"), ((10, 0), "planes"), ((10, 3), "digits"),
      ((12, 0), "planes"), ((99, 0), "planes")],
 )  # fmt: skip
 def test_the_form_suits_the_chip(capability: tuple[int, int], form: Form) -> None:
@@ -219,7 +230,9 @@ def test_the_form_suits_the_chip(capability: tuple[int, int], form: Form) -> Non
 
 
 @pytest.mark.usefixtures("_fresh_self_test")
-@pytest.mark.parametrize(("failing", "chosen"), [((), "horner"), (("horner",), "planes"), (("horner", "planes"), None)])
+@pytest.mark.parametrize(
+    ("failing", "chosen"), [((), "described"), (("described",), "planes"), (("described", "planes"), None)]
+)
 def test_a_form_that_fails_its_self_test_is_replaced_by_the_safest(
     failing: tuple[Form, ...], chosen: Form | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,15 @@ import triton.backends.nvidia
 
 from tests.support.compiled_kernels_ptx import compile_kernel
 from wire.ring import product_triton
-from wire.ring.product_triton import BLOCKS, FEW_BLOCKS, WRAPPING, Form, form_of
+from wire.ring.product_triton import (
+    BLOCKS,
+    FEW_BLOCKS,
+    SPLIT_BLOCKS,
+    STACKED_BLOCKS,
+    WRAPPING,
+    Form,
+    form_of,
+)
 
 ASSEMBLER = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas-blackwell"
 CHIPS = [80, 89, 90, 100, 103]
@@ -49,14 +57,23 @@ def code_of(form: Form, chip: int, bits: int = 32, **changes: int) -> str:
     if form == "digits":
         settings |= {"NUM_PLANES": 3 if bits == 32 else 2, "BITS": 11 if bits == 32 else 12}
         return compiled("multiply_digits", chip, ("*fp16", "*i8", "*i32"), tuple(settings.items()))
+    if form == "described":
+        settings["NUM_PLANES"] = bits // 8
+        described = (
+            f"tensordesc<i8[{settings['BLOCK_M']}, {settings['BLOCK_K']}]>",
+            f"tensordesc<i8[{settings['BLOCK_N']}, {settings['BLOCK_K']}]>",
+        )
+        return compiled("multiply_described", chip, (*described, "*i32"), tuple(settings.items()))
     settings |= {"NUM_PLANES": bits // 8, "SUM_PER_PLANE": form == "planes"}
     return compiled("multiply_planes", chip, ("*i8", "*i8", "*i32"), tuple(settings.items()))
 
 
 def code_for_few(chip: int, height: int, bits: int = 32) -> str:
     """Returns the PTX of the product of at most `height` rows."""
-    settings = {**FEW_BLOCKS, "ROWS": height, "SPLITS": 8, "NUM_PLANES": bits // 8, "inner_stride": 1}
-    return compiled("multiply_few", chip, ("*i32", "*i8", "*i32"), tuple(settings.items()))
+    is_split = height > product_triton.MOST_FEW_ROWS
+    blocks = STACKED_BLOCKS if is_split else FEW_BLOCKS
+    settings = {**blocks, "ROWS": height, "IS_SPLIT": is_split, "NUM_PLANES": bits // 8, "inner_stride": 1}
+    return compiled("multiply_few", chip, ("*i8" if is_split else "*i32", "*i8", "*i32"), tuple(settings.items()))
 
 
 def spilled_bytes(ptx: str, folder: Path) -> int:
@@ -84,8 +101,8 @@ def saturates(ptx: str) -> bool:
 def test_one_sum_for_all_planes_is_used_only_where_it_wraps(chip: int) -> None:
     """`planes` is exact either way, so whether it saturates on another chip may change with Triton's version."""
     capability = divmod(chip, 10)
-    assert (form_of(capability) == "horner") is (capability in WRAPPING)
-    assert not (form_of(capability) == "horner" and saturates(code_of("horner", chip)))
+    assert (form_of(capability) == "described") is (capability in WRAPPING)
+    assert not (form_of(capability) == "described" and saturates(code_of("described", chip)))
 
 
 @pytest.mark.parametrize("chip", [80, 89, 103])
@@ -96,6 +113,9 @@ def test_one_sum_for_all_planes_would_saturate_on_other_chips(chip: int) -> None
 
 def test_hopper_uses_its_own_matrix_units() -> None:
     assert "wgmma.mma_async.sync.aligned.m64" in code_of("horner", 90)
+    code = code_of("described", 90)
+    assert "wgmma.mma_async.sync.aligned.m64" in code
+    assert "cp.async.bulk.tensor" in code, "the copy engine reads the operands"
 
 
 def test_blackwell_ultra_multiplies_in_float16() -> None:
@@ -113,7 +133,7 @@ def test_the_chips_form_spills_nothing(chip: int, bits: int, tmp_path: Path) -> 
     assert spilled_bytes(code_of(form_of(divmod(chip, 10)), chip, bits), tmp_path) == 0
 
 
-@pytest.mark.parametrize("height", [4, 16])
+@pytest.mark.parametrize("height", [4, 16, 64])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_few_rows_spill_nothing(chip: int, height: int, tmp_path: Path) -> None:
     assert spilled_bytes(code_for_few(chip, height), tmp_path) == 0
@@ -129,7 +149,7 @@ def test_blocks_that_are_too_large_spill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_first_pass_compiles(chip: int) -> None:
-    block = (("BLOCK", product_triton.SPLIT_BLOCK), ("enable_fp_fusion", False))
+    block = tuple(SPLIT_BLOCKS.items())
     assert "st.global" in compiled("split_limbs", chip, ("*i32", "*i8"), (("NUM_PLANES", 4), *block))
     assert "st.global" in compiled("split_digits", chip, ("*i32", "*fp16"), (("NUM_PLANES", 3), ("BITS", 11), *block))
 

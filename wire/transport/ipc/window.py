@@ -56,6 +56,8 @@ class TenantWindow:
     def __init__(self, memory: SharedMemory) -> None:
         """Takes memory that `ask` has mapped; all of it is free."""
         self.memory, self.areas = memory, Areas(memory.size)
+        self._stays: set[int] = set()
+        """Where the replies begin that are copied on the device, since their rows came from there."""
         self.is_lost = False
         """True once the GPU has failed: the window is not used any more."""
 
@@ -76,6 +78,9 @@ class TenantWindow:
         if area is None:
             return None
         try:
+            if not rows.is_cpu:
+                torch.cuda.current_stream(rows.device).synchronize()  # The rows are complete before they are copied.
+                self._stays.add(area.reply_at)
             self.memory.write(area.rows_at, rows)
         except RuntimeError as exc:  # The GPU is lost: the socket carries what is left.
             self.is_lost = True
@@ -84,20 +89,21 @@ class TenantWindow:
         return area
 
     def reply(self, area: Area, num_rows: int, cols: int) -> torch.Tensor:
-        """Returns a copy of a reply, in the CPU's memory, shape (num_rows, cols), int32; the area is still taken. What
-        is checked later is this copy, which the provider cannot change.
+        """Returns a copy of a reply, shape (num_rows, cols), int32, in the CPU's memory, or on the device if the rows
+        came from there; the area is still taken. What is checked later is this copy, which the provider cannot change.
 
         Raises:
             TransportError: the GPU is lost.
         """
         try:
-            return self.memory.read(area.reply_at, num_rows, cols)
+            return self.memory.read(area.reply_at, num_rows, cols, stays=area.reply_at in self._stays)
         except RuntimeError as exc:
             self.is_lost = True
             raise TransportError(f"a reply could not be read from the window: {type(exc).__name__}") from None
 
     def give_back(self, area: Area) -> None:
         """Frees a request's area: the provider will not write there for this request any more."""
+        self._stays.discard(area.reply_at)
         self.areas.give_back(area)
 
     def lose(self, area: Area) -> None:
