@@ -29,7 +29,7 @@ _VISIBLE = (
 )
 _DORA = (
     "an adapter with DoRA shows as one, with its rank in each layer group: the rows of its A go through a masked call "
-    "when it is first used, and in training after each optimizer step"
+    "in each answer, in an engine when it is loaded, and in training after each optimizer step"
 )
 _KINDS = (
     "HRA, OFT, BOFT and IA3 make the layers of a group ask one by one (in an engine every step does so, or none); HiRA "
