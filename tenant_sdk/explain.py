@@ -17,7 +17,7 @@ from tenant_sdk.session import UNVERIFIED, Session
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.rows import check_fits
 from tenant_sdk.text.source import has_tokenizer
-from wire.errors import VeilbaseError
+from wire.errors import VeilbaseError, printable
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 
@@ -79,7 +79,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["recording"] = "this provider announces that it writes down what it receives"
     lines["status"] = "computational security with estimated parameters; this code has not been audited"
     width = max(len(name) for name in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+    return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
 
 
 def problem_of_text(session: TextSession, plan: Plan, bundle: Callable[[], Path]) -> str | None:
