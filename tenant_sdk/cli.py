@@ -27,7 +27,10 @@ Url = Annotated[
 ]
 Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
 Mask = Annotated[
-    str, typer.Option(help="lattice, pad, shares (two providers), gaussian-pool or off.", show_default="lattice")
+    str,
+    typer.Option(
+        help="lattice, pad, shares (two providers); gaussian-pool or off: rows go readable.", show_default="lattice"
+    ),
 ]
 Verify = Annotated[
     str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")

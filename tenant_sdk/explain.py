@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from noise.registry import RING_ONLY
+from noise.off import READABLE
+from noise.registry import RING_ONLY, readable
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
@@ -57,7 +58,8 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         problem: the error text with which this session will be refused when it is used; None if no error is known.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
-    lines = dict(scheme.describe())
+    shown = readable(scheme.name)
+    lines = {**({} if shown is None else {READABLE: shown}), **scheme.describe()}
     hides = scheme.name in RING_ONLY
     provider_decides_rows = verifier is None and plan.tokenizer is None and plan.bucket is None
     protected = _HIDDEN_BUT_ROWS if provider_decides_rows else _HIDDEN

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from noise.off import READABLE
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.grammar import Grammars
 from tenant_sdk.endpoint.logprobs import TokenTexts
@@ -111,14 +112,17 @@ class Service:
         return "ok" if self.ended_by is None else "ended"
 
     def status(self) -> dict[str, Any]:
-        """Returns what the web page shows: the numbers of running and waiting requests, each adapter with its tier, and
-        the privacy in force."""
+        """Returns what the web page shows: the numbers of running and waiting requests, each adapter with its tier, the
+        privacy in force, and a warning if the mask hides nothing."""
         engine, tiers = self.engine.status(), self.names.tiers()
+        privacy = [re.split(" {2,}", line, maxsplit=1) for line in self.privacy.splitlines() if "  " in line]
+        readable = next((text for name, text in privacy if name == READABLE), None)
         return {
             "running": engine.num_running,
             "waiting": engine.num_waiting,
             "adapters": None if tiers is None else [{"name": name, "tier": tier} for name, tier in tiers],
-            "privacy": [re.split(" {2,}", line, maxsplit=1) for line in self.privacy.splitlines() if "  " in line],
+            "privacy": privacy,
+            "warning": None if readable is None else f"{READABLE}: {readable}",
         }
 
     def _gauges(self) -> dict[str, float]:

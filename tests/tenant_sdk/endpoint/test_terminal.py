@@ -97,12 +97,16 @@ class Screen(io.StringIO):
         return True
 
 
-def run(monkeypatch: pytest.MonkeyPatch, client: Any, command: str, out: io.StringIO) -> int:
+def run(
+    monkeypatch: pytest.MonkeyPatch, client: Any, command: str, out: io.StringIO, url: str = "inproc:x",
+    mask: str = "off",
+) -> int:  # fmt: skip
     """Runs a command of `tenant` in this process, and returns its exit code."""
-    words = ["tenant", command, *(["who?"] if command == "generate" else []), "--url", "inproc:x"]
+    words = ["tenant", command, *(["who?"] if command == "generate" else []), "--url", url, "--mask", mask]
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("always")
-        patched.setattr("tenant_sdk.TenantClient", lambda *_, **__: client)
+        if client is not None:
+            patched.setattr("tenant_sdk.TenantClient", lambda *_, **__: client)
         patched.setattr(warnings, "showwarning", warnings.showwarning)  # which `main` replaces
         for name, value in {"argv": words, "stdout": out, "stderr": out}.items():
             patched.setattr(sys, name, value)
@@ -139,3 +143,16 @@ def test_a_file_gets_an_answer_without_escapes(monkeypatch: pytest.MonkeyPatch) 
     assert run(monkeypatch, EvilClient(), "generate", written) == 0
     assert "fine\n" in written.getvalue()
     assert r"\x1b" not in written.getvalue()
+
+
+@pytest.mark.parametrize("command", ["explain", "generate", "chat"])
+def test_each_command_says_once_that_rows_go_readable(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setenv("VEILBASE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\n"))
+    for mask in ("off", "gaussian-pool"):
+        shown = io.StringIO()
+        assert run(monkeypatch, None, command, shown, f"inproc:{folder}", mask) == 0
+        (line,) = [each for each in shown.getvalue().splitlines() if each.startswith("tenant: warning: ROWS")]
+        assert line.startswith(f"tenant: warning: ROWS GO READABLE: mask={mask!r} ")
