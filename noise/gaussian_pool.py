@@ -37,6 +37,9 @@ HIDES_NOTHING = (
 )
 
 
+_LARGEST = torch.finfo(torch.float32).max
+
+
 class NotPrivateWarning(UserWarning):
     """Warns that the chosen mask hides nothing from a provider that keeps a log."""
 
@@ -84,8 +87,9 @@ class GaussianPool:
         check_finite(rows)
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
-        noisy = rows + strength * noise
-        check_finite(noisy)  # The sum of two finite numbers may still be infinite.
+        # The sum of two finite numbers may be infinite. An error here, after a vector was used, would show: the next
+        # vectors would be drawn earlier.
+        noisy = (rows + strength * noise).clamp_(-_LARGEST, _LARGEST)
         call = Call(group.id, direction, Arithmetic.FLOAT)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
