@@ -107,6 +107,7 @@ def tenant(url: str) -> None:
     from tenant_sdk.training.completion_trainer import mean_loss
     from tenant_sdk.training.dataset import load_rows
     from tenant_sdk.training.labelled_tokens import tokenize
+    from wire.errors import printable
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
     heldout = heldout[1::2]  # only half of them, to save time; the README has the results for all eight
@@ -138,7 +139,8 @@ def tenant(url: str) -> None:
     for row, question, base, adapted in zip(heldout, questions, before, after, strict=True):
         found = row["expect"].lower() in adapted.lower()
         right += found
-        print(f"\nQ: {question}\n   base:    {' '.join(base.split())}\n   adapted: {' '.join(adapted.split())}")
+        base, adapted = (printable(" ".join(text.split())) for text in (base, adapted))
+        print(f"\nQ: {question}\n   base:    {base}\n   adapted: {adapted}")
         print(f"   private fact {row['expect']!r}: {'there' if found else 'MISSING'}")
     print(f"\n{right} of {len(heldout)} held-out answers hold the private fact")
     if right < len(heldout) - 1 or not loss_after < loss_before / 2:

@@ -23,12 +23,21 @@ from dataclasses import dataclass
 
 import torch
 
-from noise.off import check_finite
+from noise.off import READABLE, check_finite
 from noise.sampling import gaussian, other_index
 from noise.scheme import EffectPath, GroupSpec, Masked, Message
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.payload import RowsPayload
+
+HIDES_NOTHING = (
+    "mask='gaussian-pool' is not private: the provider computes the effect of every noise vector, so it has seen them "
+    "all and can take them off. It is the published scheme, kept for comparison. lattice (the default), pad and shares "
+    "hide rows"
+)
+
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class NotPrivateWarning(UserWarning):
@@ -63,12 +72,7 @@ class GaussianPool:
         """
         if pool_size < 1 or renew_every < 1 or not sigma > 0:
             raise ConfigurationError("gaussian-pool needs pool_size >= 1, renew_every >= 1 and sigma > 0")
-        warnings.warn(
-            "mask='gaussian-pool' is not private: the provider computes the effect of every noise vector, so it has "
-            "seen them all. It is the published scheme, kept for comparison.",
-            NotPrivateWarning,
-            stacklevel=3,
-        )
+        warnings.warn(f"{READABLE}: {HIDES_NOTHING}", NotPrivateWarning, stacklevel=3)
         self._pool_size, self._sigma, self._renew_every = pool_size, sigma, renew_every
         self._pools: dict[tuple[int, Direction], _Pool] = {}
         self._lock = threading.Lock()
@@ -83,8 +87,9 @@ class GaussianPool:
         check_finite(rows)
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
-        noisy = rows + strength * noise
-        check_finite(noisy)  # The sum of two finite numbers may still be infinite.
+        # The sum of two finite numbers may be infinite. An error here, after a vector was used, would show: the next
+        # vectors would be drawn earlier.
+        noisy = (rows + strength * noise).clamp_(-_LARGEST, _LARGEST)
         call = Call(group.id, direction, Arithmetic.FLOAT)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,13 @@ from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import RowsPayload
 
+READABLE = "ROWS GO READABLE"
+"""How each text begins that says so: in a warning, in the lines of `explain` and on the page of an endpoint."""
+HIDES_NOTHING = (
+    "mask='off' hides nothing: the provider reads every activation and gradient, and what follows from them, such as "
+    "texts and adapters. lattice (the default), pad and shares hide rows"
+)
+
 
 class Off:
     """Sends rows unmasked: quantised to the ring, or as float32."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from noise import gaussian_pool, off
 from noise.blocks.pool import DEFAULT_BYTES
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
@@ -28,6 +29,7 @@ from wire.limits import Limits
 MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
 DEFAULT_MASK = "lattice"
 RING_ONLY = frozenset({"lattice", "pad", "shares"})
+_HIDES_NOTHING = {"off": off.HIDES_NOTHING, "gaussian-pool": gaussian_pool.HIDES_NOTHING}
 _ARITHMETIC = {"ring": Arithmetic.RING, "float": Arithmetic.FLOAT}
 
 
@@ -59,6 +61,11 @@ class Setting:
     weight_of: WeightOf | None = None
     features: int = 0
     mask_device: torch.device | None = None
+
+
+def readable(mask: str) -> str | None:
+    """Returns one line which says that a mask hides nothing, and what would; None for a mask that hides rows."""
+    return _HIDES_NOTHING.get(mask)
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from provider.config import NO_JOINING, STATE_HELP, ProviderSettings, load_settings
 from provider.flags import takes_settings
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
@@ -190,5 +190,5 @@ def main() -> None:
     try:
         app()
     except VeilbaseError as exc:
-        print(f"provider: {exc}", file=sys.stderr)
+        print(f"provider: {printable(str(exc), one_line=True)}", file=sys.stderr)
         sys.exit(1)

@@ -15,7 +15,7 @@ import typer
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.training.recipe import takes_recipe
-from wire.errors import VeilbaseError
+from wire.errors import VeilbaseError, printable
 
 if TYPE_CHECKING:
     from tenant_sdk import TenantClient
@@ -27,7 +27,10 @@ Url = Annotated[
 ]
 Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
 Mask = Annotated[
-    str, typer.Option(help="lattice, pad, shares (two providers), gaussian-pool or off.", show_default="lattice")
+    str,
+    typer.Option(
+        help="lattice, pad, shares (two providers); gaussian-pool or off: rows go readable.", show_default="lattice"
+    ),
 ]
 Verify = Annotated[
     str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")
@@ -110,7 +113,13 @@ def finetune(recipe: Any) -> None:
 
     check_data(recipe)
     with _until_ctrl_c(), not_connected as client:
-        finetune_command(recipe, client, typer.echo)
+        finetune_command(recipe, client, _show)
+
+
+def _show(text: str, nl: bool = True) -> None:
+    """Prints a text on stdout. A terminal gets no control characters, which a model's answer may hold; a file or a pipe
+    gets the text as it is."""
+    typer.echo(printable(text) if sys.stdout.isatty() else text, nl=nl)
 
 
 @contextlib.contextmanager
@@ -153,7 +162,7 @@ def generate(
     )  # fmt: skip
     with client:
         client.generate(
-            text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False), fixed_length=fixed_length
+            text, adapter, max_new_tokens, on_text=lambda piece: _show(piece, nl=False), fixed_length=fixed_length
         )
     typer.echo()
 
@@ -183,7 +192,7 @@ def chat(
     from tenant_sdk.terminal import talk
 
     with client:
-        talk(client, adapters, _typed_lines(), lambda text: typer.echo(text, nl=False), max_new_tokens)
+        talk(client, adapters, _typed_lines(), lambda text: _show(text, nl=False), max_new_tokens)
 
 
 def _check_folder(adapters: Path | None) -> None:
@@ -251,7 +260,7 @@ def serve(
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
-        serve_command(client, adapters, settings, typer.echo, max_running=max_running, max_waiting=max_waiting)
+        serve_command(client, adapters, settings, _show, max_running=max_running, max_waiting=max_waiting)
 
 
 @app.command()
@@ -280,11 +289,11 @@ def main() -> None:
 
     For errors in the command line itself, typer prints its usage, with exit code 2. Ctrl-C gives exit code 130.
     """
-    warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
+    warnings.showwarning = lambda message, *_, **__: typer.echo(printable(f"tenant: warning: {message}"), err=True)
     try:
         app()
     except VeilbaseError as exc:
-        typer.echo(f"tenant: {exc}", err=True)
+        typer.echo(f"tenant: {printable(str(exc), one_line=True)}", err=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from noise.registry import RING_ONLY
+from noise.off import READABLE
+from noise.registry import RING_ONLY, readable
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
@@ -17,7 +18,7 @@ from tenant_sdk.session import UNVERIFIED, Session
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.rows import check_fits
 from tenant_sdk.text.source import has_tokenizer
-from wire.errors import VeilbaseError
+from wire.errors import VeilbaseError, printable
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 
@@ -29,7 +30,7 @@ _VISIBLE = (
 )
 _DORA = (
     "an adapter with DoRA shows as one, with its rank in each layer group: the rows of its A go through a masked call "
-    "when it is first used, and in training after each optimizer step"
+    "in each answer, in an engine when it is loaded, and in training after each optimizer step"
 )
 _KINDS = (
     "HRA, OFT, BOFT and IA3 make the layers of a group ask one by one (in an engine every step does so, or none); HiRA "
@@ -57,7 +58,8 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         problem: the error text with which this session will be refused when it is used; None if no error is known.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
-    lines = dict(scheme.describe())
+    shown = readable(scheme.name)
+    lines = {**({} if shown is None else {READABLE: shown}), **scheme.describe()}
     hides = scheme.name in RING_ONLY
     provider_decides_rows = verifier is None and plan.tokenizer is None and plan.bucket is None
     protected = _HIDDEN_BUT_ROWS if provider_decides_rows else _HIDDEN
@@ -79,7 +81,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["recording"] = "this provider announces that it writes down what it receives"
     lines["status"] = "computational security with estimated parameters; this code has not been audited"
     width = max(len(name) for name in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+    return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
 
 
 def problem_of_text(session: TextSession, plan: Plan, bundle: Callable[[], Path]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
+from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
@@ -37,6 +38,8 @@ from wire.errors import ConfigurationError
 DEFAULT_NEW_TOKENS = 128
 """The default length limit of an answer, in tokens; the limit is lower if the context has room for fewer tokens."""
 
+_PROBE = [{"role": "user", "content": "a"}]
+"""The conversation that a chat template has to fit, if it fits any."""
 _OWN_OPTIONS = (
     *("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate"),
     "custom_generate",
@@ -170,7 +173,8 @@ def prompt_tokens(
 
     Raises:
         ConfigurationError: the prompt is empty or cannot be used, or the model's context cannot hold the bucket, the
-            number of tokens to which prompts are padded.
+            number of tokens to which prompts are padded. With a bucket and an unverified provider's tokenizer, an empty
+            prompt takes the place of one that the tokenizer or the template fails on.
     """
     if session.bucket is None:
         ids = encode_prompt(tokenizer, prompt)[0].tolist()
@@ -182,17 +186,25 @@ def prompt_tokens(
 
 
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt. If an unverified provider's tokenizer fails on the prompt, issues a warning
-    and returns no ids.
+    """Returns the token ids of a prompt. If an unverified provider's tokenizer or chat template fails on the prompt,
+    issues a warning and returns no ids.
 
-    An unverified provider may choose the texts on which its tokenizer fails. A refusal would show this provider that
-    the prompt is one of these texts.
+    An unverified provider may choose the texts on which its tokenizer fails, and the numbers of turns that its template
+    does not take. A refusal would show this provider that the prompt is one of these.
+
+    Raises:
+        TemplateDoesNotFit: an unverified provider's template does not even fit a single message, so that every prompt
+            is refused.
+        ConfigurationError: the prompt cannot be used, and the provider did not decide that.
     """
+    if session.text.origin != "provider":
+        return prompt_ids(session.tokenizer, prompt)
+    if session.tokenizer.chat_template and not isinstance(prompt, ReadyText | ReadyTokens):
+        with suppress(*RENDER_ERRORS):  # of the template; such a prompt is empty, whatever it says
+            session.tokenizer.apply_chat_template(_PROBE, add_generation_prompt=True, tokenize=False)
     try:
         return prompt_ids(session.tokenizer, prompt)
-    except (TokenizerFailed, TemplateRefuses) as exc:
-        if session.text.origin != "provider":
-            raise
+    except (TokenizerFailed, TemplateRefuses, TemplateDoesNotFit) as exc:
         warn_and_go_on(f"the prompt could not be used, and an empty one is sent: {exc}", CutWarning)
         return []
 

@@ -19,8 +19,10 @@ from urllib.parse import urlsplit
 
 import torch
 
+from noise.gaussian_pool import NotPrivateWarning
 from noise.ledger.ledger import Ledger
-from noise.registry import RING_ONLY, Setting, choose_arithmetic, make_scheme
+from noise.off import READABLE
+from noise.registry import RING_ONLY, Setting, choose_arithmetic, make_scheme, readable
 from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
@@ -102,6 +104,8 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         _arithmetic(plan, known)  # before the network is used: no provider could make the setting possible
         _check_apart(plan.urls, identities)
         tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
+        if plan.mask == "off":  # gaussian-pool warns when it is made
+            warnings.warn(f"{READABLE}: {readable(plan.mask)}", NotPrivateWarning, stacklevel=4)
         verifier = None if plan.verify is None else Verifier(plan.kappa)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:

@@ -41,11 +41,30 @@ Causes: an error is raised with its cause (`raise ... from exc`) if the cause is
 error about a file or a library's refusal of an option, so that a traceback shows the cause. An error is raised with
 `from None` in all code that handles rows (`noise/`, the transports, replies, the provider's engine), and wherever the
 cause may quote texts, tensor values, a secret, a peer or a file that names tenants (tests/security/test_causes.py).
+
+Whatever is written to a terminal goes through `printable`, errors and a model's answers alike: a model's vocabulary, a
+file's name or an adapter's settings may hold escape sequences.
 """
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""The characters that a terminal may obey, or that change where others are shown: control characters but tab and line
+feed, line and paragraph separators, embeddings and overrides of the direction of writing, and halves of surrogates."""
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Returns a text for a terminal: each character that a terminal may obey becomes its escape in Python, as `\\x1b`.
+
+    Args:
+        text: the text, or a piece of one: whether a character is replaced does not depend on those beside it.
+        one_line: whether line feeds and tabs are replaced too.
+    """
+    found = _COMMANDS.sub(lambda match: ascii(match[0])[1:-1], text)
+    return found.replace("\n", "\\n").replace("\t", "\\t") if one_line else found
 
 
 class VeilbaseError(Exception):

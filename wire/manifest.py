@@ -1,8 +1,8 @@
 """This module defines what a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
-A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], and names of layers and
-groups hold only ASCII letters, digits, spaces and a few punctuation marks. This module does not guarantee that the
-provider tells the truth; verification does.
+A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], no number is NaN or
+infinite, and names of layers and groups hold only ASCII letters, digits, spaces and a few punctuation marks. This
+module does not guarantee that the provider tells the truth; verification does.
 """
 
 from __future__ import annotations
@@ -174,9 +174,21 @@ def parse_manifest(data: bytes) -> Manifest:
     if protocol != PROTOCOL_VERSION:
         raise VersionMismatch(f"this tenant speaks protocol {PROTOCOL_VERSION}, the provider another")
     try:
-        return Manifest.model_validate(content)
+        manifest = Manifest.model_validate(content)
     except ValidationError as exc:
         raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None  # quotes the peer
+    if not _is_finite(manifest.config):
+        raise MalformedFrame("the provider's manifest is not valid at config: finite_number")
+    return manifest
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether no number of a JSON value is NaN or infinite; `from_json` reads 1e400 as infinity."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _first_error(exc: ValidationError) -> str:

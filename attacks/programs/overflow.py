@@ -5,10 +5,15 @@ then overflow at a layer that depends on the data. If the tenant stops at that l
 about the data. The provider sees which calls come, in which order and with how many rows. If data of the same shape
 give different calls, the provider tells them apart.
 
+In a third job the provider's bundle has an embedding for one letter with which the first norm overflows, and every
+number of the bundle is finite. The tenant answers two prompts with a DoRA adapter, the first one secret and the second
+one public. What the tenant keeps from an answer whose numbers overflowed may show in the calls of the next one.
+
 Only the provider is dishonest. The tenant is the public SDK without `verify`. The control is the same tenant, except
-that it stops at the first value that is not finite, as it would with `verify`. The provider has to win against the
-control, or else the faults are too weak to show anything. The program measures a few faults on a tiny model. It uses no
-mask, because the calls are the same under every mask. It does not look at timing.
+that it stops at the first value that is not finite, as it would with `verify`, or that it keeps DoRA's products for
+later answers unless a value was not finite. The provider has to win against both controls, or else the faults are too
+weak to show anything. The program measures a few faults on a tiny model. It uses no mask, because the calls are the
+same under every mask. It does not look at timing.
 """
 
 from __future__ import annotations
@@ -19,26 +24,31 @@ import json
 import math
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 from unittest import mock
 
 import torch
+from safetensors.torch import load, save
 
 from attacks.programs.honest import HonestOffer
+from attacks.programs.hostile_bundle import HostileBundle
 from attacks.report.exit_status import exit_status
 from attacks.victim import quick_model
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.model.planned_calls import NotFiniteWarning, PlannedCalls
+from tenant_sdk.model import dora_norms
+from tenant_sdk.model.planned_calls import Course, NotFiniteWarning, PlannedCalls
 from tenant_sdk.model.remote_group import RemoteExecutor
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, count_rows
-from wire.transport.inproc import InprocConnection
+from wire.transport.inproc import Handler, InprocConnection
 
 NUM_LAYERS = 28
 """The number of layers of the model. It is large enough for a constant of 2^31 to grow beyond the range of float32
@@ -53,7 +63,13 @@ DATA = (
 )
 """These are four data sets of the same shape. Their prompts are also the secrets in the tests of answers."""
 
-Job = Literal["training", "answers"]
+SECOND_PROMPT = "what is it now?"
+"""The public prompt that follows a secret one in the third job."""
+LETTER, HUGE = "f", 1e38
+"""The letter whose embedding alone has the feature that the first norm multiplies by this number. One of the four
+secret prompts has the letter."""
+
+Job = Literal["training", "answers", "second answers"]
 Seen = tuple[int, str, str, int]
 """The metadata of one request: (group, purpose, direction, number of rows)."""
 
@@ -90,6 +106,8 @@ FAULTS = tuple(
     for wrong in (2.0**30, 2.0**31, math.nan, math.inf)
     for first in ((0, 7) if wrong != 2.0**30 else (0,))
 )
+HONEST = Fault(Direction.FORWARD, math.nan, 1 << 40)
+"""A fault that begins so late that no run reaches it."""
 OVERFLOW = Fault(Direction.BACKWARD, 2.0**31)
 """The fault with which the provider must win against the control, the tenant that stops at once."""
 
@@ -99,12 +117,14 @@ class Outcome:
     """Holds the result of one fault over all secrets.
 
     Attributes:
-        job: `training` on different data, or `answers` of fixed length to different prompts.
+        job: `training` on different data, `answers` of fixed length to different prompts, or `second answers`, to the
+            same prompt after different ones.
         fault: the fault's name.
-        stops_at_once: whether the tenant was the control.
+        stops_at_once: whether the tenant was the control that stops at the first value that is not finite.
         num_failed: the number of runs that ended in an error.
         num_calls: the number of calls of each run.
         bits: how many bits the provider learned, which is log2 of the number of different sequences of calls.
+        keeps_products: whether the tenant was the control that keeps DoRA's products for later answers.
     """
 
     job: Job
@@ -113,6 +133,12 @@ class Outcome:
     num_failed: int
     num_calls: tuple[int, ...]
     bits: float
+    keeps_products: bool = False
+
+    @property
+    def is_control(self) -> bool:
+        """Returns whether the provider has to win."""
+        return self.stops_at_once or self.keeps_products
 
 
 @dataclass
@@ -121,16 +147,61 @@ class Overflower(HonestOffer):
 
     fault: Fault
     seen: list[Seen] = field(default_factory=list)
-    _num_matching: int = 0
+    num_matching: int = 0
+    """The number of products of the fault's direction so far."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the product, with the fault if it applies."""
-        self.seen.append((call.group, call.purpose.name, call.direction.name, count_rows(rows)))
+        self.seen.append(_seen(call, rows))
         reply = self.served_model.compute(call, rows)
         if (call.purpose, call.direction) != (Purpose.PRODUCT, self.fault.direction):
             return reply
-        self._num_matching += 1
-        return reply if self._num_matching <= self.fault.first else _wrong(reply, call, self.fault.wrong)
+        self.num_matching += 1
+        return reply if self.num_matching <= self.fault.first else _wrong(reply, call, self.fault.wrong)
+
+
+class LetterReader(HostileBundle):
+    """Plays a provider that answers honestly, and whose bundle makes the first norm overflow for one letter. It notes
+    every request."""
+
+    def __init__(self, served_model: ServedModel) -> None:
+        """Changes the honest bundle's embeddings and first norm."""
+        super().__init__(served_model)
+        tensors = load(self.files["model.safetensors"])
+        embeddings, number = tensors["model.embed_tokens.weight"], len(quick_model.SPECIAL)
+        embeddings[:, 0] = 0
+        embeddings[number + quick_model.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
+        tensors["model.layers.0.input_layernorm.weight"][0] = HUGE  # the letter's row is √32 there after the norm
+        self.files["model.safetensors"] = save(tensors)
+        self.announce()
+        self.seen: list[Seen] = []
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Returns the honest product, and notes the request."""
+        self.seen.append(_seen(call, rows))
+        return super().compute(call, rows)
+
+
+class _KeepsProducts(weakref.WeakKeyDictionary[Course, Any]):
+    """Replaces the dictionary of a `NormCache` in the control: a product of a course that was sound serves later
+    courses too."""
+
+    _last: Any = None
+
+    def get(self, course: Course, default: Any = None) -> Any:
+        return super().get(course, default) or self._last
+
+    def __getitem__(self, course: Course) -> Any:
+        return self.get(course)
+
+    def __setitem__(self, course: Course, product: Any) -> None:
+        super().__setitem__(course, product)
+        if not course.sends_zeros:
+            self._last = product
+
+
+def _seen(call: Call, rows: Rows) -> Seen:
+    return call.group, call.purpose.name, call.direction.name, count_rows(rows)
 
 
 def _wrong(reply: torch.Tensor, call: Call, wrong: float) -> torch.Tensor:
@@ -143,7 +214,7 @@ def _wrong(reply: torch.Tensor, call: Call, wrong: float) -> torch.Tensor:
 
 @dataclass
 class Site:
-    """Holds a deep tiny model and its provider."""
+    """Holds a tiny model, deep or not, and its provider."""
 
     folder: Path
     served_model: ServedModel
@@ -155,38 +226,84 @@ class Site:
         stops at the first value that is not finite."""
         provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
-            open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
             if stops_at_once:
                 at_once = PlannedCalls(may_stop=True)
                 open_.enter_context(mock.patch.object(RemoteExecutor, "planned_calls", return_value=at_once))
+            yield open_.enter_context(self._client(provider, fault.arithmetic)), provider
+
+    @contextlib.contextmanager
+    def letter_session(self, keeps_products: bool) -> Iterator[tuple[TenantClient, LetterReader]]:
+        """Opens a tenant of a `LetterReader`, without a mask and without `verify`. With `keeps_products` this tenant is
+        the control, which keeps DoRA's products for later answers."""
+        provider = LetterReader(self.served_model)
+        with contextlib.ExitStack() as open_:
+            if keeps_products:
+                keeping = SimpleNamespace(WeakKeyDictionary=_KeepsProducts, ref=weakref.ref, WeakSet=weakref.WeakSet)
+                open_.enter_context(mock.patch.object(dora_norms, "weakref", keeping))
+            yield open_.enter_context(self._client(provider, "float")), provider
+
+    @contextlib.contextmanager
+    def _client(self, provider: Handler, arithmetic: Literal["ring", "float"]) -> Iterator[TenantClient]:
+        with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
             client = TenantClient(
-                "inproc:overflow", mask="off", arithmetic=fault.arithmetic, cache=self.folder / "cache", progress=False
+                "inproc:overflow", mask="off", arithmetic=arithmetic, cache=self.folder / "cache", progress=False
             )
-            open_.callback(client.close)
             self.num_sessions += 1
-            yield client, provider
+            with contextlib.closing(client):
+                yield client
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
         """Fine-tunes with a fixed number of steps."""
+        self._finetune(client, data, self.folder / f"adapter{self.num_sessions}", TRAIN_STEPS)
+
+    def dora_adapter(self) -> Path:
+        """Returns the folder of a DoRA adapter, which an honest provider's tenant trained for one step."""
+        folder = self.folder / "dora"
+        if not folder.exists():
+            with self.session(HONEST, stops_at_once=False) as (client, _):
+                self._finetune(client, DATA[0], folder, 1, use_dora=True)
+        return folder
+
+    def _finetune(
+        self, client: TenantClient, data: Sequence[tuple[str, str]], output: Path, num_steps: int, **settings: Any
+    ) -> None:
         from peft import LoraConfig
 
         client.finetune(
             [{"prompt": question, "completion": answer} for question, answer in data],
-            LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"),
-            self.folder / f"adapter{self.num_sessions}", max_steps=TRAIN_STEPS, batch_size=2, warmup_steps=0,
-            save_steps=1, progress=False, resume=False,
+            LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **settings),
+            output, max_steps=num_steps, batch_size=2, warmup_steps=0, save_steps=1, progress=False, resume=False,
         )  # fmt: skip
 
 
-def site(folder: Path) -> Site:
+def site(folder: Path, num_layers: int = NUM_LAYERS) -> Site:
     """Makes the model and its provider below `folder`."""
-    return Site(folder, serve_in_process(str(quick_model.make("tiny-llama", folder / "model", NUM_LAYERS))))
+    return Site(folder, serve_in_process(str(quick_model.make("tiny-llama", folder / "model", num_layers))))
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
     """Samples an answer of fixed length. If a value is not finite, the calls go on until the full length, and only then
     does the answer fail."""
     client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
+
+
+def measure_second(where: Site, keeps_products: bool = False) -> Outcome:
+    """Measures, against all secret prompts, what a public prompt after the secret one shows."""
+    adapter = where.dora_adapter()
+    seen: list[tuple[Seen, ...]] = []
+    num_failed = 0
+    for data in DATA:
+        with where.letter_session(keeps_products) as (client, provider), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFiniteWarning)
+            for prompt in (data[0][0], SECOND_PROMPT):
+                try:
+                    client.generate(prompt, adapter, NEW_TOKENS, fixed_length=True)
+                except NotFinite:
+                    num_failed += 1
+            seen.append(tuple(provider.seen))
+    bits = math.log2(len(set(seen)))
+    name = f"embedding of {LETTER}, norm of {HUGE:g}"
+    return Outcome("second answers", name, False, num_failed, tuple(map(len, seen)), bits, keeps_products)
 
 
 def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) -> Outcome:
@@ -207,10 +324,12 @@ def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) ->
 
 
 def measure_all(folder: Path) -> list[Outcome]:
-    """Measures the control, then every fault against training, and every fault of forward replies against answers."""
-    where = site(folder)
-    outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True)]
+    """Measures the controls, then every fault against training, every fault of forward replies against answers, and the
+    embedding of a letter against second answers."""
+    where, shallow = site(folder / "deep"), site(folder / "shallow", num_layers=2)
+    outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True), measure_second(shallow, keeps_products=True)]
     outcomes += [measure(where, "training", fault) for fault in FAULTS]
+    outcomes.append(measure_second(shallow))
     return outcomes + [measure(where, "answers", fault) for fault in FAULTS if fault.direction is Direction.FORWARD]
 
 
@@ -219,6 +338,7 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
     table = ["| job | fault | tenant | failed | calls | bits told |", "|---|---|---|---|---|---|"]
     for one in outcomes:
         tenant = "stops at once (control)" if one.stops_at_once else "as shipped"
+        tenant = "keeps DoRA's products (control)" if one.keeps_products else tenant
         calls = " ".join(map(str, one.num_calls))
         table.append(f"| {one.job} | {one.fault} | {tenant} | {one.num_failed} | {calls} | {one.bits:g} |")
     return table
@@ -226,7 +346,7 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes overflow.json and overflow.md. Returns 1 if a fault told the data of the real tenant apart, or if the
-    provider did not win against the control; 2 for a request that cannot be carried out; otherwise 0."""
+    provider did not win against a control; 2 for a request that cannot be carried out; otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
     options = parser.parse_args(arguments)
@@ -241,4 +361,4 @@ def _measure_and_report(out: Path) -> int:
     (out / "overflow.json").write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
     (out / "overflow.md").write_text("\n".join(["# Where the calls of an overflow end", "", *table, ""]))
     print("\n".join(table))
-    return 0 if all((one.bits > 0) == one.stops_at_once for one in outcomes) else 1
+    return 0 if all((one.bits > 0) == one.is_control for one in outcomes) else 1

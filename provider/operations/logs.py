@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Literal
 
+from wire.errors import printable
+
 LogFormat = Literal["text", "json"]
 FIELDS = ("tenant", "stream", "request")
 """Names of the fields that a log line shows if the log call passes them as `extra`; other extra fields are ignored."""
@@ -39,10 +41,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns a record as one line. If the record has a traceback, this follows on further lines, and the fields
-        come after the traceback."""
+        come after the traceback. No control character of a record reaches a terminal that shows the log."""
         line = super().format(record)
         names = " ".join(f"{name}={value}" for name, value in _named(record).items())
-        return f"{line} {names}" if names else line
+        return printable(f"{line} {names}" if names else line)
 
 
 class JsonFormatter(logging.Formatter):

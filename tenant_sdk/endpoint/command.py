@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key, read_key
-from wire.errors import ConfigurationError, VerificationFailed
+from wire.errors import ConfigurationError, VerificationFailed, printable
 
 if TYPE_CHECKING:
     from tenant_sdk.endpoint.server import ServedSession
@@ -74,7 +74,8 @@ def serve_command(
     try:
         endpoint.run()
     except VerificationFailed as exc:
-        print(f"tenant: {exc}; this server has ended and does not start again by itself", file=sys.stderr)
+        said = printable(str(exc), one_line=True)
+        print(f"tenant: {said}; this server has ended and does not start again by itself", file=sys.stderr)
         raise SystemExit(FORGED_EXIT) from None
 
 

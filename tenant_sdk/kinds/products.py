@@ -6,6 +6,7 @@ shapes only. A call neither uses nor replaces the outputs that the layers of a g
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -59,8 +60,9 @@ class KnownProduct:
 
     def __init__(self) -> None:
         """Makes an object that knows no product."""
-        self._product: torch.Tensor | None = None
-        self._of: tuple[int, int, Course] | None = None
+        self._asked: weakref.WeakKeyDictionary[Course, tuple[tuple[int, int], torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, layer: Any, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows·Wᵀ, shape (num_rows, in_features).
@@ -71,13 +73,14 @@ class KnownProduct:
         """
         if rows.requires_grad:
             return _WithGradient.apply(rows, layer, _asked(layer, rows))  # type: ignore[no-any-return, no-untyped-call]
-        state = (rows._version, rows.data_ptr(), base_products.group_of(layer).planned_calls.course)
-        if self._product is None or self._of != state:
+        state, course = (rows._version, rows.data_ptr()), base_products.group_of(layer).planned_calls.course
+        known = self._asked.get(course)
+        if known is None or known[0] != state:
             if product_source.sends_nothing():
                 return _asked(layer, rows)
             # Not from a store of replies: the second run of a block finds this product here, and asks for none.
-            self._product, self._of = base_products.transposed_product(layer, rows).to(rows.dtype), state
-        return self._product
+            known = self._asked[course] = (state, base_products.transposed_product(layer, rows).to(rows.dtype))
+        return known[1]
 
 
 def _asked(layer: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from noise.scheme import GroupSpec
 from tenant_sdk.model.column_norms import ColumnNorms
 from tenant_sdk.model.decode_threads import watch
+from tenant_sdk.model.planned_calls import are_finite
 from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.text.source import TenantText
@@ -113,7 +114,7 @@ def load_remote_model(
         A model in eval mode with frozen parameters.
 
     Raises:
-        MalformedFrame: manifest, config and bundle do not fit together.
+        MalformedFrame: manifest, config and bundle do not fit together, or a number of the bundle is NaN or infinite.
         ConfigurationError: the installed transformers cannot build the model.
     """
     from tenant_sdk.kinds.register import register  # here, since it takes PEFT, which a client alone does not need
@@ -143,6 +144,7 @@ def load_remote_model(
     if missing:
         raise MalformedFrame(f"the bundle lacks {len(missing)} tensors of the model, such as {missing[0]}")
     model.hf_quantizer.remove_quantization_config(model)
+    _check_finite(model, dtype)
     _forget_quantized(model)
     model.name_or_path = model.config.name_or_path = manifest.model_id
     model.to(device)
@@ -151,6 +153,19 @@ def load_remote_model(
     _attach(model, manifest, executor, alphas, norms, device)
     watch(model.base_model)
     return model.requires_grad_(False).eval()
+
+
+def _check_finite(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuses a model with a number that is NaN or infinite. With such a number for one token, a provider would choose
+    which texts give values that are not finite.
+
+    Raises:
+        MalformedFrame: there is such a number, in the type in which the tenant keeps the tensor.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not tensor.is_meta and not are_finite((tensor,)):
+            kind = str(dtype).removeprefix("torch.")
+            raise MalformedFrame(f"the bundle's {name} holds a number that is NaN or infinite as {kind}")
 
 
 def _forget_quantized(model: nn.Module) -> None:

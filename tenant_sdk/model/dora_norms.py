@@ -7,11 +7,13 @@ DoRA scales column j of W + s·AᵀBᵀ to a trained magnitude, and so needs the
 w_j is column j of W, and (BA)_j is row j of B·A. The first term comes with the provider's bundle, and the tenant
 computes the last one from A and B. For the middle one, the rows of A go through the masked call that gives A·W.
 
-Guarantees: A·W is requested when A is new, was changed in place, or an optimizer has made a step with it, whatever the
-numbers are, and never when an activation is computed again. One call serves all layers of a group, and calls for
-several groups are in flight at the same time. A norm is positive and finite whatever the provider answers: the middle
-term is limited to the bound of the Cauchy-Schwarz inequality. The run's course records a product that is not finite
-(tenant_sdk/model/planned_calls.py).
+Guarantees: A·W is requested once in each course (the state of a run, or of an answer of `generate`), and again in it
+when A was changed in place or an optimizer has made a step with it, whatever the numbers are; never when an activation
+is computed again. No course uses what another one asked for: a course that continues with zeros has zeros as A·W, and a
+request that only follows such a course would show the provider that a value was not finite. One call serves all layers
+of a group, and calls for several groups are in flight at the same time. A norm is positive and finite whatever the
+provider answers: the middle term is limited to the bound of the Cauchy-Schwarz inequality. The course records a product
+that is not finite (tenant_sdk/model/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -63,46 +65,45 @@ def column_norms_of_sum(
 
 
 @dataclass(eq=False)
-class _Product:
-    """Holds A·W of one layer, shape (rank, out_features), and the state that A had when A·W was requested.
-
-    `course` is the run that sent zeros in place of A; None if A was sent.
-    """
-
-    source: weakref.ref[torch.Tensor]
-    version: tuple[int, int]
-    product: torch.Tensor
-    course: Course | None
-
-    def is_of(self, lora_a: torch.Tensor, course: Course) -> bool:
-        """Returns whether the product is that of A as it is now, for a run with this course."""
-        same = self.source() is lora_a and self.version == _version(lora_a)
-        return same and (self.course is None or self.course is course)
-
-
-@dataclass(eq=False)
 class _Norm:
-    """Holds the norms of one layer, shape (out_features,), and what they were computed from."""
+    """Holds the norms of one layer, shape (out_features,), and the state of B and the scaling that they are of."""
 
-    asked: _Product
     source: weakref.ref[torch.Tensor]
     version: tuple[int, int]
     scaling: float
     norm: torch.Tensor
 
-    def is_of(self, asked: _Product, lora_b: torch.Tensor, scaling: float) -> bool:
-        """Returns whether the norms are those of this product, of B as it is now, and of this scaling."""
-        same = self.source() is lora_b and self.version == _version(lora_b)
-        return same and self.asked is asked and self.scaling == scaling
+    def is_of(self, lora_b: torch.Tensor, scaling: float) -> bool:
+        """Returns whether the norms are those of B as it is now, and of this scaling."""
+        return self.source() is lora_b and self.version == _version(lora_b) and self.scaling == scaling
+
+
+@dataclass(eq=False)
+class _Product:
+    """Holds A·W of one layer, shape (rank, out_features), the state that A had when A·W was requested, and the norms
+    that were computed from A·W last."""
+
+    source: weakref.ref[torch.Tensor]
+    version: tuple[int, int]
+    product: torch.Tensor
+    norm: _Norm | None = None
+
+    def is_of(self, lora_a: torch.Tensor) -> bool:
+        """Returns whether the product is that of A as it is now."""
+        return self.source() is lora_a and self.version == _version(lora_a)
 
 
 class NormCache:
-    """Keeps A·W and the column norms for one adapter of one DoRA layer, until A, B or the scaling changes."""
+    """Keeps A·W and the column norms for one adapter of one DoRA layer, in each course until A, B or the scaling
+    changes, and at most as long as the course exists."""
 
     def __init__(self) -> None:
         """Makes an empty cache."""
-        self.asked: _Product | None = None
-        self._norm: _Norm | None = None
+        self.asked: weakref.WeakKeyDictionary[Course, _Product] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NormCache:
+        """Returns an empty cache, since a copied layer has an A of its own."""
+        return NormCache()
 
     def norm(self, layer: Any, adapter: str) -> torch.Tensor:
         """Returns the column norms of a layer's weight together with its adapter, float32, shape (out_features,).
@@ -123,10 +124,10 @@ class NormCache:
                 cross = torch.zeros(lora_a.shape[0], lora_b.shape[0], device=lora_a.device)
                 return column_norms_of_sum(base.column_norms(), cross, lora_a, lora_b, scaling)
             asked = _product_of(layer, adapter)
-            if self._norm is None or not self._norm.is_of(asked, lora_b, scaling):
+            if asked.norm is None or not asked.norm.is_of(lora_b, scaling):
                 norm = column_norms_of_sum(base.column_norms(), asked.product, lora_a, lora_b, scaling)
-                self._norm = _Norm(asked, weakref.ref(lora_b), _version(lora_b), scaling, norm)
-            return self._norm.norm
+                asked.norm = _Norm(weakref.ref(lora_b), _version(lora_b), scaling, norm)
+            return asked.norm.norm
 
 
 class _Readers:
@@ -161,7 +162,7 @@ def _product_of(layer: Any, adapter: str) -> _Product:
         readers.layers.add(layer)  # a copied model's layers were never announced
         if _is_stale(layer, adapter, course):
             _ask([each for each in readers.layers if _is_stale(each, adapter, course)], adapter, course)
-        asked: _Product = layer.norm_caches[adapter].asked
+        asked: _Product = layer.norm_caches[adapter].asked[course]
         return asked
 
 
@@ -169,7 +170,8 @@ def _is_stale(layer: Any, adapter: str, course: Course) -> bool:
     cache: NormCache | None = layer.norm_caches.get(adapter)
     if cache is None or adapter not in layer.lora_A:
         return False
-    return cache.asked is None or not cache.asked.is_of(layer.lora_A[adapter].weight, course)
+    asked = cache.asked.get(course)
+    return asked is None or not asked.is_of(layer.lora_A[adapter].weight)
 
 
 def _ask(layers: list[Any], adapter: str, course: Course) -> None:
@@ -185,15 +187,14 @@ def _ask(layers: list[Any], adapter: str, course: Course) -> None:
     )
     if not are_finite(part for parts in products for part in parts):
         course.not_finite()
-    spoilt = course if course.sends_zeros else None
     for own, parts in zip(by_group.values(), products, strict=True):
         begin = 0
         for layer in own:
             rank = factors[layer].shape[0]
             rows = parts[layer.get_base_layer().index][begin : begin + rank].clone()
             begin += rank
-            kept = _Product(weakref.ref(factors[layer]), versions[layer], rows, spoilt)
-            layer.norm_caches[adapter].asked = kept
+            kept = _Product(weakref.ref(factors[layer]), versions[layer], rows)
+            layer.norm_caches[adapter].asked[course] = kept
 
 
 def _place(layer: Any) -> tuple[int, int]:

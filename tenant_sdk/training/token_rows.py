@@ -6,10 +6,12 @@ rows that are too long or cannot be used are not refused, because the provider w
 
 from __future__ import annotations
 
+import contextlib
+
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.training.dataset import Row
-from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, tokenize
+from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, RENDER_ERRORS, tokenize
 from tenant_sdk.training.truncation import REFUSE, TRUNCATE, fitted, tokenizer_limit
 from tenant_sdk.warn import warn_and_go_on
 
@@ -73,7 +75,8 @@ def may_be_unusable(text: TenantText) -> bool:
     """
     may_be_spoilt = text.origin == "provider"
     if may_be_spoilt and text.tokenizer.chat_template:
-        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # raises if the template fits no conversation
+        with contextlib.suppress(*RENDER_ERRORS):  # of the template; each row then says that it cannot be used
+            text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # raises if the template fits no conversation
     return may_be_spoilt
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
+from tenant_sdk.model.planned_calls import Course, masked_on_course
 from tests.support.answered import Answered
 from tests.support.parity import adapted, batch, grads, lora, relative
 from tests.support.tiny_models import make_tiny
@@ -166,6 +168,29 @@ def test_nothing_is_sent_for_values_that_are_not_finite(bad: float, name: str) -
     with pytest.raises(InvalidTensor, match="nothing was sent"):
         scheme.mask(SPEC, Direction.FORWARD, rows)
     assert asked == []
+
+
+def test_a_sum_that_overflows_uses_as_many_vectors_as_any_other() -> None:
+    """Vectors are drawn anew after a number of calls, which shows. Finite rows with which the noise would overflow must
+    not change when."""
+    _, weight, b = layer("linear", True)
+    answer = provider_path(weight, b)
+    draws = []
+    for size in (1.0, 3.4e38):
+        scheme, asked = pool(renew_every=2), []
+
+        def effect(call: Call, payload: Any, cols: int, asked: list[Call] = asked) -> Any:
+            asked.append(call)
+            return Answered(answer(call, payload.rows(call), cols))
+
+        scheme.bind(effect)
+        draws.append([])
+        for _ in range(4):
+            mask = partial(scheme.mask, SPEC, Direction.FORWARD)
+            call, payload, _ = masked_on_course(mask, torch.full((3, 24), size), Course(may_stop=True)).messages[0]
+            assert bool(torch.isfinite(torch.as_tensor(payload.rows(call))).all())
+            draws[-1].append(len(asked))
+    assert draws[0] == draws[1] == [1, 1, 2, 2]
 
 
 def test_gaussian_is_standard_normal() -> None:

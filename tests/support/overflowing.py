@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attacks.programs.overflow import Fault, Overflower
+from attacks.programs.overflow import HONEST, Fault, Overflower
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tests.support.mask_parameters import TOY_OPTIONS
-from wire.frame import Direction
 from wire.transport.inproc import InprocConnection
 
-HONEST = Fault(Direction.FORWARD, math.nan, 1 << 40)
-"""A fault that begins so late that no test reaches it."""
+__all__ = ["HONEST", "MASKS", "Opened", "opened"]
 MASKS: dict[str, dict[str, Any]] = {
     "off": {"mask": "off", "arithmetic": "float"},
     "gaussian-pool": {"mask": "gaussian-pool"},

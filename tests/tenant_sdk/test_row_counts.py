@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import pytest
 from attacks.programs.hostile_bundle import HostileBundle
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
+from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.text.failures import TokenizerFailed
 from tenant_sdk.text.rows import CutWarning
+from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.dataset import UnusableRowWarning
 from tests.support.chat_model import SPECIAL, make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
@@ -268,6 +271,66 @@ def refuses_long_conversations(hostile: HostileBundle) -> None:
     )
 
 
+def forgets_long_conversations(hostile: HostileBundle) -> None:
+    hostile.files["chat_template.jinja"] = (
+        b"{% for m in messages %}{% if messages | length < 3 %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    )
+
+
+def talk_of(num_turns: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[number % 2], "content": "who?"} for number in range(num_turns)]
+
+
+@pytest.mark.parametrize("change", [refuses_long_conversations, forgets_long_conversations])
+@pytest.mark.parametrize("has_engine", [False, True], ids=["generate", "engine"])
+def test_a_template_cannot_choose_the_conversations_that_are_refused(
+    hostile: HostileBundle, connect: Open, change: Callable[[HostileBundle], None], has_engine: bool
+) -> None:
+    """The number of turns is as secret as the text: with padding every conversation makes the same calls."""
+    change(hostile)
+    seen = set()
+    with connect(pad_rows=32) as client, contextlib.ExitStack() as open_:
+        engine = open_.enter_context(Engine(client)) if has_engine else None
+        for num_turns in (1, 3, 5):
+            hostile.num_rows.clear()
+            said = pytest.warns(CutWarning, match="an empty one is sent") if num_turns > 1 else contextlib.nullcontext()
+            with said:
+                if engine is None:
+                    client.generate(talk_of(num_turns), max_new_tokens=2, fixed_length=True)
+                else:
+                    engine.submit(talk_of(num_turns), max_new_tokens=2, fixed_length=True).result(60)
+            seen.add(tuple(hostile.num_rows))
+    assert len(seen) == 1
+    assert sum(*seen) > 32
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_a_template_that_fits_nothing_is_refused_whatever_the_prompt_is(
+    hostile: HostileBundle, connect: Open, num_turns: int
+) -> None:
+    """The template would fit a conversation of three turns. Since it does not fit a single message, nothing is sent."""
+    hostile.files["chat_template.jinja"] = (
+        b"{% for m in messages %}{% if messages | length > 2 %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    )
+    with connect(pad_rows=32) as client, pytest.raises(TemplateDoesNotFit, match=r"^[^\n]*$"):
+        client.generate(talk_of(num_turns), max_new_tokens=2)
+    assert hostile.num_rows == []
+
+
+def test_a_template_that_refuses_everything_makes_the_calls_of_any_other(
+    hostile: HostileBundle, connect: Open, tmp_path: Path
+) -> None:
+    hostile.files["chat_template.jinja"] = b"{{ raise_exception('no') }}"
+    with connect(pad_rows=32) as client:
+        with pytest.warns(CutWarning, match="an empty one is sent"):
+            assert rows_of(hostile, client, "who?")[0] == 32
+        hostile.num_rows.clear()
+        with pytest.warns(UnusableRowWarning):
+            client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
+        assert set(hostile.num_rows) == {32 * QUICK["batch_size"]}
+
+
 @pytest.mark.parametrize("change", [no_unknown_token, panics_in_the_decoder])
 def test_a_prompt_that_the_tokenizer_fails_on_sends_as_many_rows(
     hostile: HostileBundle, connect: Open, change: Callable[[HostileBundle], None]
@@ -284,7 +347,9 @@ def test_a_prompt_that_the_tokenizer_fails_on_sends_as_many_rows(
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("change", [no_unknown_token, panics_in_the_decoder, refuses_long_conversations])
+@pytest.mark.parametrize(
+    "change", [no_unknown_token, panics_in_the_decoder, refuses_long_conversations, forgets_long_conversations]
+)
 def test_training_rows_that_the_tokenizer_fails_on_send_as_many_rows(
     hostile: HostileBundle, connect: Open, tmp_path: Path, change: Callable[[HostileBundle], None]
 ) -> None:

@@ -11,7 +11,7 @@ from noise.blocks.slots import SlotsExhausted
 from noise.ledger.ledger import SeedExhausted
 from tenant_sdk import PromptsFailed
 from wire import errors
-from wire.errors import VeilbaseError, WireCode, code_of, error_from_code
+from wire.errors import VeilbaseError, WireCode, code_of, error_from_code, printable
 
 MEMBERS = inspect.getmembers(errors, inspect.isclass)
 CLASSES = {name: kind for name, kind in MEMBERS if issubclass(kind, Exception)}
@@ -83,3 +83,28 @@ def test_the_tree_is_the_one_drawn() -> None:
 def test_every_class_says_what_it_means(name: str) -> None:
     assert CLASSES[name].__doc__
     assert issubclass(CLASSES[name], VeilbaseError)
+
+
+OBEYED = {
+    "\x1b[31mred\x1b[0m": r"\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07": r"\x1b]0;title\x07",
+    "\x1b]52;c;ZXZpbA==\x1b\\": r"\x1b]52;c;ZXZpbA==\x1b\\"[:-1],
+    "\x9b2J": r"\x9b2J",
+    "ten\rtwo\x08\x7f\x00": r"ten\rtwo\x08\x7f\x00",
+    "a\u202eb\u2066c\u2028d\x85": r"a\u202eb\u2066c\u2028d\x85",
+    "\ud83d": r"\ud83d",
+}
+"""Texts with what a terminal may obey, and how they are shown."""
+
+
+@pytest.mark.parametrize(("text", "shown"), OBEYED.items(), ids=map(ascii, OBEYED))
+def test_what_a_terminal_may_obey_is_shown_as_an_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert printable(text).isprintable()
+    assert "".join(map(printable, text)) == shown, "a sequence may come in pieces"
+
+
+def test_other_text_is_shown_as_it_is() -> None:
+    for text in ("a\n\tb", "Grüße, 東京 \N{RIGHT-TO-LEFT MARK}שלום", "👩\N{ZERO WIDTH JOINER}🚀", "C:\\x1b", ""):
+        assert printable(text) == text
+    assert printable("a\n\tb\x1b", one_line=True) == r"a\n\tb\x1b"

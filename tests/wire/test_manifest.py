@@ -66,6 +66,8 @@ REFUSED = {
     "column norm of a larger layer": put("groups.0.max_column_norm", 127 * math.sqrt(8) * 1.000001),
     "column norm NaN": put("groups.0.max_column_norm", NAN),
     "column norm infinite": put("groups.0.max_column_norm", INF),
+    "config with NaN": put("config.rms_norm_eps", NAN),
+    "config with an infinity deep in it": put("config.nested", {"a": [1, {"b": -INF}]}),
     "row norm zero": put("groups.0.max_row_norm", 0.0),
     "row norm of a larger layer": put("groups.0.max_row_norm", 127 * math.sqrt(12) * 1.000001),
     "layer's column norm": put("groups.0.layers.1.max_column_norm", 127 * 3.0),

@@ -55,6 +55,8 @@ async function refresh() {
   showAdapters(status.adapters);
   if (status.adapters) await showJobs();
   at("requests").textContent = `${status.running} running, ${status.waiting} waiting`;
+  at("warning").textContent = status.warning ?? "";
+  at("warning").hidden = !status.warning;
   at("privacy").replaceChildren(...status.privacy.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
 }
 

@@ -25,6 +25,11 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return overflow.site(tmp_path_factory.mktemp("overflow"))
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return overflow.site(tmp_path_factory.mktemp("shallow"), num_layers=2)
+
+
 def test_a_tenant_that_stops_at_once_is_read(where: Site) -> None:
     outcome = overflow.measure(where, "training", OVERFLOW, stops_at_once=True)
     assert outcome.num_failed == len(DATA)
@@ -59,6 +64,20 @@ def test_an_answer_of_fixed_length_sends_the_same_calls(where: Site, fault: Faul
     assert outcome.num_calls == (NEW_TOKENS * GROUPS,) * len(DATA)
     assert outcome.bits == 0
     assert outcome.num_failed == (0 if math.isfinite(fault.wrong) else len(DATA))
+
+
+def test_a_tenant_that_keeps_what_a_sound_answer_asked_for_is_read(shallow: Site) -> None:
+    outcome = overflow.measure_second(shallow, keeps_products=True)
+    assert outcome.num_failed == 1, "one of the four prompts holds the letter"
+    assert outcome.bits == 1
+    assert sorted(outcome.num_calls) == [2 * NEW_TOKENS * 9 + 8] * 3 + [2 * (NEW_TOKENS * 9 + 8)]
+
+
+def test_a_second_answer_sends_the_same_calls_whatever_the_first_prompt_was(shallow: Site) -> None:
+    outcome = overflow.measure_second(shallow)
+    assert outcome.num_failed == 1
+    assert outcome.num_calls == (2 * (NEW_TOKENS * 9 + 8),) * len(DATA)
+    assert outcome.bits == 0
 
 
 @pytest.mark.parametrize(("shipped_bits", "status"), [(0.0, 0), (1.0, 1)])

@@ -7,7 +7,9 @@ import contextlib
 import json
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,8 @@ import pytest
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits
+from tenant_sdk.text.rows import CutWarning
+from tests.support.client_seams import before_requests
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
 from tests.support.step_gate import Gate
 from tests.support.waiting import comes, end, until
@@ -175,3 +179,47 @@ def test_limits_on_parts_of_a_request(endpoint: Endpoint) -> None:
             answer = http.post("/v1/chat/completions", json=chat(**{field: value}))
             assert answer.status_code == 400, field
             assert answer.json()["error"]["param"] == field
+
+
+LONG = "who is it? " * 2000
+"""A text with far more characters than the tiny model's context holds tokens."""
+
+
+def test_padded_prompts_are_cut_and_not_refused_by_length(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `pad_rows` a text of any length takes the same rows: a refusal would be visible to the provider."""
+    rows: list[int] = []
+    before_requests(monkeypatch, lambda call, payload: rows.append(payload.num_rows))
+    ids = [7] * 2000
+    bodies = [
+        ("chat/completions", chat(messages=[{"role": "user", "content": text}], fixed_length=True))
+        for text in ("who?", LONG)
+    ] + [
+        ("completions", {"model": "llama", "prompt": prompt, "max_tokens": 4, "fixed_length": True})
+        for prompt in ("who?", LONG, ids[:9], ids)
+    ]
+    talk = [
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": "Ada"},
+        {"role": "user", "content": "!"},
+    ]
+    bodies.append(("chat/completions", chat(messages=talk, fixed_length=True)))
+    options: dict[str, Any] = {"mask": "off", "cache": tmp_path / "cache", "progress": False}
+    with TenantClient(f"inproc:{folder}", pad_rows=64, **options) as client, endpoint_of(client) as endpoint:
+        seen, texts = set(), []
+        for path, body in bodies:
+            rows.clear()
+            with raw(endpoint) as http, warnings.catch_warnings():
+                warnings.simplefilter("ignore", CutWarning)
+                answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 200, answer.text
+            seen.add(tuple(rows))
+            texts.append(answer.json()["choices"][0])
+        assert len(seen) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CutWarning)
+            assert texts[1]["message"]["content"] == client.generate(LONG, max_new_tokens=4), "the same tokens are kept"
+            assert texts[-1]["message"]["content"] == client.generate(talk, max_new_tokens=4)
+        with pytest.warns(CutWarning, match="22000 characters: its beginning is left out"), raw(endpoint) as http:
+            http.post("/v1/chat/completions", json=bodies[1][1])

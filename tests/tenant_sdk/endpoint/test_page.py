@@ -17,6 +17,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
 from tests.support.browser import BROWSERS, Browser
 from tests.support.endpoints import KEY, endpoint_of, raw
+from tests.support.overflowing import MASKS
 
 FILES = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
 
@@ -48,6 +49,22 @@ def test_status_needs_a_key_and_says_what_is_in_force(endpoint: Endpoint) -> Non
     names = [name for name, _ in status["privacy"]]
     assert all(text == text.strip() for _, text in status["privacy"])
     assert {"scheme", "visible", "requests at a time", "released"} <= set(names)
+
+
+@pytest.mark.parametrize("mask", ["off", "gaussian-pool", "lattice"])
+def test_the_page_says_first_that_rows_go_readable(folder: Path, tmp_path: Path, mask: str) -> None:
+    options: dict[str, Any] = {"mask_options": MASKS["lattice"]["mask_options"]} if mask == "lattice" else {}
+    given = TenantClient(f"inproc:{folder}", mask=mask, cache=tmp_path / "cache", progress=False, **options)
+    with given as client, endpoint_of(client) as endpoint, raw(endpoint) as http:
+        status = http.get("/v1/status").json()
+        page, script = http.get("/").text, http.get("/page.js").text
+    if mask == "lattice":
+        assert status["warning"] is None
+    else:
+        assert status["warning"].startswith(f"ROWS GO READABLE: mask={mask!r} ")
+        assert status["privacy"][0][0] == "ROWS GO READABLE"
+    assert page.index('id="warning" role="alert" hidden') < page.index('id="chat"')
+    assert 'at("warning").textContent = status.warning' in script
 
 
 def train(endpoint: Endpoint) -> None:

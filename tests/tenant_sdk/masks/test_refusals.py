@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from noise.blocks.pool import Block
+from noise.gaussian_pool import NotPrivateWarning
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from provider.identity.authority import StateDir
@@ -198,6 +199,26 @@ def test_one_warning_without_verify_and_none_with(site: Site, folders: dict[str,
         warnings.simplefilter("always")
         site.inproc("llama", mask="off")
     assert not [each for each in seen if issubclass(each.category, NotVerifiedWarning)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "kinds", "is_readable"),
+    [("off", 1, True), ("gaussian-pool", 1, True), ("lattice", 1, False), ("shares", 2, False)],
+)
+def test_one_loud_line_says_that_rows_go_readable(site: Site, mask: str, kinds: int, is_readable: bool) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        client, _ = site.inproc(*["llama"] * kinds, mask=mask)
+        client.connect()
+        client.load_model()
+        text = client.explain()
+    said = [str(each.message) for each in seen if issubclass(each.category, NotPrivateWarning)]
+    assert len(said) == int(is_readable)
+    assert text.startswith("ROWS GO READABLE  ") is is_readable
+    for line in said:
+        assert line.startswith(f"ROWS GO READABLE: mask={mask!r} ")
+        assert "lattice (the default)" in line
+        assert line.isprintable(), "one line"
 
 
 def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient, embedded, for_remote_base
 from tenant_sdk.model.dora_norms import SMALLEST_SHARE, column_norms_of_sum
-from tenant_sdk.model.planned_calls import planned_calls
+from tenant_sdk.model.planned_calls import Course, planned_calls
 from tenant_sdk.model.product_source import products_from, zeros
 from tenant_sdk.model.remote_linear import RemoteWeightError
 from tests.support.client_seams import before_requests
@@ -293,6 +293,36 @@ def test_a_lie_in_a_product_shows_in_no_call(opened: Opened, tmp_path: Path, mas
         seen.append(provider.seen)
     assert len(seen[0]) > 0
     assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("ignore::tenant_sdk.model.planned_calls.NotFiniteWarning")
+@pytest.mark.parametrize("after", [0, 3, 30], ids=["in A·W", "in the first pass", "in a later pass"])
+def test_a_second_answer_does_not_show_whether_the_first_was_spoilt(opened: Opened, tmp_path: Path, after: int) -> None:
+    """Every answer asks for A·W, whatever the answers before it were. Otherwise the second answer of a session would
+    ask for it only if a value of the first one was not finite, which may depend on the first prompt."""
+    client, provider = opened()
+    client.finetune(ROWS, lora(r=RANK, use_dora=True), tmp_path / "dora", **{**QUICK, "max_steps": 1})
+    answers = []
+    for fails in (False, False, True, False):
+        fault = Fault(Direction.FORWARD, math.nan, provider.num_matching + after) if fails else HONEST
+        provider.fault, provider.seen = fault, []
+        with pytest.raises(NotFinite) if fails else contextlib.nullcontext():
+            client.generate("who?", tmp_path / "dora", 4, fixed_length=True)
+        answers.append(provider.seen)
+    assert len(answers[0]) > 0
+    assert all(each == answers[0] for each in answers)
+
+
+def test_answers_at_a_time_ask_once_each(folder: Path, requests: Requests) -> None:
+    """Two courses that alternate, as those of two threads may, do not take A·W from each other."""
+    with client_of(folder) as client, torch.no_grad():
+        model = dora_model(client).eval()
+        planned = planned_calls(model)
+        courses = [Course(may_stop=False), Course(may_stop=False)]
+        for course in courses * 2:
+            with planned.on_course(course):
+                model(batch())
+        assert rows_of_a(requests) == EXPECTED * 2
 
 
 def test_norms_of_a_spoilt_answer_are_not_those_of_the_next(folder: Path, requests: Requests) -> None:

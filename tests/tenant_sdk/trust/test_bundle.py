@@ -87,6 +87,40 @@ def test_file_names_that_no_bundle_may_hold(liar: Liar, name: str) -> None:
         parse_manifest(json.dumps(content).encode())
 
 
+@pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_a_number_that_is_not_finite(liar: Liar, client: TenantClient, tmp_path: Path, name: str, wrong: float) -> None:
+    """Such a number for one letter would let the provider choose which texts give values that are not finite."""
+    tensors = load(liar.files["model.safetensors"])
+    tensors[name][-1] = wrong
+    liar.files["model.safetensors"] = save(tensors)
+    liar.announce()
+    for use in (
+        client.load_model,
+        lambda: client.generate("who?", max_new_tokens=2),
+        lambda: client.finetune(ROWS, lora(), tmp_path / "out", **QUICK),
+    ):
+        with pytest.raises(MalformedFrame, match=rf"^the bundle's {name} holds a number that is NaN or infinite as"):
+            use()
+    assert liar.num_rows == []
+
+
+def test_a_number_that_is_infinite_in_the_tenants_type(
+    liar: Liar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load(liar.files["model.safetensors"])
+    tensors["model.norm.weight"][-1] = 7e4
+    liar.files["model.safetensors"] = save(tensors)
+    liar.announce()
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(liar))
+    options: Any = {"mask": "off", "cache": tmp_path / "cache", "progress": False}
+    with TenantClient("inproc:liar", **options) as client:
+        client.load_model()
+    refused = pytest.raises(MalformedFrame, match="infinite as float16")
+    with TenantClient("inproc:liar", dtype=torch.float16, **options) as client, refused:
+        client.load_model()
+
+
 UNSAFE = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil--a.Model"},
     "attn_implementation": "evil/kernel",
