@@ -169,19 +169,18 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int, hold: Calla
     too_large = HttpError(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
     if announced.isdigit() and int(announced[:20]) > most_bytes:
         raise too_large
-    parts: list[bytes] = []
-    num_bytes = 0
+    body = bytearray()  # a list of parts could take fifty times the bytes, if they come one by one
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        hold(len(parts[-1]))
-        num_bytes += len(parts[-1])
-        if num_bytes > most_bytes:
+        part = message.get("body", b"")
+        hold(len(part))
+        if len(body) + len(part) > most_bytes:
             raise too_large
+        body += part
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(body)
 
 
 async def _until_gone(receive: Receive, work: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -54,26 +54,34 @@ class JobRoutes:
         self._base, self._uploads, self._jobs = base, uploads, jobs
 
     def answer(
-        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes
+        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Handles one request. Returns the response, or None if there is no such route.
 
+        Args:
+            method, path, query, content_type, body: the request's parts.
+            is_gone: returns whether the client has gone away, so that long work for it may end.
+
         Raises:
             HttpError: the request is refused.
+            ClientGone: the client went away.
         """
         parts = path.removeprefix("/v1/").split("/")
         if parts[0] == "files":
-            return self._files(method, parts[1:], content_type, body)
+            return self._files(method, parts[1:], content_type, body, is_gone)
         if parts[:2] == ["fine_tuning", "jobs"]:
             return self._fine_tuning(method, parts[2:], query, body)
         return None
 
-    def _files(self, method: str, rest: list[str], content_type: str, body: bytes) -> dict[str, Any] | None:
+    def _files(
+        self, method: str, rest: list[str], content_type: str, body: bytes, is_gone: Callable[[], bool]
+    ) -> dict[str, Any] | None:  # fmt: skip
         match method, rest:
             case "GET", []:
                 return self._uploads.listed()
             case "POST", []:
-                return self._uploads.add(content_type, body)
+                return self._uploads.add(content_type, body, is_gone)
             case "GET", [file_id]:
                 return self._uploads.get(file_id)
             case "DELETE", [file_id]:

@@ -192,7 +192,7 @@ class Endpoint:
         self.jobs = Jobs(client, folder, root, self.service.note, self.service.released.rounded_loss, self._turns.pause)
         self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)
-        return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
+        return JobRoutes(self.service.names.base, Uploads(folder / "files", self.settings.limits), self.jobs)
 
     def _config(self, app: App) -> uvicorn.Config:
         settings = self.settings
