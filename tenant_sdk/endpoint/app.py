@@ -22,7 +22,7 @@ from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.embeddings import Embeddings
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.http import HeldBodies, JsonRoute, Reply, Response
+from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response
 from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.metrics import CONTENT_TYPE
 from tenant_sdk.endpoint.page_files import PageFiles
@@ -45,6 +45,8 @@ class App:
         self._service = service
         self._access = Access(service.settings)
         self._held = HeldBodies(service.settings.limits.held_bytes)
+        self.ending = Ending()
+        """Ends the requests under way when the server ends."""
         self._routes: dict[tuple[str, str], ASGIApp] = {}
         self._post("/v1/chat/completions", Chat(service))
         self._post("/v1/completions", Completions(service))
@@ -63,7 +65,7 @@ class App:
         self._routes["POST", path] = self._json_route(path, work, self._service.settings.limits)
 
     def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> ASGIApp:
-        return JsonRoute(name, work, limits, self._service.metrics, self._held)
+        return JsonRoute(name, work, limits, self._service.metrics, self._held, self.ending)
 
     def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
         self._routes["GET", path] = self._getting(name or path, read)

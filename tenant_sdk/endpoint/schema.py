@@ -78,7 +78,9 @@ def _prompt_kind_of(value: Any) -> str | None:
     decides."""
     if not isinstance(value, list) or not value:
         return _kind_of(value)
-    return {str: _TEXTS, list: _LISTS}.get(type(value[0]), _LIST)
+    if isinstance(value[0], list):
+        return _LISTS
+    return _TEXTS if isinstance(value[0], str) else _LIST
 
 
 def one_of(expected: str, kind_of: Callable[[Any], str | None] = _kind_of) -> Discriminator:
@@ -115,12 +117,7 @@ def _is_required(kind: type[BaseModel]) -> dict[str, bool]:
 
 def _is_absent(value: Any, is_required: bool | None) -> bool:
     """Returns whether a field counts as absent. Args: is_required: None if the field is unknown."""
-    return is_empty(value) if is_required is None else value is None and not is_required
-
-
-def is_empty(value: Any) -> bool:
-    """Returns whether a value says nothing, so that a field of this value may be ignored although it is unknown."""
-    return value is None or value in ("", [], {})
+    return value in (None, "", [], {}) if is_required is None else value is None and not is_required
 
 
 class TextPart(Strict):
