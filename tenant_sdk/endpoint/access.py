@@ -1,8 +1,9 @@
 """This module checks the headers of every request, before any route handles it: host, origin, key and content type.
 
 Guarantees: a web page of another origin gets nothing and starts nothing, even if its host name was bound to this
-machine's address (DNS rebinding). Keys are compared in constant time. Of a request that is refused here,
-the body is not read, and only a status and a fixed word are logged.
+machine's address (DNS rebinding). Keys are compared in constant time. A request whose end is unclear is refused, and
+its connection ends. Of a request that is refused here, the body is not read, and only a status and a fixed word are
+logged.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Access:
             HttpError: the request is refused.
         """
         headers = _single_headers(scope)
+        _check_framing(scope)
         host = headers.get("host", "")
         if self._only_loopback and not _is_own_host(host):
             raise HttpError(421, "this server answers to localhost and 127.0.0.1 only", "wrong_host")
@@ -85,6 +87,24 @@ def _single_headers(scope: Scope) -> dict[str, str]:
                 raise HttpError(400, f"the header {name} came twice", "invalid_header")
             found[name] = raw_value.decode("latin-1")
     return found
+
+
+def _check_framing(scope: Scope) -> None:
+    """Refuses a request whose end a proxy before this server may see at another place (request smuggling).
+
+    Source: RFC 9112, section 6.1, for both cases.
+    """
+    names = {name.lower() for name, _ in scope["headers"]}
+    if b"transfer-encoding" not in names:
+        return
+    if b"content-length" in names:
+        raise _unclear("expected either Content-Length or Transfer-Encoding, and both came")
+    if scope["http_version"] == "1.0":
+        raise _unclear("expected Content-Length: HTTP/1.0 has no Transfer-Encoding")
+
+
+def _unclear(text: str) -> HttpError:
+    return HttpError(400, text, "invalid_framing", closes=True)
 
 
 def _is_own_host(host: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.embeddings import Embeddings
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.http import HeldBodies, JsonRoute, Reply, Response
+from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response
 from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.metrics import CONTENT_TYPE
 from tenant_sdk.endpoint.page_files import PageFiles
@@ -32,7 +33,7 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 _log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _OF_MODELS = "/v1/models/"
-_SLOW_THREADS = 4
+_SLOW_THREADS, _UPLOAD_THREADS = 4, 2
 T = TypeVar("T")
 
 
@@ -44,6 +45,8 @@ class App:
         self._service = service
         self._access = Access(service.settings)
         self._held = HeldBodies(service.settings.limits.held_bytes)
+        self.ending = Ending()
+        """Ends the requests under way when the server ends."""
         self._routes: dict[tuple[str, str], ASGIApp] = {}
         self._post("/v1/chat/completions", Chat(service))
         self._post("/v1/completions", Completions(service))
@@ -54,13 +57,15 @@ class App:
         self._get("/v1/status", service.status)
         self._page = PageFiles()
         self._threads = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="veilbase-slow")
+        # of their own, so that a question about a job does not wait for large files
+        self._checking = ThreadPoolExecutor(_UPLOAD_THREADS, thread_name_prefix="veilbase-upload")
         self._jobs = jobs
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
         self._routes["POST", path] = self._json_route(path, work, self._service.settings.limits)
 
     def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> ASGIApp:
-        return JsonRoute(name, work, limits, self._service.metrics, self._held)
+        return JsonRoute(name, work, limits, self._service.metrics, self._held, self.ending)
 
     def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
         self._routes["GET", path] = self._getting(name or path, read)
@@ -111,7 +116,14 @@ class App:
         is_upload = path == UPLOAD_PATH
 
         async def work(body: bytes) -> Reply:
-            found = await self._slowly(jobs.answer, method, path, _query(scope), kind, body)
+            is_over = threading.Event()
+            threads = self._checking if is_upload and method == "POST" else self._threads
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(
+                    threads, jobs.answer, method, path, _query(scope), kind, body, is_over.is_set
+                )
+            finally:  # also when the client has gone, of which the thread would not know otherwise
+                is_over.set()
             if found is None:
                 raise HttpError(404, "there is no such path here", "not_found")
             return found

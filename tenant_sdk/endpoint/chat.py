@@ -91,7 +91,8 @@ class Chat:
         prompt = self._service.prompts.of(request.messages, tools)
         rounded, num_records = self._service.released.rounded_logprobs, request.n if request.logprobs else 0
         records = [LogprobRecord(request.top_logprobs or 0, rounded) for _ in range(num_records)]
-        return _Prepared(request, adapter, prompt, frozenset(tool.function.name for tool in tools), grammar, records)
+        kept, names = request.without_contents(), frozenset(tool.function.name for tool in tools)
+        return _Prepared(kept, adapter, prompt, names, grammar, records)
 
     def _check(self, request: ChatRequest, tools: list[Tool]) -> None:
         if request.logprobs:

@@ -33,7 +33,8 @@ class HttpError(Exception):
     """Says that a request is refused or has failed. The response gets a status, and an error in OpenAI's form."""
 
     def __init__(
-        self, status: int, text: str, code: str, param: str | None = None, retry_s: float | None = None
+        self, status: int, text: str, code: str, param: str | None = None, retry_s: float | None = None,
+        closes: bool = False,
     ) -> None:  # fmt: skip
         """Makes the error.
 
@@ -43,9 +44,12 @@ class HttpError(Exception):
             code: a fixed word for programs and for the log.
             param: the field of the request that is wrong; None if the error is not about a field.
             retry_s: the seconds after which the same request may succeed; None if this is not known.
+            closes: whether the connection ends after the response, since it is not certain where the next request
+                begins.
         """
         super().__init__(code)  # A log that shows this exception shows its code only.
         self.status, self.text, self.code, self.param, self.retry_s = status, text, code, param, retry_s
+        self.closes = closes
 
     def body(self) -> dict[str, Any]:
         """Returns the error as an object of OpenAI's interface."""
@@ -57,6 +61,8 @@ class HttpError(Exception):
         found = []
         if self.retry_s is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_s))).encode()))
+        if self.closes:
+            found.append((b"connection", b"close"))
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
         return found

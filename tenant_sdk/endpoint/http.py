@@ -1,8 +1,9 @@
 """This module receives requests and sends responses. It reads bodies within limits, sends JSON or server-sent events,
 and cancels the work for a request whose client goes away.
 
-Guarantees: unless its client goes away, a request gets one response of OpenAI's form. It is counted once in the metrics
-and has one line in the log, which shows the route, the status, a code and the duration, and no contents.
+Guarantees: unless its client goes away, a request gets one response of OpenAI's form, also if the server ends before
+the work is done: it is then a 503, or the last event of a stream that has begun. A request is counted once in the
+metrics and has one line in the log, which shows the route, the status, a code and the duration, and no contents.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream, in OpenAI's interface."""
 
 _FULL_RETRY_S = 5.0
+_STOPPED_RETRY_S = 10.0
 
 _log = logging.getLogger("veilbase.endpoint")
 
@@ -37,10 +39,51 @@ class ClientGone(Exception):
     """Says that the client closed the connection before its response was complete."""
 
 
+class Ending:
+    """Ends the requests that are under way when the server ends. Only the event loop's thread uses it."""
+
+    def __init__(self) -> None:
+        """Makes an ending that has not come."""
+        self._has_come = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def come(self) -> None:
+        """Ends all requests, those included that begin later."""
+        self._has_come = True
+        for task in self._tasks:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Returns a context for the work of one request, which ends in the middle when the server ends.
+
+        Raises:
+            HttpError: the server ends.
+        """
+        stopping = HttpError(503, "this server is stopping: try again later", "server_stopping", None, _STOPPED_RETRY_S)
+        task = asyncio.current_task()
+        if self._has_come:
+            raise stopping
+        if task is None:
+            raise TypeError("expected to be in a task")
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._has_come:
+                raise
+            task.uncancel()
+            raise stopping from None
+        finally:
+            self._tasks.discard(task)
+
+
 class JsonRoute:
     """Handles the requests of one route, as an ASGI application."""
 
-    def __init__(self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics, held: HeldBodies) -> None:
+    def __init__(
+        self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics, held: HeldBodies, ending: Ending
+    ) -> None:  # fmt: skip
         """Keeps the arguments.
 
         Args:
@@ -49,15 +92,17 @@ class JsonRoute:
             limits: the size of a body, and the time in which it must arrive.
             metrics: the counters to which each request is added.
             held: counts the bytes of the bodies of all requests.
+            ending: ends the requests when the server ends.
         """
         self._name, self._work, self._limits, self._metrics, self._held = name, work, limits, metrics, held
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         began, response = time.monotonic(), Response(send)
         code = "ok"
         try:
-            with self._held.hold() as held:
+            with self._ending.watching(), self._held.hold() as held:
                 reading = read_body(scope, receive, self._limits.body_bytes, held)
                 body = await asyncio.wait_for(reading, self._limits.body_s)
                 await _until_gone(receive, self._answer(body, response))
@@ -169,19 +214,18 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int, hold: Calla
     too_large = HttpError(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
     if announced.isdigit() and int(announced[:20]) > most_bytes:
         raise too_large
-    parts: list[bytes] = []
-    num_bytes = 0
+    body = bytearray()  # a list of parts could take fifty times the bytes, if they come one by one
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        hold(len(parts[-1]))
-        num_bytes += len(parts[-1])
-        if num_bytes > most_bytes:
+        part = message.get("body", b"")
+        hold(len(part))
+        if len(body) + len(part) > most_bytes:
             raise too_large
+        body += part
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(body)
 
 
 async def _until_gone(receive: Receive, work: Any) -> None:

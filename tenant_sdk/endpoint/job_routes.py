@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, Tag
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.endpoint.jobs import Jobs
-from tenant_sdk.endpoint.schema import parsed
+from tenant_sdk.endpoint.schema import NUMBER, TEXT, ClientNotes, Strict, one_of, parsed
 from tenant_sdk.endpoint.uploads import Uploads
 
 _BASE_RATE = 1e-3
 """The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
-_Auto = Literal["auto"]
+_Auto = Annotated[Literal["auto"], Tag(TEXT)]
+_CHOICE = one_of("auto or a number")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class _Hyperparameters(_Strict):
-    n_epochs: _Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
-    batch_size: _Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    learning_rate_multiplier: _Auto | Annotated[float, Field(gt=0, le=1000)] = "auto"
+class _Hyperparameters(Strict):
+    n_epochs: Annotated[_Auto | Annotated[int, Field(ge=1, le=1000), Tag(NUMBER)], _CHOICE] = "auto"
+    batch_size: Annotated[_Auto | Annotated[int, Field(ge=1, le=1024), Tag(NUMBER)], _CHOICE] = "auto"
+    learning_rate_multiplier: Annotated[_Auto | Annotated[float, Field(gt=0, le=1000), Tag(NUMBER)], _CHOICE] = "auto"
     max_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     rank: Annotated[int, Field(ge=1, le=256)] = 16
 
 
-class _Supervised(_Strict):
+class _Supervised(Strict):
     hyperparameters: _Hyperparameters = Field(default_factory=_Hyperparameters)
 
 
-class _Method(_Strict):
+class _Method(Strict):
     type: Literal["supervised"]
     supervised: _Supervised = Field(default_factory=_Supervised)
 
 
-class JobRequest(_Strict):
+class JobRequest(ClientNotes):
     """Holds a request for a new fine-tuning job."""
 
     model: str = Field(min_length=1, max_length=512)
@@ -47,9 +44,6 @@ class JobRequest(_Strict):
     seed: int = Field(0, ge=0, lt=1 << 31)
     hyperparameters: _Hyperparameters | None = None
     method: _Method | None = None
-    metadata: dict[str, str] | None = None
-    validation_file: None = None
-    integrations: None = None
 
 
 class JobRoutes:
@@ -60,26 +54,34 @@ class JobRoutes:
         self._base, self._uploads, self._jobs = base, uploads, jobs
 
     def answer(
-        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes
+        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Handles one request. Returns the response, or None if there is no such route.
 
+        Args:
+            method, path, query, content_type, body: the request's parts.
+            is_gone: returns whether the client has gone away, so that long work for it may end.
+
         Raises:
             HttpError: the request is refused.
+            ClientGone: the client went away.
         """
         parts = path.removeprefix("/v1/").split("/")
         if parts[0] == "files":
-            return self._files(method, parts[1:], content_type, body)
+            return self._files(method, parts[1:], content_type, body, is_gone)
         if parts[:2] == ["fine_tuning", "jobs"]:
             return self._fine_tuning(method, parts[2:], query, body)
         return None
 
-    def _files(self, method: str, rest: list[str], content_type: str, body: bytes) -> dict[str, Any] | None:
+    def _files(
+        self, method: str, rest: list[str], content_type: str, body: bytes, is_gone: Callable[[], bool]
+    ) -> dict[str, Any] | None:  # fmt: skip
         match method, rest:
             case "GET", []:
                 return self._uploads.listed()
             case "POST", []:
-                return self._uploads.add(content_type, body)
+                return self._uploads.add(content_type, body, is_gone)
             case "GET", [file_id]:
                 return self._uploads.get(file_id)
             case "DELETE", [file_id]:

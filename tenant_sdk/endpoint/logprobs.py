@@ -1,9 +1,15 @@
 """This module writes the logprobs of an answer in OpenAI's two forms, for chats and for plain completions. They are
-exact or rounded, as the privacy rules of `privacy.py` allow."""
+exact or rounded, as the privacy rules of `privacy.py` allow.
+
+Guarantees: `bytes` are a token's own bytes, also if the token is a part of a character: those of an answer's tokens
+together are those of its text. Such a token is shown as OpenAI shows it: by its bytes, as `\\xf0`, and in plain
+completions with `bytes:` before them. Different tokens thus have different keys in `top_logprobs`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +21,90 @@ _LEAST = -9999.0
 """The logprob that stands for minus infinity, which JSON cannot express; OpenAI uses the same number."""
 
 
+_UNFINISHED = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token of one byte in vocabularies of SentencePiece (`byte_fallback`)."""
+
+
+def _byte_letters() -> dict[str, int]:
+    """Returns the bytes by the letters that stand for them in vocabularies of byte-level BPE. Source: GPT-2's
+    `bytes_to_unicode`: a printable byte of Latin-1 is itself, the others are the letters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
 class TokenTexts:
-    """Gives the text of single tokens."""
+    """Gives the bytes of single tokens. Each is computed once."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Keeps a transformers tokenizer, which no other code may use at the same time."""
         self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._known: dict[int, bytes] = {}
+        self._literal = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+        ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._before = list(ids[-1:])
+        """A token of a letter. Behind it a token has the space with which it begins, which decoders leave out at the
+        beginning of a text."""
+        self._letter = str(tokenizer.decode(self._before)) if self._before else ""
 
-    def __getitem__(self, token_id: int) -> str:
-        """Returns the text of a token, special tokens included."""
+    def __getitem__(self, token_id: int) -> bytes:
+        """Returns the bytes of a token in UTF-8, special tokens included."""
         with self._lock:
-            return str(self._tokenizer.decode([token_id]))
+            if token_id not in self._known:
+                self._known[token_id] = self._bytes_of(token_id)
+            return self._known[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._literal:
+            return self._literal[token_id].encode("utf-8", "replace")
+        text = str(self._tokenizer.decode([*self._before, token_id]))
+        if text.startswith(self._letter):
+            text = text.removeprefix(self._letter)
+        else:
+            text = str(self._tokenizer.decode([token_id]))
+        if _UNFINISHED not in text:
+            return text.encode("utf-8", "replace")
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes([int(byte[1], 16)])
+        if all(letter in _BYTE_OF_LETTER for letter in piece):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        return text.encode("utf-8", "replace")
+
+
+def _is_whole(token: bytes) -> bool:
+    """Returns whether a token's bytes are whole characters."""
+    try:
+        token.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _name(token: bytes) -> str:
+    """Returns how a token is shown: its text, with `\\xf0` for the byte f0 of an incomplete character."""
+    return token.decode("utf-8", "backslashreplace")
+
+
+def _key(token: bytes) -> str:
+    """Returns how a token is shown in plain completions."""
+    return _name(token) if _is_whole(token) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _offsets(tokens: Sequence[bytes]) -> list[int]:
+    """Returns for each token how many characters of the text are before the character in which the token begins."""
+    firsts = [
+        sum(byte & 0xC0 != 0x80 for byte in token) for token in tokens
+    ]  # a character's further bytes are 10xxxxxx
+    counts = [0, *itertools.accumulate(firsts)]
+    return [
+        max(0, count - 1) if token and token[0] & 0xC0 == 0x80 else count
+        for count, token in zip(counts, tokens, strict=False)
+    ]
 
 
 def chat_logprobs(
@@ -34,8 +113,8 @@ def chat_logprobs(
     """Returns the field `logprobs` of one choice of a chat response."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = texts[token_id]
-        return {"token": text, "logprob": _shown(logprob, released), "bytes": list(text.encode("utf-8", "replace"))}
+        token = texts[token_id]
+        return {"token": _name(token), "logprob": _shown(logprob, released), "bytes": list(token)}
 
     content = [
         {**entry(token_id, logprob), "top_logprobs": [entry(*each) for each in top]}
@@ -50,13 +129,13 @@ def completion_logprobs(
     """Returns the field `logprobs` of one choice of a plain completion."""
     steps = record.steps(token_ids)
     tokens = [texts[token_id] for token_id, _, _ in steps]
-    offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
-    top = [{texts[other]: _shown(value, released) for other, value in each} for _, _, each in steps]
+    # Two tokens of one text, if a vocabulary has them, share a key: the likelier one keeps it, which comes last here.
+    top = [{_key(texts[other]): _shown(value, released) for other, value in reversed(each)} for _, _, each in steps]
     return {
-        "tokens": tokens,
+        "tokens": [_key(token) for token in tokens],
         "token_logprobs": [_shown(logprob, released) for _, logprob, _ in steps],
-        "top_logprobs": top,
-        "text_offset": offsets,
+        "top_logprobs": [dict(reversed(each.items())) for each in top],
+        "text_offset": _offsets(tokens),
     }
 
 

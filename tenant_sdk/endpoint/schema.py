@@ -1,16 +1,32 @@
 """This module describes the requests that the endpoint accepts, with a limit for each of their parts.
 
 Guarantees: a request that passes has the types, roles and sizes below, and no field that the endpoint would ignore
-although it changes the answer. The error text names the field and never quotes its value.
+although it changes the answer. A field that is null counts as absent, unless it must be there, and so does a field
+that is unknown here and is null or empty: clients send such fields for what their users did not set. The error text
+names the field and never quotes its value.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import from_json
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 
@@ -22,6 +38,11 @@ _MOST_PARTS = 256
 _MOST_FAULTS = 1000
 """The most faults of a body that are described. A body with more of them is refused as a whole, since describing a
 million faults would take seconds."""
+_SHOWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+"""The names of fields that an error shows: another one may be a text at the wrong place."""
+TEXT, _LIST, _OBJECT, NUMBER, _TEXTS, _LISTS = "(text)", "(list)", "(object)", "(number)", "(texts)", "(lists)"
+"""The kinds of values of a field that takes several. They are no names, so that they are told apart in error places."""
+_KINDS = frozenset((TEXT, _LIST, _OBJECT, NUMBER, _TEXTS, _LISTS))
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 _ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -39,27 +60,82 @@ def _is_finite(value: dict[str, Any]) -> dict[str, Any]:
 
 
 _JsonObject = Annotated[dict[str, Any], AfterValidator(_is_finite)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""A client's own notes about a request. Source of the limits: OpenAI's documentation of the field `metadata`."""
 
 
-class _Strict(BaseModel):
+def _kind_of(value: Any) -> str | None:
+    return next((kind for type_, kind in _KIND_OF_TYPE.items() if isinstance(value, type_)), None)
+
+
+_KIND_OF_TYPE: dict[type, str] = {str: TEXT, list: _LIST, dict: _OBJECT, int: NUMBER, float: NUMBER}
+
+
+def _prompt_kind_of(value: Any) -> str | None:
+    """Returns whether a prompt is a text, a list of texts, token ids or a list of token ids; the first entry
+    decides."""
+    if not isinstance(value, list) or not value:
+        return _kind_of(value)
+    if isinstance(value[0], list):
+        return _LISTS
+    return _TEXTS if isinstance(value[0], str) else _LIST
+
+
+def one_of(expected: str, kind_of: Callable[[Any], str | None] = _kind_of) -> Discriminator:
+    """Chooses by a value's own kind which type of a union it must have, so that the error is about that type. Without
+    it, the first error is that the value has not the first type.
+
+    Args:
+        expected: the types, for the error about a value of another kind.
+        kind_of: returns the tag of a value's kind; None for another kind.
+    """
+    return Discriminator(kind_of, custom_error_type="wrong_kind", custom_error_message=f"expected {expected}")
+
+
+class Strict(BaseModel):
+    """Holds an object of a request's body, with its fields and no other."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_absent(cls, given: Any) -> Any:
+        """Leaves out the fields that count as absent."""
+        if not isinstance(given, dict):
+            return given
+        required = _is_required(cls)
+        return {name: value for name, value in given.items() if not _is_absent(value, required.get(name))}
 
-class TextPart(_Strict):
+
+@functools.cache
+def _is_required(kind: type[BaseModel]) -> dict[str, bool]:
+    """Returns the names of a model's fields in JSON, and whether each of them must be there."""
+    return {field.alias or name: field.is_required() for name, field in kind.model_fields.items()}
+
+
+def _is_absent(value: Any, is_required: bool | None) -> bool:
+    """Returns whether a field counts as absent. Args: is_required: None if the field is unknown."""
+    return value in (None, "", [], {}) if is_required is None else value is None and not is_required
+
+
+class TextPart(Strict):
     """Holds one part of a message's content. Only text is accepted."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     """Holds the name of a function that the model called, and the arguments as JSON."""
 
     name: _ToolName
-    arguments: str = "{}"
+    arguments: Annotated[str, AfterValidator(lambda text: text if text.strip() else "{}")] = "{}"
+    """The arguments. An empty text is what some clients make of a call without arguments."""
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """Holds a call that the model made in an earlier turn."""
 
     id: _Name
@@ -67,29 +143,34 @@ class ToolCall(_Strict):
     function: CalledFunction
 
 
-class Message(_Strict):
+_Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(max_length=_MOST_PARTS), Tag(_LIST)],
+    one_of("a text or a list of text parts"),
+]
+
+
+class Message(Strict):
     """Holds one message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)] | None = None
+    content: _Content | None = None
     name: _Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: _Name | None = None
-    refusal: None = None
-    annotations: Annotated[list[_JsonObject], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    """The last four fields are empty in answers. Clients send them back with an answer in the next request."""
+
+    @field_validator("content")
+    @classmethod
+    def _as_one_text(cls, content: str | list[TextPart] | None) -> str | None:
+        """Joins parts at once: kept as objects, the parts of one body could take a hundred megabytes."""
+        return "".join(part.text for part in content) if isinstance(content, list) else content
 
     @property
     def text(self) -> str:
         """Returns the content as one text."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return str(self.content or "")
 
 
-class FunctionTool(_Strict):
+class FunctionTool(Strict):
     """Describes a function that the model may call."""
 
     name: _ToolName
@@ -98,25 +179,25 @@ class FunctionTool(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """Holds one entry of a request's `tools`."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class _NamedFunction(_Strict):
+class _NamedFunction(Strict):
     name: _ToolName
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     """Holds the choice of one tool that the model must call."""
 
     type: Literal["function"]
     function: _NamedFunction
 
 
-class SchemaFormat(_Strict):
+class SchemaFormat(Strict):
     """Holds the JSON schema that an answer must fit."""
 
     name: _ToolName
@@ -125,31 +206,45 @@ class SchemaFormat(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """Says whether an answer is free text, any JSON object or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
-class StreamOptions(_Strict):
+_Stops = Annotated[
+    Annotated[_Stop, Tag(TEXT)] | Annotated[list[_Stop], Field(max_length=MOST_STOPS), Tag(_LIST)],
+    one_of("a text or a list of texts"),
+]
+
+
+class StreamOptions(Strict):
     """Holds the options of a streamed response."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class _Request(_Strict):
-    """Holds the fields that requests for chat and for plain completions share.
+class ClientNotes(Strict):
+    """Holds the fields that have no effect on an answer. They are accepted because clients send them."""
 
-    The fields from `user` on have no effect on the answer. They are accepted because clients send them.
-    """
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    metadata: Metadata | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class _Request(ClientNotes):
+    """Holds the fields that requests for chat and for plain completions share."""
 
     model: str = Field(min_length=1, max_length=512)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: _Stops | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -162,11 +257,6 @@ class _Request(_Strict):
     )
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     fixed_length: bool = False
-    user: str | None = Field(None, max_length=512)
-    safety_identifier: str | None = Field(None, max_length=512)
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -179,6 +269,12 @@ class _Request(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(_OBJECT)],
+    one_of("none, auto, required or an object that names a tool"),
+]
+
+
 class ChatRequest(_Request):
     """Holds a request of /v1/chat/completions."""
 
@@ -186,51 +282,59 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
+    def without_contents(self) -> ChatRequest:
+        """Returns the request without its messages, tools and schemas, which a request that waits would otherwise keep
+        beside the prompt that was made of them, and which take many times the size of the body."""
+        none = dict.fromkeys(("tools", "tool_choice", "response_format", "metadata"))
+        return self.model_copy(update={"messages": [], **none})
+
+
+_PROMPTS = "a text, token ids, or a list of either"
+
 
 class CompletionRequest(_Request):
     """Holds a request of /v1/completions. The prompt is a text, token ids, or a list of either."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
-        | _TokenIds
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag(TEXT)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True), Tag(_TEXTS)]
+        | Annotated[_TokenIds, Tag(_LIST)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True), Tag(_LISTS)],
+        one_of(_PROMPTS, _prompt_kind_of),
+    ]
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
     logprobs: int | None = Field(None, ge=0, le=5)
 
 
-class EmbeddingRequest(_Strict):
+class EmbeddingRequest(ClientNotes):
     """Holds a request of /v1/embeddings. The input is a text, token ids, or a list of either."""
 
     model: str = Field(min_length=1, max_length=512)
-    input: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
-        | _TokenIds
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
-    )
+    input: Annotated[
+        Annotated[str, Tag(TEXT)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), Tag(_TEXTS)]
+        | Annotated[_TokenIds, Tag(_LIST)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True), Tag(_LISTS)],
+        one_of(_PROMPTS, _prompt_kind_of),
+    ]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: None = None
-    user: str | None = Field(None, max_length=512)
 
 
-class LoadAdapter(_Strict):
+class LoadAdapter(ClientNotes):
     """Holds a request of /v1/load_lora_adapter."""
 
     lora_name: str = Field(min_length=1, max_length=128)
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
 
 
-class UnloadAdapter(_Strict):
+class UnloadAdapter(ClientNotes):
     """Holds a request of /v1/unload_lora_adapter. Its `lora_int_id` is accepted and ignored."""
 
     lora_name: str = Field(min_length=1, max_length=128)
@@ -247,16 +351,18 @@ def parsed(kind: type[R], body: bytes) -> R:
         HttpError: the body is not JSON, or a field is missing, unknown or outside its limits.
     """
     try:
-        return kind.model_validate_json(body)
+        given = from_json(body)  # takes a fifth of the memory of `model_validate_json` for a body of empty objects
+    except (ValueError, RecursionError):  # such as a number that is too long, and is not quoted
+        raise bad_request("the body is not JSON in UTF-8 that can be read", code="invalid_json") from None
+    try:
+        return kind.model_validate(given)
     except ValidationError as exc:
         raise _refusal(exc) from None
-    except (ValueError, RecursionError):  # such as a number that is too long to be read
-        raise bad_request("the body is not JSON that can be read", code="invalid_json") from None
 
 
-def _is_name(part: int | str) -> bool:
-    """Returns whether a part of pydantic's error location is a field's name or an index, and not the name of a type."""
-    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
+def _is_shown(part: int | str) -> bool:
+    """Returns whether a part of pydantic's error location is an index or the name of a field."""
+    return isinstance(part, int) or _SHOWN_NAME.fullmatch(part) is not None
 
 
 def _refusal(exc: ValidationError) -> HttpError:
@@ -264,10 +370,9 @@ def _refusal(exc: ValidationError) -> HttpError:
     if exc.error_count() > _MOST_FAULTS:
         return bad_request(f"more than {_MOST_FAULTS} fields or values of the body are wrong")
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return bad_request("the body is not JSON in UTF-8", code="invalid_json")
-    names = [str(each) for each in itertools.takewhile(_is_name, first["loc"])]
-    place = ascii(".".join(names))[1:-1][:200]
+    parts = [part for part in first["loc"] if part not in _KINDS]
+    place = ".".join(map(str, itertools.takewhile(_is_shown, parts)))[:200]
     if first["type"] == "extra_forbidden":
-        return bad_request(f"{place} is not a field of this request here", place, "unknown_field")
+        named = place if _is_shown(first["loc"][-1]) else f"a field of {place or 'the body'}, whose name is not shown,"
+        return bad_request(f"{named} is not supported here: leave it out", place or None, "unknown_field")
     return bad_request(f"{place or 'the body'}: {first['msg']}"[:400], place or None)

@@ -6,6 +6,7 @@ ends all requests under way with an error, stops, and does not start again by it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -38,8 +39,10 @@ _SEND_BUFFER_BYTES = 64 << 10
 _JOBS_FOLDER = ".jobs"
 """The subfolder for jobs and uploads in the folder of adapters. No adapter has this name, since it begins with a
 dot."""
-_GRACE_S = 5
-"""The seconds that running requests get to finish when the server stops."""
+_GRACE_S = 5.0
+"""The seconds that running requests get to finish when the server stops. After them, a request gets an error."""
+_LAST_WORDS_S = 2
+"""The seconds that these errors get to be sent."""
 
 
 class ServedSession(TrainingSession, Protocol):
@@ -124,7 +127,8 @@ class Endpoint:
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
             jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
-            self._server = _Server(self._config(App(self.service, jobs)), self._ready)
+            app = App(self.service, jobs)
+            self._server = _Server(self._config(app), self._ready, app.ending.come)
             self._opened = undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
         self._answers = threading.Event()
@@ -192,7 +196,7 @@ class Endpoint:
         self.jobs = Jobs(client, folder, root, self.service.note, self.service.released.rounded_loss, self._turns.pause)
         self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)
-        return JobRoutes(self.service.names.base, Uploads(folder / "files"), self.jobs)
+        return JobRoutes(self.service.names.base, Uploads(folder / "files", self.settings.limits), self.jobs)
 
     def _config(self, app: App) -> uvicorn.Config:
         settings = self.settings
@@ -200,7 +204,8 @@ class Endpoint:
             app, http=protocol_class(self._socket), ws="none", lifespan="off",
             loop=f"{EventLoop.__module__}:{EventLoop.__name__}",
             log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
-            workers=1, timeout_keep_alive=round(settings.limits.idle_s), timeout_graceful_shutdown=_GRACE_S,
+            workers=1, timeout_keep_alive=round(settings.limits.idle_s),
+            timeout_graceful_shutdown=round(_GRACE_S) + _LAST_WORDS_S,
             h11_max_incomplete_event_size=32 << 10, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
 
@@ -236,16 +241,26 @@ def _explained(client: ServedSession, engine: Engine, released: Released) -> str
 
 
 class _Server(uvicorn.Server):
-    """Runs uvicorn's server, and calls a function when the server accepts requests."""
+    """Runs uvicorn's server, and calls a function when the server accepts requests, and one when it ends and the
+    requests under way have had their time."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_end: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._on_end = on_ready, on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen, and then calls the function."""
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops listening, waits for the requests under way, and ends those that take too long."""
+        timer = asyncio.get_running_loop().call_later(_GRACE_S, self._on_end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            self._on_end()  # after a second signal, nobody has waited
 
 
 def _listening(settings: EndpointSettings) -> ListeningSocket:

@@ -25,6 +25,9 @@ class EndpointLimits:
     Attributes:
         body_bytes: the largest body of a request.
         file_bytes: the largest upload of a training file.
+        file_rows: the most lines of a training file. Checking a million takes some ten seconds of one processor, and a
+            job holds all rows in memory.
+        row_bytes: the longest line of a training file. Read as JSON, a line may take seventy times its bytes.
         held_bytes: the most bytes of bodies that are held in memory at a time, of all requests together.
         body_s: the seconds within which a whole request has to arrive.
         connections: the most connections at a time, and over TLS the most unfinished handshakes beside them.
@@ -36,6 +39,8 @@ class EndpointLimits:
 
     body_bytes: int = 4 << 20
     file_bytes: int = 64 << 20
+    file_rows: int = 1_000_000
+    row_bytes: int = 1 << 20
     held_bytes: int = 256 << 20
     body_s: float = 30.0
     connections: int = 256

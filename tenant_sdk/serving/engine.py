@@ -62,6 +62,7 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import pad_token
+from tenant_sdk.text.stops import special_texts
 from wire.errors import ConfigurationError, VeilbaseError
 
 MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
@@ -147,6 +148,7 @@ class Engine:
         self._scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
+        self._special = special_texts(self._own_tokenizer)
         self._text_lock = threading.Lock()
         woken = threading.Event()
         self._slots = _open_slots(make_slots, self._model, woken.set)
@@ -215,6 +217,7 @@ class Engine:
             repetition_penalty: a factor; above 1, it makes repetitions rarer.
             seed: the seed of this answer's own random numbers; None takes an unpredictable seed.
             stop: strings at which the text ends, and which it does not include; at most 4,096 characters together.
+                They may hold special tokens, such as `<|im_end|>`.
             eos_token_id: tokens at which the text ends; None means those of the model.
             logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
             fixed_length: whether the rows go on to the length limit after the text has ended. Such a request neither
@@ -245,7 +248,7 @@ class Engine:
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
         encoded = self._encode(prompt)
         num_new = self._context.answer_length(max_new_tokens, encoded.num_rows)
-        ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
+        ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length, self._special)
         true_or_false("pools", pools)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller, pools)
 

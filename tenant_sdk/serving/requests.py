@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,14 @@ class Ending:
         stop_ids: tokens at which the text ends.
         stops: strings at which the text ends.
         fixed_length: whether the rows go on to the length limit after the text has ended.
+        special: the texts of the tokenizer's special tokens by id, of which `stops` may hold some.
     """
 
     max_new_tokens: int
     stop_ids: Collection[int]
     stops: tuple[str, ...]
     fixed_length: bool
+    special: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -93,7 +95,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Sets the request's tokens to the prompt's tokens, and starts with an empty text."""
-        self._stream = TextStream(self.decoding, self.ending.stops)
+        self._stream = TextStream(self.decoding, self.ending.stops, self.ending.special)
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
         self._hit: Hit | None = None

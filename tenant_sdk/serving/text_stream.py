@@ -4,12 +4,15 @@ Guarantees: the pieces together are the text that the tokenizer decodes from all
 up to the first stop string, which is left out. This holds for tokenizers with which further tokens do not change
 complete earlier characters. A piece never ends inside a character of several tokens, up to 16; such a character decodes
 to U+FFFD until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such
-text is held back.
+text is held back. A stop string may be, begin with, hold or end with special tokens: it is looked for in the text with
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tenant_sdk.text.failures import SafeDecoding
 
@@ -19,17 +22,25 @@ _MOST_WAITING = 16
 least one byte."""
 
 
+_NONE: Mapping[int, str] = MappingProxyType({})
+
+
 class TextStream:
     """Decodes the text of one answer."""
 
-    def __init__(self, decoding: SafeDecoding, stops: Sequence[str] = ()) -> None:
+    def __init__(self, decoding: SafeDecoding, stops: Sequence[str] = (), special: Mapping[int, str] = _NONE) -> None:
         """Makes a stream without text.
 
         Args:
             decoding: the tokenizer; after a failure, the tokenizer gives no more text.
             stops: strings at which the answer ends.
+            special: the texts of the special tokens by id. They are no text of the answer, but stop strings see them.
         """
         self._decoding, self._stops = decoding, tuple(stops)
+        self._special = special if self._stops else _NONE
+        self._marks: list[tuple[int, str]] = []
+        """The special tokens in the text that is held back, in order: the characters of it before each, and its text or
+        the end of it."""
         self._token_ids: list[int] = []
         # The tokens before `_read` are in the text. New tokens are decoded together with the tokens from `_begin` on.
         self._begin = self._read = 0
@@ -43,6 +54,9 @@ class TextStream:
         if self.is_stopped:
             return ""
         self._token_ids.append(token_id)
+        if token_id in self._special:
+            self._marks.append((len(self._held), self._special[token_id]))
+            return self._hand_out("", is_end=False)
         before = self._decode(self._begin, self._read)
         now = self._decode(self._begin, len(self._token_ids))
         is_waiting = now.endswith(_UNFINISHED) and len(self._token_ids) - self._read < _MOST_WAITING
@@ -72,14 +86,37 @@ class TextStream:
 
     def _hand_out(self, more: str, is_end: bool) -> str:
         ready = self._held + more
-        found = [place for place in map(ready.find, self._stops) if place >= 0]
+        marked = self._marked(ready)
+        found = [place for place in map(marked.find, self._stops) if place >= 0]
         if found:
-            ready, self._held, self.is_stopped = ready[: min(found)], "", True
+            ready, self._held, self.is_stopped = ready[: self._pass(min(found))], "", True
         else:
-            num_held = 0 if is_end else max((_overlap(ready, stop) for stop in self._stops), default=0)
-            ready, self._held = ready[: len(ready) - num_held], ready[len(ready) - num_held :]
+            num_held = 0 if is_end else max((_overlap(marked, stop) for stop in self._stops), default=0)
+            num_ready = self._pass(len(marked) - num_held)
+            ready, self._held = ready[:num_ready], ready[num_ready:]
         self.text += ready
         return ready
+
+    def _marked(self, text: str) -> str:
+        """Returns the text that is held back with its special tokens, as stop strings see it."""
+        places = [0, *(place for place, _ in self._marks), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(places)]
+        return "".join(part + mark for part, (_, mark) in zip(parts, [*self._marks, (0, "")], strict=True))
+
+    def _pass(self, size: int) -> int:
+        """Takes the first `size` characters off the marked text. Returns how many of them are no special tokens."""
+        num_before = num_marked = 0
+        left: list[tuple[int, str]] = []
+        for place, mark in self._marks:
+            begin = place + num_marked  # in the marked text
+            num_marked += len(mark)
+            passed = min(max(size - begin, 0), len(mark))
+            num_before += passed
+            if passed < len(mark):
+                left.append((place, mark[passed:]))
+        num_text = size - num_before
+        self._marks = [(max(0, place - num_text), mark) for place, mark in left]
+        return num_text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -4,7 +4,9 @@ type."""
 from __future__ import annotations
 
 import http.client
+import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -195,6 +197,32 @@ def test_a_header_that_comes_twice(endpoint: Endpoint) -> None:
     connection.endheaders()
     assert connection.getresponse().status == 400
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [
+        ("1.1", "Content-Length: 5\r\nTransfer-Encoding: chunked"),
+        ("1.1", "transfer-encoding: Chunked\r\ncontent-length: 5"),
+        ("1.0", "Transfer-Encoding: chunked"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/chat/completions"])
+def test_a_request_with_two_ends_is_refused_and_its_connection_ends(
+    endpoint: Endpoint, path: str, version: str, headers: str
+) -> None:
+    """What a proxy takes for the rest of the body would be another request here (request smuggling)."""
+    smuggled = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    method = "POST" if path.endswith("completions") else "GET"
+    head = f"{method} {path} HTTP/{version}\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n{headers}\r\n"
+    address = ("127.0.0.1", urlsplit(endpoint.url).port)
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n0\r\n\r\n{smuggled}".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # up to the end of the connection
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert version == "1.0" or b"connection: close" in answer
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_framing"
 
 
 def test_forms_of_other_sites_are_no_json(endpoint: Endpoint) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint import server
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits
 from tenant_sdk.text.rows import CutWarning
@@ -154,6 +155,67 @@ def test_a_thousand_connections(client: TenantClient) -> None:
         assert full == 60 + 8 * 120  # 1,020 connections, 40 at a time
         sockets[0].sendall(request(chat()))
         assert sockets[0].recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+# ---- the end of the server -------------------------------------------------------------------------------------------
+
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "logit_bias": {"2": -100}}
+
+
+def whole(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_requests_under_way_are_told_that_the_server_stops(
+    client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    with contextlib.ExitStack() as opened:
+        endpoint = opened.enter_context(endpoint_of(client, tmp_path, max_running=1))
+        running, waiting, slow = (opened.enter_context(connected(endpoint)) for _ in range(3))
+        running.sendall(request(chat(**ENDLESS)))
+        until(lambda: endpoint.engine.status().num_running == 1, "the request")
+        waiting.sendall(request(chat(**ENDLESS, n=2)))
+        until(lambda: endpoint.engine.status().num_waiting == 2, "the requests that wait")
+        slow.sendall(request(chat())[:-5])
+        idle = opened.enter_context(connected(endpoint))
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(1000).startswith(b"HTTP/1.1 200 ")  # the requests that were sent before have arrived too
+        endpoint.stop()
+        for connection in (running, waiting, slow):
+            head, _, body = whole(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: " in head
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"], error["param"]) == ("server_error", "server_stopping", None)
+        until(lambda: not endpoint.is_serving, "the end of the server")
+
+
+def test_a_stream_ends_with_an_error_when_the_server_stops(
+    client: TenantClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    for path, body in (("chat/completions", chat()), ("completions", {"model": "llama", "prompt": "who?"})):
+        with endpoint_of(client) as endpoint, raw(endpoint) as http:
+            asked = {**body, **ENDLESS, "n": 4, "stream": True}
+            with http.stream("POST", f"/v1/{path}", json=asked) as answer:
+                lines = answer.iter_lines()
+                assert next(lines).startswith("data: ")
+                endpoint.stop()
+                last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_stopping"
+
+
+def test_an_answer_that_is_nearly_complete_is_given_when_the_server_stops(client: TenantClient) -> None:
+    answers: list[Any] = []
+    with endpoint_of(client, max_running=2) as endpoint, raw(endpoint) as http, held(endpoint) as gate:
+        asked = threading.Thread(target=lambda: answers.append(http.post("/v1/chat/completions", json=chat())))
+        asked.start()
+        until(lambda: num_requests(endpoint) == 2, "the request")
+        endpoint.stop()
+        gate.open.set()
+        end(asked)
+    assert [answer.status_code for answer in answers] == [200]
 
 
 def test_what_is_not_http_is_told_so(endpoint: Endpoint) -> None:

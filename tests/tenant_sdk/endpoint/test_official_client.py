@@ -109,6 +109,14 @@ def test_a_stop_string_ends_the_text(ai: openai.OpenAI) -> None:
         assert (ended.message.content, ended.finish_reason) == (text[: text.index(text[3])], "stop")
 
 
+def test_a_stop_string_may_be_a_special_token(ai: openai.OpenAI, client: TenantClient) -> None:
+    token_id = client.tokenizer.convert_tokens_to_ids("<|user|>")  # which does not end answers by itself
+    for stop in ("<|user|>", ["never", "<|user|><|user|>"]):
+        ended = ask(ai, stop=stop, logit_bias={str(token_id): 100}).choices[0]
+        assert (ended.message.content, ended.finish_reason) == ("", "stop")
+    assert ask(ai, stop="<|user|>x", logit_bias={str(token_id): 100}).choices[0].finish_reason == "length"
+
+
 def test_a_completion_continues_a_text_as_it_is(ai: openai.OpenAI, client: TenantClient) -> None:
     ids = client.tokenizer("who?")["input_ids"]
     model = client.load_model()

@@ -3,11 +3,20 @@ in linear time."""
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import contextlib
 import errno
 import json
+import socket
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -17,9 +26,10 @@ from tenant_sdk.endpoint import jobs, uploads
 from tenant_sdk.endpoint.disk import write_new
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.forms import Part, read_form
+from tenant_sdk.endpoint.http import ClientGone, read_body
 from tenant_sdk.endpoint.settings import EndpointLimits
-from tests.support.endpoints import chat, endpoint_of, raw
-from tests.support.waiting import until
+from tests.support.endpoints import KEY, chat, endpoint_of, raw
+from tests.support.waiting import end, until
 
 ROW = json.dumps({"prompt": "a", "completion": "b"}).encode()
 
@@ -198,13 +208,206 @@ def test_forms_take_linear_time(body: bytes) -> None:
         assert set(read_form(KIND, body)) == {"a"}
 
 
+def test_a_form_with_another_field_is_refused_by_its_name(tmp_path: Path) -> None:
+    purpose = (NAMED.format("purpose"), b"fine-tune")
+    store = uploads.Uploads(tmp_path / "files")
+    with pytest.raises(HttpError) as refused:
+        store.add(KIND, form((FILE, ROW), purpose, (NAMED.format("expires_after[seconds]"), b"3600")))
+    assert refused.value.param == "expires_after[seconds]"
+    assert refused.value.text == "expires_after[seconds] is not supported here: leave it out"
+    assert store.add(KIND, form((FILE, ROW), purpose, (NAMED.format("expires_after"), b"")))["bytes"] == len(ROW)
+
+
+# ---- large files -----------------------------------------------------------------------------------------------------
+
+ROWS = form((FILE, b"\n".join([ROW] * 50)), (NAMED.format("purpose"), b"fine-tune"))
+
+
+@contextlib.contextmanager
+def held_checks(
+    monkeypatch: pytest.MonkeyPatch, most: int = 100
+) -> Iterator[tuple[threading.Semaphore, threading.Event, list[object]]]:
+    """Holds the first `most` checks of a row while the context lasts.
+
+    Yields a semaphore that is released for each check that has begun, an event that lets the checks go on, and the list
+    of the rows that were checked.
+    """
+    begun, go_on, seen = threading.Semaphore(0), threading.Event(), []
+    load = uploads.load_rows
+
+    def held(rows: Any) -> Any:
+        seen.append(rows)
+        begun.release()
+        assert len(seen) > most or go_on.wait(60)
+        return load(rows)
+
+    monkeypatch.setattr(uploads, "load_rows", held)
+    try:
+        yield begun, go_on, seen
+    finally:
+        go_on.set()
+
+
+def test_an_upload_does_not_wait_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = uploads.Uploads(tmp_path / "files")
+    with held_checks(monkeypatch, most=1) as (begun, go_on, _):
+        slow = threading.Thread(target=store.add, args=(KIND, ROWS))
+        slow.start()
+        assert begun.acquire(timeout=60)
+        assert store.add(KIND, ROWS)["status"] == "processed"
+        go_on.set()
+        end(slow)
+    assert len(store.listed()["data"]) == 2
+
+
+def test_files_that_are_being_checked_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MOST_FILES", 1)
+    store = uploads.Uploads(tmp_path / "files")
+    with held_checks(monkeypatch) as (begun, go_on, _):
+        slow = threading.Thread(target=store.add, args=(KIND, ROWS))
+        slow.start()
+        assert begun.acquire(timeout=60)
+        with pytest.raises(HttpError, match="too_many_files"):
+            store.add(KIND, ROWS)
+        go_on.set()
+        end(slow)
+    assert len(store.listed()["data"]) == 1
+    store.delete(store.listed()["data"][0]["id"])
+    assert store.add(KIND, ROWS)  # what was counted while it arrived is not counted after it
+
+
+def test_questions_about_jobs_do_not_wait_for_uploads(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http, held_checks(monkeypatch) as (begun, go_on, _):
+        threads = [threading.Thread(target=upload, args=(http,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60)
+        assert http.get("/v1/files", timeout=20).status_code == 200
+        assert http.get("/v1/fine_tuning/jobs", timeout=20).status_code == 200
+        go_on.set()
+        for thread in threads:
+            end(thread)
+
+
+def test_the_check_ends_when_the_client_goes_away(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with endpoint_of(client, root) as endpoint, held_checks(monkeypatch) as (begun, go_on, seen):
+        url = urlsplit(endpoint.url)
+        head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: {KIND}\r\n"
+        with socket.create_connection((url.hostname, url.port), timeout=60) as gone:
+            gone.sendall(f"{head}Content-Length: {len(ROWS)}\r\n\r\n".encode() + ROWS)
+            assert begun.acquire(timeout=60)
+        until(lambda: b'status="gone"' in endpoint.service.metrics.text(), "the end of the request")
+        go_on.set()
+        with raw(endpoint) as http:
+            for _ in range(2):  # with two threads, both are free again after two further uploads
+                assert upload(http).status_code == 200
+        assert len(seen) == 3  # one of the 50 rows, and the two of the last uploads
+        assert len(left(root)) == 4
+
+
+def test_a_client_that_went_away_leaves_no_file(tmp_path: Path) -> None:
+    store = uploads.Uploads(tmp_path / "files")
+    with pytest.raises(ClientGone):
+        store.add(KIND, ROWS, lambda: True)
+    assert not list((tmp_path / "files").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (ROW + b"\n" + b"x" * 101, "the file, line 2: expected at most 100 bytes a line"),
+        (b"\n\n" + b"x" * 300 + b"\n" + ROW, "the file, line 3: expected at most 100 bytes a line"),
+        (ROW + b"\n" * 10, "the file: expected at most 10 lines, 11 came: upload several files"),
+        (b"\n" + ROW + b"\n[]", "the file, line 3: expected an object, list came"),
+        (ROW + b"\nnull", "the file, line 2: expected an object, null came"),
+        (ROW + b'\n{"text": 5}', "the file, line 2: text: expected a string, int came"),
+        (ROW + b"\n\n\xff", "the file, line 3: expected UTF-8; byte 1 of the line is not"),
+        (ROW + b'\n{"x', "the file, line 2: expected one JSON object per line; invalid JSON at column 2"),
+        (b"\n \n", "the file: expected at least one row, none came"),
+        (
+            ROW + b'\n{"prompt": "a", "chosen": "b", "rejected": "c"}',
+            "the file, line 2: expected chosen and rejected in all rows or in none",
+        ),
+    ],
+)
+def test_a_file_that_is_no_training_set_is_refused_with_the_line(tmp_path: Path, data: bytes, text: str) -> None:
+    store = uploads.Uploads(tmp_path / "files", EndpointLimits(file_rows=10, row_bytes=100))
+    with pytest.raises(HttpError) as refused:
+        store.add(KIND, form((FILE, data), (NAMED.format("purpose"), b"fine-tune")))
+    assert (refused.value.status, refused.value.text) == (400, text)
+    assert not list((tmp_path / "files").glob("*"))
+
+
+def test_lines_of_exactly_the_limit_are_kept(tmp_path: Path) -> None:
+    store = uploads.Uploads(tmp_path / "files", EndpointLimits(file_rows=4, row_bytes=len(ROW)))
+    data = b"\n".join([ROW] * 3) + b"\n"
+    assert store.add(KIND, form((FILE, data), (NAMED.format("purpose"), b"fine-tune")))["bytes"] == len(data)
+    bom = codecs.BOM_UTF8 + b'{"text": "a"}'
+    assert store.add(KIND, form((FILE, bom), (NAMED.format("purpose"), b"fine-tune")))["bytes"] == len(bom)
+
+
+LARGE = {
+    "one line of 60 MB": b"b'{\"text\": \"' + b'a' * (60 << 20) + b'\"}'",
+    "a line of empty lists": b"b'{\"text\": \"a\", \"x\": [' + b'[],' * (20 << 20) + b'0]}'",
+    "rows of empty lists": b"(b'{\"text\": \"a\", \"x\": [' + b'[],' * 300_000 + b'0]}\\n') * 10",
+    "many rows": b'b\'{"text": "a"}\\n\' * 60_000',
+}
+
+
+@pytest.mark.parametrize("data", LARGE.values(), ids=list(LARGE))
+def test_a_large_file_takes_little_more_memory_than_its_bytes(tmp_path: Path, data: bytes) -> None:
+    """The old check took 1.7 GB for a line of 62 MB, and a kilobyte for each short row."""
+    code = (
+        "import resource, sys; from pathlib import Path; from tenant_sdk.endpoint import uploads\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"data = {data.decode()}\n"
+        "purpose = b'--x\\r\\nContent-Disposition: form-data; name=\"purpose\"\\r\\n\\r\\nfine-tune\\r\\n'\n"
+        "file = b'--x\\r\\nContent-Disposition: form-data; name=\"file\"\\r\\n\\r\\n'\n"
+        "body = purpose + file + data + b'\\r\\n--x--\\r\\n'\n"
+        "store, before = uploads.Uploads(Path(sys.argv[1])), peak()\n"
+        "try: store.add('multipart/form-data; boundary=x', body)\n"
+        "except uploads.HttpError: pass\n"
+        "print(peak() - before - len(body) // 1024)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True)
+    assert int(told.stdout) < 80_000
+
+
+def test_a_body_that_comes_in_tiny_parts_takes_its_own_bytes() -> None:
+    num_left = num_parts = 100_000
+
+    async def receive() -> Any:
+        nonlocal num_left
+        num_left -= 1
+        return {"type": "http.request", "body": bytes(bytearray(b"ab")), "more_body": num_left > 0}
+
+    tracemalloc.start()
+    try:
+        body = asyncio.run(read_body({"headers": []}, receive, 1 << 20, lambda _: None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert body == b"ab" * num_parts
+    assert peak < 3_000_000  # kept as a list, the parts took 45 bytes each
+
+
 # ---- bodies in memory ------------------------------------------------------------------------------------------------
+
+
+def filled(text: str) -> dict[str, Any]:
+    """Returns fields of a request that have no effect on its answer, with this text in them."""
+    return {"metadata": {str(place): text[place : place + 500] for place in range(0, len(text), 500)}}
 
 
 def test_bodies_of_all_requests_share_one_limit(client: TenantClient) -> None:
     with endpoint_of(client, limits=EndpointLimits(held_bytes=3000)) as endpoint, raw(endpoint) as http:
         for _ in range(3):  # what a request held is free again after it, whether it was answered or refused
-            answer = http.post("/v1/chat/completions", json=chat(user="x" * 400, metadata={"a": "x" * 3000}))
+            answer = http.post("/v1/chat/completions", json=chat(**filled("x" * 3000)))
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_requests")
             assert answer.headers["retry-after"]
-            assert http.post("/v1/chat/completions", json=chat(metadata={"a": "x" * 2000})).status_code == 200
+            assert http.post("/v1/chat/completions", json=chat(**filled("x" * 2000))).status_code == 200

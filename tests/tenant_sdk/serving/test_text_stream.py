@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tenant_sdk.serving.text_stream import TextStream
 from tenant_sdk.text.failures import SafeDecoding
+from tenant_sdk.text.stops import special_texts
 
 
 def byte_tokenizer() -> Any:
@@ -85,8 +86,56 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(text: str, 
 
 
 def test_special_tokens_are_no_text() -> None:
-    end = BYTES.convert_tokens_to_ids("<|end|>")
-    assert pieces_of([*ids_of("ab"), end]) == ["a", "b", "", ""]
+    assert pieces_of([*ids_of("ab"), END]) == ["a", "b", "", ""]
+
+
+END = BYTES.convert_tokens_to_ids("<|end|>")
+SPECIAL = special_texts(BYTES)
+
+
+def marked_ids(text: str) -> list[int]:
+    """Returns the tokens of a text in which `$` stands for the special token."""
+    parts = [ids_of(part) for part in text.split("$")]
+    return [*parts[0], *(token_id for part in parts[1:] for token_id in [END, *part])]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("ab$cd", ["<|end|>"], "ab"),  # the special token itself
+        ("ab$cd", ["<|end|>c"], "ab"),  # it begins the stop string
+        ("ab$cd", ["b<|end|>"], "a"),  # it ends it
+        ("ab$cd", ["b<|end|>c"], "a"),  # it is in the middle of it
+        ("a$$b", ["<|end|><|end|>"], "a"),
+        ("ab$cd", ["end|>c"], "ab"),  # a part of it
+        ("ab$cd", ["|>", "d"], "ab"),
+        ("ab$cd", ["<|end|>x", "cx"], "abcd"),  # the beginning of a stop string, which is not completed
+        ("ab$cd$", ["d<|end|>x"], "abcd"),
+        ("ab$c$d", ["bc"], "abcd"),  # text on both sides of a special token does not stand together
+        ("a$b$c", ["<|end|>c"], "ab"),
+        ("a$b", ["x"], "ab"),
+        ("$a", ["<|end|>"], ""),
+        ("€$a", ["€<|end|>"], ""),
+    ],
+)
+def test_a_stop_string_may_hold_special_tokens(text: str, stops: list[str], expected: str) -> None:
+    stream = TextStream(SafeDecoding(BYTES), stops, SPECIAL)
+    pieces = [stream.put(token_id) for token_id in marked_ids(text)]
+    assert "".join([*pieces, stream.end()]) == stream.text == expected
+    assert stream.is_stopped is (expected != text.replace("$", ""))
+
+
+@given(st.text("ab$", max_size=20), st.lists(st.text("ab$", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_special_tokens_in_the_text_and_in_stop_strings(text: str, stops: list[str]) -> None:
+    """Cut at the first stop string that is complete, as it stands in the text with special tokens."""
+    ended = next((size for size in range(1, len(text) + 1) if any(text[:size].endswith(stop) for stop in stops)), None)
+    expected = text
+    if ended is not None:
+        expected = text[: min(text[:ended].find(stop) for stop in stops if stop in text[:ended])]
+    stream = TextStream(SafeDecoding(BYTES), [stop.replace("$", "<|end|>") for stop in stops], SPECIAL)
+    pieces = [stream.put(token_id) for token_id in marked_ids(text)]
+    assert "".join([*pieces, stream.end()]) == expected.replace("$", "")
+    assert stream.is_stopped is (ended is not None)
 
 
 def test_a_tokenizer_that_fails_is_reported_once_and_gives_no_more_text() -> None:
