@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
+from tenant_sdk.serving.answer import Answer
 
 _LEAST = -9999.0
 """The logprob that stands for minus infinity, which JSON cannot express; OpenAI uses the same number."""
@@ -29,9 +30,9 @@ class TokenTexts:
 
 
 def chat_logprobs(
-    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the field `logprobs` of one choice of a chat response."""
+    """Returns the field `logprobs` of one choice of a chat response, for the tokens from the index `start` on."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = texts[token_id]
@@ -39,16 +40,17 @@ def chat_logprobs(
 
     content = [
         {**entry(token_id, logprob), "top_logprobs": [entry(*each) for each in top]}
-        for token_id, logprob, top in record.steps(token_ids)
+        for token_id, logprob, top in record.steps(token_ids, start)
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the field `logprobs` of one choice of a plain completion."""
-    steps = record.steps(token_ids)
+    """Returns the field `logprobs` of one choice of a plain completion, for the tokens from the index `start` on. Their
+    `text_offset` begins at 0."""
+    steps = record.steps(token_ids, start)
     tokens = [texts[token_id] for token_id, _, _ in steps]
     offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
     top = [{texts[other]: _shown(value, released) for other, value in each} for _, _, each in steps]
@@ -58,6 +60,40 @@ def completion_logprobs(
         "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+class StreamedLogprobs:
+    """Gives the field `logprobs` of each chunk of one streamed choice. All chunks together have each token once."""
+
+    def __init__(self, write: Callable[[Sequence[int], int], dict[str, Any]]) -> None:
+        """Begins at the first token.
+
+        Args:
+            write: returns the field for the first tokens of an answer, without those before an index.
+        """
+        self._write = write
+        self._num_tokens = self._num_characters = self._offset = 0
+
+    def of(self, text: str, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field for the next chunk, which has the text `text`: the tokens whose text ends in it. None if
+        there are none, as where a token's text is cut by the end of the chunk."""
+        self._num_characters += len(text)
+        return self._until(answer.num_tokens_within(self._num_characters), answer)
+
+    def of_the_rest(self, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field for the last chunk of a complete answer: the tokens that are left, such as those of a stop
+        string. None if there are none."""
+        return self._until(len(answer.token_ids), answer)
+
+    def _until(self, num_tokens: int, answer: Answer) -> dict[str, Any] | None:
+        if num_tokens <= self._num_tokens:
+            return None
+        field = self._write(answer.token_ids[:num_tokens], self._num_tokens)
+        self._num_tokens = num_tokens
+        if "text_offset" in field:
+            field["text_offset"] = [self._offset + each for each in field["text_offset"]]
+            self._offset += sum(map(len, field["tokens"]))
+        return field
 
 
 def _shown(logprob: float, released: Released) -> float:

@@ -1,9 +1,9 @@
 """This module keeps the keys and values (KV) of one request, in memory that grows with the request.
 
 Guarantees: the bytes that a number of tokens takes are known before the memory is taken (`KvLayout.bytes_for`), and are
-exceeded only while the memory grows, by those of one layer. A layer with a sliding window keeps no more tokens than the window plus the rows of one step, and in a draft
-model the drafted tokens. If the same positions are written again, for example after a failed step, the result is the
-same.
+exceeded only while the memory grows, by those of one layer. A layer with a sliding window keeps no more tokens than the
+window plus the rows of one step, and in a draft model the drafted tokens. If the same positions are written again, for
+example after a failed step, the result is the same.
 
 fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
 float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so

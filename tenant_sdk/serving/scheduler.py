@@ -7,8 +7,9 @@ of the step's token budget. Requests join and leave at every step.
 
 Guarantees:
 - a request that grows reserves the memory of its keys and values (KV) in pages, as its answer grows. If the memory runs
-  out, the request that was admitted last is preempted: it gives up its KV, waits before all others of its caller, and
-  is later computed again from its first token. The request that was admitted first always goes on, so all end;
+  out, the request that was admitted last is preempted: it gives up its KV, waits before all that came later, and is
+  computed again from its first token when it is admitted again. The request that was admitted first always goes on, so
+  that all end;
 - a request that does not grow has all its KV reserved when it is admitted, and is never preempted;
 - who is preempted, and when, follows from numbers of tokens and the order of admission alone;
 - a request whose adapter is still loading waits, and does not keep other requests from being admitted;
@@ -32,7 +33,6 @@ from typing import Protocol
 
 from tenant_sdk.plain_values import positive, seconds
 from wire.errors import ConfigurationError
-
 
 PAGE_TOKENS = 16
 """The tokens of a page, the unit in which the KV of a request grows."""
@@ -171,6 +171,7 @@ class _Entry:
     """Holds the scheduler's state of one request.
 
     Attributes:
+        place: the place of the request among all that were ever added.
         caller: the party that sent the request; see `Scheduler.add`.
         num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
         num_read: the number of these tokens that the model has computed.
@@ -185,6 +186,7 @@ class _Entry:
     """
 
     request: int
+    place: int
     caller: str
     num_tokens: int
     most_bytes: int
@@ -223,6 +225,7 @@ class Scheduler:
         self.budget = budget
         self._waiting: dict[int, _Entry] = {}
         self._running: dict[int, _Entry] = {}
+        self._num_added = 0
         self.num_preemptions = 0
         """How often a request was preempted."""
 
@@ -262,7 +265,8 @@ class Scheduler:
             ConfigurationError: the request is larger than the whole KV budget.
         """
         self.budget.check_fits(kv_bytes)
-        entry = _Entry(request, caller, num_prompt, kv_bytes, adapter, start, bytes_for, kv_bytes=kv_bytes)
+        place, self._num_added = self._num_added, self._num_added + 1
+        entry = _Entry(request, place, caller, num_prompt, kv_bytes, adapter, start, bytes_for, kv_bytes=kv_bytes)
         entry.reserve(num_prompt)
         self._waiting[request] = entry
 
@@ -325,13 +329,14 @@ class Scheduler:
         return preempted
 
     def _preempt(self, entry: _Entry) -> None:
-        """Makes a running request wait again, before all others, with its tokens known and none of them computed. It
+        """Makes a running request wait again, at its old place, with its tokens known and none of them computed. It
         will reserve an eighth more than it needs, so that it makes some progress for the rows that are computed
         again."""
         del self._running[entry.request]
         entry.num_read, entry.is_answered = 0, False
         entry.reserve(entry.num_tokens + entry.num_tokens // _GROWTH)
-        self._waiting = {entry.request: entry, **self._waiting}
+        in_order = sorted((entry, *self._waiting.values()), key=lambda each: each.place)
+        self._waiting = {each.request: each for each in in_order}
         self.num_preemptions += 1
 
     def _num_drafted(self, entry: _Entry) -> int:
