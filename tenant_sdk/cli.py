@@ -240,8 +240,8 @@ def serve(
     default_max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Length limit of answers to requests without max_tokens; by default the checkpoint's own limit, or what "
-            "the context leaves.",
+            help="Length limit of answers to requests without max_tokens; by default the checkpoint's own, or what the "
+            "context leaves.",
             min=1,
         ),
     ] = None,

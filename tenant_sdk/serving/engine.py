@@ -296,9 +296,7 @@ class Engine:
         """
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
         context = self._context.num_tokens
-        default = self._default_new_tokens
-        if default is None:
-            default = self._default_length(0, fixed_length=False)
+        default = min(self._default_length(0, fixed_length=False), context)
         text = explain(self._layout, self._scheduler.budget, context, kept, self._slots.describe(), default)
         print(text)
         return text

@@ -31,8 +31,9 @@ _ENDS_EARLIER = (
 
 _GROWS = (
     "grows with their answers. If it runs out, the request that began last waits, and its tokens are computed again: "
-    "the provider sees rows as of a prompt. A request with fixed_length=True has all its memory from the beginning"
+    "the provider sees rows as of a prompt"
 )
+_GROWS_NOT = ". A request with fixed_length=True has all its memory from the beginning"
 _HITS = (
     "to the provider, a request whose prompt begins like an earlier one of the same caller and adapter shows as a "
     "shorter prompt, in steps of {tokens} tokens; to other callers, only that the room for kept prompts is used. A "
@@ -66,7 +67,7 @@ def explain(
         "tokens of a request": f"{context_length} at most, prompt and answer together",
         "answers without a limit": f"{default_new_tokens} tokens at most, fewer where the prompt leaves fewer",
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
-        "memory of requests": _GROWS,
+        "memory of requests": _GROWS if drafted else _GROWS + _GROWS_NOT,
         "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
         **({"adapters that fit": adapters} if adapters else {}),
         "the provider sees": _VISIBLE,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,51 @@ def test_preempted_requests_get_the_tokens_that_they_would_have_got(
     assert got[0] == got[1]
 
 
+def test_preempted_requests_under_a_mask_get_the_same_tokens(client: TenantClient, tmp_path: Path) -> None:
+    want = [client.generate(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+    size = kv_bytes_for(client, 120)
+    folder = make_model("llama", tmp_path / "llama")
+    with (
+        open_client(folder, "pad", weights="native", arithmetic="float") as masked,
+        Engine(masked, step_tokens=64, kv_bytes=size) as engine,
+    ):
+        answers = [engine.submit(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+        assert [answer.result(TIMEOUT_S) for answer in answers] == want
+        assert engine.status().num_preemptions > 0
+
+
+def test_who_is_preempted_shows_in_numbers_of_tokens_only(client: TenantClient) -> None:
+    """Other texts of the same lengths make the same steps."""
+    seen: list[list[list[tuple[int, int, int]]]] = []
+    for swapped in (False, True):
+        prompts = [prompt[::-1] if swapped else prompt for prompt in PROMPTS]
+        steps, all_are_in = list[list[tuple[int, int, int]]](), threading.Event()
+
+        @contextmanager
+        def held(all_are_in: threading.Event = all_are_in) -> Iterator[None]:
+            assert all_are_in.wait(TIMEOUT_S)
+            yield
+
+        with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 120), during_step=held) as engine:
+            plan = engine._scheduler.plan
+
+            def noted(now: float, plan: Any = plan, steps: Any = steps) -> Any:
+                step = plan(0.0)
+                steps.append([(segment.request, segment.start, segment.num_rows) for segment in step.segments])
+                return step
+
+            engine.submit("b", max_new_tokens=2, eos_token_id=[])  # Its first step waits for the others.
+            engine._scheduler.plan = noted  # type: ignore[method-assign]
+            seeds = {"do_sample": True, "temperature": 0.9, "seed": int(swapped)}
+            answers = [engine.submit(prompt, max_new_tokens=30, eos_token_id=[], **seeds) for prompt in prompts]
+            all_are_in.set()
+            texts = [answer.result(TIMEOUT_S) for answer in answers]
+            assert engine.status().num_preemptions > 0
+        seen.append([step for step in steps if step])
+        assert len(set(texts)) > 1
+    assert seen[0][1:] == seen[1][1:]
+
+
 def test_a_preempted_prompt_gives_the_same_mean_and_finds_its_kept_prompt(client: TenantClient) -> None:
     text = "where is it, and since when, and for how much longer?"
     with Engine(client, step_tokens=64) as engine:
@@ -187,7 +232,7 @@ def test_sixteen_run_where_two_would_fit_in_whole(client: TenantClient, fixed_le
 
 
 def test_without_a_limit_an_answer_fills_what_there_is(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length limit is the first of the engine's own, the checkpoint's, and what the context and the memory leave."""
+    """The length limit is the first of the engine's own, the checkpoint's, and what context and memory leave."""
     num_prompt = num_tokens_of(client, "b")
     model = client.load_model()
     monkeypatch.setattr(client, "load_model", lambda: model)
