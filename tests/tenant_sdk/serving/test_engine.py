@@ -155,17 +155,13 @@ def test_preempted_requests_get_the_tokens_that_they_would_have_got(
     assert got[0] == got[1]
 
 
-def test_preempted_requests_under_a_mask_get_the_same_tokens(client: TenantClient, tmp_path: Path) -> None:
-    want = [client.generate(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
-    size = kv_bytes_for(client, 120)
-    folder = make_model("llama", tmp_path / "llama")
-    with (
-        open_client(folder, "pad", weights="native", arithmetic="float") as masked,
-        Engine(masked, step_tokens=64, kv_bytes=size) as engine,
-    ):
-        answers = [engine.submit(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
-        assert [answer.result(TIMEOUT_S) for answer in answers] == want
-        assert engine.status().num_preemptions > 0
+def test_preempted_requests_under_a_mask_get_the_same_tokens(tmp_path: Path) -> None:
+    with open_client(make_model("llama", tmp_path / "llama"), "lattice") as client:
+        want = [client.generate(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+        with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 120)) as engine:
+            answers = [engine.submit(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+            assert [answer.result(TIMEOUT_S) for answer in answers] == want
+            assert engine.status().num_preemptions > 0
 
 
 def test_who_is_preempted_shows_in_numbers_of_tokens_only(client: TenantClient) -> None:
