@@ -246,6 +246,14 @@ def serve(
     ] = None,
     max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1)] = 64,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length limit of answers to requests without max_tokens; by default the checkpoint's own, or what the "
+            "context leaves.",
+            min=1,
+        ),
+    ] = None,
 ) -> None:
     """Serve adapters and the base model over HTTP, with OpenAI's interface."""
     from tenant_sdk.endpoint.command import serve_command, serving_settings
@@ -260,7 +268,10 @@ def serve(
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
-        serve_command(client, adapters, settings, _show, max_running=max_running, max_waiting=max_waiting)
+        serve_command(
+            client, adapters, settings, _show, max_running=max_running, max_waiting=max_waiting,
+            default_max_tokens=default_max_tokens,
+        )  # fmt: skip
 
 
 @app.command()

@@ -160,7 +160,10 @@ def _write_config(model: Any, folder: Path) -> dict[str, Any]:
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     scratch = folder / "tokenizer"
-    tokenizer.save_pretrained(scratch)
+    # Several chat templates with names go into tokenizer_config.json, since a bundle has no files in subfolders, where
+    # transformers would put all but the default one.
+    has_several = isinstance(getattr(tokenizer, "chat_template", None), dict)
+    tokenizer.save_pretrained(scratch, **({"save_jinja_files": False} if has_several else {}))
     for path in sorted(scratch.iterdir()):
         if path.name in BUNDLE_FILE_NAMES and path.is_file():
             if path.name == "tokenizer_config.json":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ from tenant_sdk.endpoint.errors import bad_request, to_bytes
 from tenant_sdk.endpoint.grammar import GrammarHook
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
-from tenant_sdk.endpoint.logprobs import chat_logprobs
+from tenant_sdk.endpoint.logprobs import StreamedLogprobs, chat_logprobs
 from tenant_sdk.endpoint.options import engine_options
 from tenant_sdk.endpoint.prompts import ChatPrompt
 from tenant_sdk.endpoint.schema import ChatRequest, NamedTool, Tool, parsed
@@ -144,14 +144,17 @@ class Chat:
     def _logprobs(self, prepared: _Prepared, index: int, answer: Answer) -> dict[str, Any] | None:
         if not prepared.records:
             return None
-        service = self._service
-        return chat_logprobs(prepared.records[index], answer.token_ids, service.token_texts, service.released)
+        return self._write(prepared.records[index], answer.token_ids)
+
+    def _write(self, record: LogprobRecord, token_ids: Sequence[int], start: int = 0) -> dict[str, Any]:
+        return chat_logprobs(record, token_ids, self._service.token_texts, self._service.released, start)
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a streamed response."""
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
             held = [HeldText(prepared.tool_names) for _ in answering.answers]
+            logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
             has_begun = [False] * len(held)
             async for event in answering.events():
                 if not has_begun[event.index]:
@@ -159,26 +162,32 @@ class Chat:
                     yield prepared.chunk([_delta(event.index, {"role": "assistant", "content": ""})])
                 if isinstance(event, Piece):
                     if text := held[event.index].put(event.text):
-                        yield prepared.chunk([_delta(event.index, {"content": text})])
+                        choice = _delta(event.index, {"content": text})
+                        if logprobs:
+                            answer = answering.answers[event.index]
+                            choice["logprobs"] = await in_thread(partial(logprobs[event.index].of, text, answer))
+                        yield prepared.chunk([choice])
                     continue
-                for choice in await in_thread(
-                    partial(self._last, prepared, event.index, event.answer, held[event.index])
-                ):
+                own = logprobs[event.index] if logprobs else None
+                for choice in await in_thread(partial(_last, event.index, event.answer, held[event.index], own)):
                     yield prepared.chunk([choice])
             usage = self._usage(prepared, answering)
         if prepared.request.includes_usage:
             yield prepared.chunk([], usage)
 
-    def _last(self, prepared: _Prepared, index: int, answer: Answer, held: HeldText) -> list[dict[str, Any]]:
-        """Returns the last chunks of one choice: text that was held back, tool calls, logprobs, and why it ended."""
-        text, calls = held.end()
-        deltas = [_delta(index, {"content": text})] if text else []
-        if calls:
-            deltas.append(_delta(index, {"tool_calls": [call.as_json(place) for place, call in enumerate(calls)]}))
-        last = _delta(index, {}, _reason(answer, calls))
-        if prepared.records:
-            last["logprobs"] = self._logprobs(prepared, index, answer)
-        return [*deltas, last]
+
+def _last(index: int, answer: Answer, held: HeldText, logprobs: StreamedLogprobs | None) -> list[dict[str, Any]]:
+    """Returns the last chunks of one choice: text that was held back, tool calls, logprobs, and why it ended."""
+    text, calls = held.end()
+    deltas = [_delta(index, {"content": text})] if text else []
+    if calls:
+        deltas.append(_delta(index, {"tool_calls": [call.as_json(place) for place, call in enumerate(calls)]}))
+    last = _delta(index, {}, _reason(answer, calls))
+    if logprobs is not None:
+        if deltas:  # All text that is left, since the text of calls is in no chunk as it was written.
+            deltas[0]["logprobs"] = logprobs.of(answer.result(), answer)
+        last["logprobs"] = logprobs.of_the_rest(answer)
+    return [*deltas, last]
 
 
 def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

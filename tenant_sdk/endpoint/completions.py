@@ -15,7 +15,7 @@ from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
-from tenant_sdk.endpoint.logprobs import completion_logprobs
+from tenant_sdk.endpoint.logprobs import StreamedLogprobs, completion_logprobs
 from tenant_sdk.endpoint.options import engine_options
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
 from tenant_sdk.endpoint.service import Service
@@ -97,29 +97,33 @@ class Completions:
         return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
     def _choice(self, prepared: _Prepared, index: int, text: str, answer: Answer) -> dict[str, Any]:
-        logprobs = None
-        if prepared.records:
-            service = self._service
-            logprobs = completion_logprobs(
-                prepared.records[index], answer.token_ids, service.token_texts, service.released
-            )  # fmt: skip
-        reason = "length" if answer.finish_reason == "length" else "stop"
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = self._write(prepared.records[index], answer.token_ids) if prepared.records else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(answer)}
+
+    def _write(self, record: LogprobRecord, token_ids: Sequence[int], start: int = 0) -> dict[str, Any]:
+        return completion_logprobs(record, token_ids, self._service.token_texts, self._service.released, start)
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a streamed response."""
         usage: dict[str, Any] = {"usage": None} if prepared.request.includes_usage else {}
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
+            logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
             async for event in answering.events():
-                if isinstance(event, Piece):
-                    choice = {"index": event.index, "text": event.text, "logprobs": None, "finish_reason": None}
-                else:
-                    choice = await in_thread(partial(self._choice, prepared, event.index, "", event.answer))
+                text, reason = (event.text, None) if isinstance(event, Piece) else ("", _reason(event.answer))
+                choice = {"index": event.index, "text": text, "logprobs": None, "finish_reason": reason}
+                if logprobs:
+                    own, answer = logprobs[event.index], answering.answers[event.index]
+                    wanted = partial(own.of, text) if reason is None else own.of_the_rest
+                    choice["logprobs"] = await in_thread(partial(wanted, answer))
                 yield {**prepared.object([choice]), **usage}
             counted = self._usage(prepared, answering)
         if usage:
             yield {**prepared.object([]), "usage": counted}
+
+
+def _reason(answer: Answer) -> str:
+    return "length" if answer.finish_reason == "length" else "stop"
 
 
 def plain_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[list[int]]) -> list[ReadyText | ReadyTokens]:

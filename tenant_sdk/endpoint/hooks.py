@@ -5,6 +5,7 @@ The engine calls them in its own thread, one request at a time, with token ids (
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -45,7 +46,8 @@ class LogprobRecord:
     """Records the logprobs of the tokens of one answer, as the model gives them, before any penalty, bias,
     temperature, top_k and top_p.
 
-    The token that was chosen in a step is known only at the next call. `steps` adds the token of the last step.
+    The token that was chosen in a step is known only at the next call, or by `steps`, which other threads may call
+    while the answer goes on.
     """
 
     comes_first = True
@@ -60,14 +62,17 @@ class LogprobRecord:
             rounded: returns logprobs in the form in which they may be released.
         """
         self._num_top, self._rounded = num_top, rounded
+        self._lock = threading.Lock()
         self._newest: torch.Tensor | None = None
         self._resolved: list[tuple[float, list[tuple[int, float]]]] = []
 
     def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Records one step, and returns the logits unchanged."""
-        if self._newest is not None:
-            self._resolve(self._newest, int(token_ids[0, -1]))
-        self._newest = self._rounded(torch.log_softmax(logits[0].float(), dim=-1))
+        newest = self._rounded(torch.log_softmax(logits[0].float(), dim=-1))
+        with self._lock:
+            if self._newest is not None:
+                self._resolve(self._newest, int(token_ids[0, -1]))
+            self._newest = newest
         return logits
 
     def _resolve(self, logprobs: torch.Tensor, token_id: int) -> None:
@@ -75,10 +80,18 @@ class LogprobRecord:
         top = list(zip(ids.tolist(), values.tolist(), strict=True))
         self._resolved.append((float(logprobs[token_id]), top))
 
-    def steps(self, token_ids: Sequence[int]) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Returns for each token of a complete answer: the token, its logprob, and the likeliest tokens with their
-        logprobs."""
-        if self._newest is not None and len(self._resolved) < len(token_ids):
-            self._resolve(self._newest, token_ids[-1])
-            self._newest = None
-        return [(token, *step) for token, step in zip(token_ids, self._resolved, strict=False)]
+    def steps(
+        self, token_ids: Sequence[int], start: int = 0
+    ) -> list[tuple[int, float, list[tuple[int, float]]]]:  # fmt: skip
+        """Returns for each token from `start` on: the token, its logprob, and the likeliest tokens with their logprobs.
+
+        Args:
+            token_ids: the first tokens of the answer, or all.
+            start: the index of the first token that is returned.
+        """
+        with self._lock:
+            if self._newest is not None and len(self._resolved) < len(token_ids):
+                self._resolve(self._newest, token_ids[len(self._resolved)])
+                self._newest = None
+            resolved = self._resolved[start : len(token_ids)]
+        return [(token, *step) for token, step in zip(token_ids[start:], resolved, strict=False)]

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
+from tenant_sdk.serving.answer import Answer
 
 _LEAST = -9999.0
 """The logprob that stands for minus infinity, which JSON cannot express; OpenAI uses the same number."""
@@ -108,9 +109,9 @@ def _offsets(tokens: Sequence[bytes]) -> list[int]:
 
 
 def chat_logprobs(
-    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the field `logprobs` of one choice of a chat response."""
+    """Returns the field `logprobs` of one choice of a chat response, for the tokens from the index `start` on."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = texts[token_id]
@@ -118,16 +119,16 @@ def chat_logprobs(
 
     content = [
         {**entry(token_id, logprob), "top_logprobs": [entry(*each) for each in top]}
-        for token_id, logprob, top in record.steps(token_ids)
+        for token_id, logprob, top in record.steps(token_ids, start)
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the field `logprobs` of one choice of a plain completion."""
-    steps = record.steps(token_ids)
+    """Returns the field `logprobs` of one choice of a plain completion, for the tokens from the index `start` on."""
+    steps = record.steps(token_ids, start)
     tokens = [texts[token_id] for token_id, _, _ in steps]
     # Two tokens of one text, if a vocabulary has them, share a key: the likelier one keeps it, which comes last here.
     top = [{_key(texts[other]): _shown(value, released) for other, value in reversed(each)} for _, _, each in steps]
@@ -135,8 +136,39 @@ def completion_logprobs(
         "tokens": [_key(token) for token in tokens],
         "token_logprobs": [_shown(logprob, released) for _, logprob, _ in steps],
         "top_logprobs": [dict(reversed(each.items())) for each in top],
-        "text_offset": _offsets(tokens),
+        "text_offset": _offsets([texts[token_id] for token_id in token_ids])[start:],
     }
+
+
+class StreamedLogprobs:
+    """Gives the field `logprobs` of each chunk of one streamed choice. All chunks together have each token once."""
+
+    def __init__(self, write: Callable[[Sequence[int], int], dict[str, Any]]) -> None:
+        """Begins at the first token.
+
+        Args:
+            write: returns the field for the first tokens of an answer, without those before an index.
+        """
+        self._write = write
+        self._num_tokens = self._num_characters = 0
+
+    def of(self, text: str, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field for the next chunk, which has the text `text`: the tokens whose text ends in it. None if
+        there are none, as where a token's text is cut by the end of the chunk."""
+        self._num_characters += len(text)
+        return self._until(answer.num_tokens_within(self._num_characters), answer)
+
+    def of_the_rest(self, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field for the last chunk of a complete answer: the tokens that are left, such as those of a stop
+        string. None if there are none."""
+        return self._until(len(answer.token_ids), answer)
+
+    def _until(self, num_tokens: int, answer: Answer) -> dict[str, Any] | None:
+        if num_tokens <= self._num_tokens:
+            return None
+        field = self._write(answer.token_ids[:num_tokens], self._num_tokens)
+        self._num_tokens = num_tokens
+        return field
 
 
 def _shown(logprob: float, released: Released) -> float:

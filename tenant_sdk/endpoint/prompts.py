@@ -1,8 +1,9 @@
 """This module turns the messages and tools of a chat request into a prompt.
 
-If a trusted tokenizer's chat template mentions tools, it gets tools and tool calls as objects. In all other cases tools
-are described in a system message, and calls are written as text. This is always so with an unverified provider's
-template, which sees no text (text/template.py).
+If a trusted tokenizer's chat template mentions tools, it gets tools and tool calls as objects. Of several templates
+with names, transformers takes `tool_use` if there are tools, and otherwise `default`. In all other cases tools are
+described in a system message, and calls are written as text. This is always so with an unverified provider's template,
+which sees no text (text/template.py).
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ class Prompts:
         """
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        template = getattr(tokenizer, "chat_template", None)
-        self._has_template = bool(template)
-        self._takes_tools = is_trusted and isinstance(template, str) and "tools" in template
+        self._template = getattr(tokenizer, "chat_template", None)
+        self._is_trusted = is_trusted
 
     def of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:
         """Returns the prompt for the engine. Callers must not call this in the event loop's thread, as templates may be
@@ -50,13 +50,23 @@ class Prompts:
             HttpError: the model has no chat template, or a message cannot be passed to the template.
             TemplateRefuses: the template refuses these messages.
         """
-        if not self._has_template:
+        if not self._template:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
         _check(messages)
         has_calls = any(message.tool_calls for message in messages)
-        if self._takes_tools and (tools or has_calls):
+        if self._is_trusted and (tools or has_calls) and self._takes_tools(bool(tools)):
             return self._rendered(messages, tools)
         return _plain(messages, tools)
+
+    def _takes_tools(self, has_tools: bool) -> bool:
+        """Returns whether the template of a request takes tools, or if the request has none, the calls of earlier
+        ones."""
+        template = self._template
+        if isinstance(template, Mapping):
+            chosen = "tool_use" if has_tools and "tool_use" in template else "default"
+            template = template.get(chosen)
+            return isinstance(template, str) and ("tools" if has_tools else "tool_calls") in template
+        return isinstance(template, str) and "tools" in template
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ReadyText:
         turns = [_full(message) for message in messages]

@@ -80,6 +80,7 @@ class Endpoint:
         settings: EndpointSettings | None = None,
         *,
         max_waiting: int = 64,
+        default_max_tokens: int | None = None,
         separate_calls: bool = False,
         on_ready: Callable[[str], None] | None = None,
         **engine_options: Any,
@@ -91,6 +92,8 @@ class Endpoint:
             adapters: the folder of adapters; None serves only the base model.
             settings: where to listen and what to release; by default loopback, with a new key.
             max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
+            default_max_tokens: the length limit of answers to requests that name none; None means what the checkpoint's
+                generation settings say, or all that the context and kv_bytes leave (for `fixed_length` 128).
             separate_calls: whether every layer has a call of its own, for adapters that change inputs (`AdapterStore`).
             on_ready: called with the base URL when the endpoint accepts requests.
             engine_options: further options of `Engine`, such as max_running or kv_bytes.
@@ -119,6 +122,7 @@ class Endpoint:
                     client,
                     make_store if self._root else None,
                     max_waiting=max_waiting,
+                    default_new_tokens=default_max_tokens,
                     during_step=self._turns.step,
                     **engine_options,
                 )

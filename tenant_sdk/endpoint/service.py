@@ -131,6 +131,7 @@ class Service:
             "requests_running": status.num_running,
             "requests_waiting": status.num_waiting,
             "kv_reserved_bytes": status.reserved_bytes,
+            "requests_preempted": status.num_preemptions,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
             **self.names.load_counts(),
             **self.count_jobs(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -36,6 +37,8 @@ class Answer:
         (`prefix_bytes`)."""
         self.token_ids: list[int] = []
         """The tokens of the answer so far. The list grows until the answer is done."""
+        self.token_ends: list[int] = []
+        """For each token whose text is known, the number of characters of the text up to its end (text_stream.py)."""
         self.mean_hidden: torch.Tensor | None = None
         """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU. It is
         None until the answer is done, if the request failed or was cancelled, and for a request without `pools`. A mask
@@ -115,6 +118,11 @@ class Answer:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise copy.copy(self._error) from None  # Each thread that raises the error has its own traceback.
+
+    def num_tokens_within(self, num_characters: int) -> int:
+        """Returns how many of the answer's first tokens have their text within the first characters of its text. Tokens
+        without text at its end, and those of a stop string, are in none."""
+        return bisect_right(self.token_ends, num_characters)
 
     def put(self, text: str) -> None:
         """Adds a piece of text. Only the engine calls this method."""

@@ -3,7 +3,7 @@ limit."""
 
 from __future__ import annotations
 
-from tenant_sdk.generate import answer_length
+from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length
 from tenant_sdk.plain_values import positive
 from wire.errors import ConfigurationError
 
@@ -31,12 +31,13 @@ class ContextLimit:
             )
         self._is_own = self.num_tokens < model_context
 
-    def answer_length(self, asked: int | None, num_prompt: int) -> int:
+    def answer_length(self, asked: int | None, num_prompt: int, default: int = DEFAULT_NEW_TOKENS) -> int:
         """Returns the length limit of an answer, in tokens.
 
         Args:
-            asked: the limit that the user gave; None means 128, or fewer if there is less room.
+            asked: the limit that the user gave; None means `default`, or fewer if there is less room.
             num_prompt: the number of tokens of the prompt.
+            default: a limit above 0.
 
         Raises:
             ConfigurationError: `asked` is not a whole number above 0, or there is no room for it, or for any answer.
@@ -50,4 +51,5 @@ class ContextLimit:
                 f"the prompt has {num_prompt} tokens, and prompt and answer together may have {self.num_tokens} here "
                 f"(max_context): {advice}"
             )
-        return answer_length(asked, num_prompt, 0, self.num_tokens)
+        answer_length(asked, num_prompt, 0, self.num_tokens)  # Raises an error if there is no room.
+        return min(default, room) if asked is None else asked

@@ -17,11 +17,12 @@ The provider sees the number of rows of every step, which is a sum over all requ
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, such effects are on when an answer
-ends, and on whether a DoRA adapter can be loaded (adapters/dora_gains.py). A request with `fixed_length` shows no such
-end. Its rows go on to its length limit, whatever its tokens, stop strings and values are, and if its logits hook or
-`on_text` raises, so that only its submission, its limit and a `cancel` show. The time at which a request is admitted
-never depends on its own text. It depends on lengths, limits, callers, the loading of its adapter, and the ends of other
-requests.
+ends, and on whether a DoRA adapter can be loaded (adapters/dora_gains.py). A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
+stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission, its limit and a
+`cancel` show. The time at which a request is admitted never depends on its own text. It depends on lengths, limits,
+callers, the loading of its adapter, the lengths of other answers so far, and their ends. A request that does not have
+`fixed_length` may be preempted for want of memory (scheduler.py): its prompt and its answer so far are then computed
+again, under new masks, as rows of a prompt. That too follows from numbers of tokens alone.
 
 With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
 shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
@@ -35,13 +36,14 @@ import contextlib
 import copy
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tenant_sdk.generate import prompt_tokens, stop_ids_given
+from tenant_sdk.generate import DEFAULT_NEW_TOKENS, prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.adapters import AdapterStore
@@ -97,6 +99,7 @@ class Engine:
         speculation: Speculation | None = None,
         prefix_bytes: int = 0,
         max_context: int | None = None,
+        default_new_tokens: int | None = DEFAULT_NEW_TOKENS,
         kv_device: str | None = None,
         during_step: DuringStep = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
@@ -108,7 +111,9 @@ class Engine:
             make_slots: the folder of the adapters, one subfolder each, or a function that makes a store over the model
                 and calls its second argument whenever an adapter is ready; None serves only the base model.
             kv_dtype: the type in which keys and values are kept: fp32, bf16 or fp8.
-            kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait.
+            kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait. Those of
+                a request grow with its answer. If they no longer fit, the request that began last waits and is computed
+                again later.
             max_running: the most requests that are answered at a time.
             step_tokens: the most rows of a step. Long prompts are computed in pieces, so that answers do not wait for
                 them.
@@ -120,6 +125,9 @@ class Engine:
                 kv_bytes, for later prompts of the same caller and adapter that begin in the same way. The provider sees
                 a hit as a shorter prompt. 0 keeps none.
             max_context: the most tokens of a request, prompt and answer together; None means the model's context.
+            default_new_tokens: the length limit of an answer for which `submit` gets none, lowered to what the context
+                leaves. None means what the checkpoint's generation settings say, or all that the context and kv_bytes
+                leave; with fixed_length, 128.
             kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
                 attention of answers there; None keeps them on the model's device.
             during_step: returns a context in which the engine's thread computes each step, so that other work can wait
@@ -134,6 +142,9 @@ class Engine:
         positive("max_waiting", max_waiting)
         self._speculation = speculation
         self._context = ContextLimit(max_context, client.context_length, client.bucket)
+        if default_new_tokens is not None:
+            positive("default_new_tokens", default_new_tokens)
+        self._default_new_tokens = default_new_tokens
         budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s, num_drafted_of(speculation))
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
@@ -143,6 +154,8 @@ class Engine:
         if drafter is not None:
             self._layout = replace(self._layout, beside=drafter.layout)
         self._check_holds_a_request(kv_bytes)
+        possible = range(1, self._context.num_tokens + 1)
+        self._most_kv_tokens = bisect_right(possible, kv_bytes, key=self._layout.bytes_for)
         self._prefixes = self._prefix_cache(prefix_bytes)
         place = kv_place(kv_device, self._model.device)
         self._scheduler = Scheduler(budget)
@@ -208,7 +221,8 @@ class Engine:
             prompt: a user's message, or a list of messages; without a chat template the text is continued as it is. A
                 `ReadyText` is continued as it is also with a chat template; `ReadyTokens` are token ids.
             adapter: the adapter's name in the store; None means the base model.
-            max_new_tokens: the length limit of the answer; None means 128, or fewer if the context leaves fewer.
+            max_new_tokens: the length limit of the answer; None means the engine's default_new_tokens, which is 128 by
+                default, or fewer if the context leaves fewer.
             do_sample: whether tokens are drawn; otherwise the likeliest token is taken.
             temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings, or
                 transformers' default if they have none; the same holds for the next three arguments.
@@ -247,10 +261,32 @@ class Engine:
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
         encoded = self._encode(prompt)
-        num_new = self._context.answer_length(max_new_tokens, encoded.num_rows)
+        default = self._default_length(encoded.num_rows, fixed_length)
+        num_new = self._context.answer_length(max_new_tokens, encoded.num_rows, default)
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length, self._special)
         true_or_false("pools", pools)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller, pools)
+
+    def _default_length(self, num_prompt: int, fixed_length: bool) -> int:
+        """Returns the length limit of an answer for which the user gave none, in tokens; see `default_new_tokens`."""
+        if self._default_new_tokens is not None:
+            return self._default_new_tokens
+        if fixed_length:  # Its rows go on to the limit, which would take minutes or hours of everybody's steps.
+            return DEFAULT_NEW_TOKENS
+        limits = [self._most_kv_tokens - num_prompt + 1]  # The last token needs no KV.
+        own, whole = self._own_limits()
+        limits += [] if own is None else [own]
+        limits += [] if whole is None or whole <= num_prompt else [whole - num_prompt]
+        return max(min(limits), 1)
+
+    def _own_limits(self) -> tuple[int | None, int | None]:
+        """Returns the checkpoint's own limits of an answer, and of prompt and answer together, in tokens."""
+        settings = self._model.generation_config
+        own, whole = (
+            value if type(value) is int and value > 0 else None
+            for value in (settings.max_new_tokens, settings.max_length)
+        )
+        return own, whole
 
     def status(self) -> EngineStatus:
         """Returns the numbers of running and waiting requests, and the bytes of their keys and values."""
@@ -263,7 +299,8 @@ class Engine:
         """
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
         context = self._context.num_tokens
-        text = explain(self._layout, self._scheduler.budget, context, kept, self._slots.describe())
+        default = min(self._default_length(0, fixed_length=False), context)
+        text = explain(self._layout, self._scheduler.budget, context, kept, self._slots.describe(), default)
         print(text)
         return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tenant_sdk.generate import DEFAULT_NEW_TOKENS
 from tenant_sdk.serving.kv import KvLayout
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, block_bytes
 from tenant_sdk.serving.scheduler import Budget
@@ -28,6 +29,11 @@ _ENDS_EARLIER = (
 """The line about the ends of answers for an engine with speculation, which refuses fixed_length."""
 
 
+_GROWS = (
+    "grows with their answers. If it runs out, the request that began last waits, and its tokens are computed again: "
+    "the provider sees rows as of a prompt"
+)
+_GROWS_NOT = ". A request with fixed_length=True has all its memory from the beginning"
 _HITS = (
     "to the provider, a request whose prompt begins like an earlier one of the same caller and adapter shows as a "
     "shorter prompt, in steps of {tokens} tokens; to other callers, only that the room for kept prompts is used. A "
@@ -35,7 +41,10 @@ _HITS = (
 )
 
 
-def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0, adapters: str = "") -> str:
+def explain(
+    layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0, adapters: str = "",
+    default_new_tokens: int = DEFAULT_NEW_TOKENS,
+) -> str:  # fmt: skip
     """Returns the text, one line for each topic.
 
     Args:
@@ -44,6 +53,7 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
         context_length: the most tokens of a request, prompt and answer together.
         prefix_bytes: the most bytes of kept prompts.
         adapters: how many adapters fit; see `AdapterSlots.describe`.
+        default_new_tokens: the length limit of an answer without one of its own, to an empty prompt.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
     fitting = ", ".join(
@@ -55,7 +65,9 @@ def explain(layout: KvLayout, budget: Budget, context_length: int, prefix_bytes:
     answers = f"{1 + drafted} rows for each answer, whatever is drafted" if drafted else "a row for each answer"
     lines = {
         "tokens of a request": f"{context_length} at most, prompt and answer together",
+        "answers without a limit": f"{default_new_tokens} tokens at most, fewer where the prompt leaves fewer",
         "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
+        "memory of requests": _GROWS if drafted else _GROWS + _GROWS_NOT,
         "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
         **({"adapters that fit": adapters} if adapters else {}),
         "the provider sees": _VISIBLE,

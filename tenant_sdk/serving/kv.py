@@ -1,9 +1,9 @@
-"""This module keeps the keys and values (KV) of one request, in memory of the largest size that the request may need.
+"""This module keeps the keys and values (KV) of one request, in memory that grows with the request.
 
-Guarantees: the bytes of a request are known before the request is admitted (`KvLayout.bytes_for`) and are never
-exceeded. A layer with a sliding window keeps no more tokens than the window plus the rows of one step, and in a draft
-model the drafted tokens. If the same positions are written again, for example after a failed step, the result is the
-same.
+Guarantees: the bytes that a number of tokens takes are known before the memory is taken (`KvLayout.bytes_for`), and are
+exceeded only while the memory grows, by those of one layer. A layer with a sliding window keeps no more tokens than the
+window plus the rows of one step, and in a draft model the drafted tokens. If the same positions are written again, for
+example after a failed step, the result is the same.
 
 fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
 float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so
@@ -112,9 +112,13 @@ class _LayerKv:
     """Keeps the keys and values of one layer, for at most `capacity` positions from `_first` on."""
 
     def __init__(self, layout: KvLayout, window: int | None, capacity: int, device: torch.device) -> None:
-        shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
-        self._window, self._capacity = window, capacity
+        self._window = window
         self._first, self._num_rewound = 0, layout.num_rewound
+        self._allocate(layout, capacity, device)
+
+    def _allocate(self, layout: KvLayout, capacity: int, device: torch.device) -> None:
+        shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
+        self.capacity = capacity
         # The operating system gives no memory to pages that are never written.
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
         self._halves = self._kept.unbind(0)  # The keys, and the values.
@@ -123,9 +127,19 @@ class _LayerKv:
         kept, scales = self._halves, (None, None) if self._scales is None else self._scales.unbind(0)
         self.addresses = [0 if each is None else each.data_ptr() for each in (*kept, *scales)]
 
+    def grow(self, layout: KvLayout, capacity: int) -> None:
+        """Moves what is kept to memory for `capacity` positions; does nothing if there is as much already."""
+        if capacity <= self.capacity:
+            return
+        before, num_before = (self._kept, self._scales), self.capacity
+        self._allocate(layout, capacity, self._kept.device)
+        for old, new in zip(before, (self._kept, self._scales), strict=True):
+            if old is not None and new is not None:
+                new[:, :, :num_before] = old
+
     def make_room(self, position: int, num_new: int) -> int:
         """Makes room for new tokens, and returns the index in memory of the first of them."""
-        if position + num_new - self._first > self._capacity:
+        if position + num_new - self._first > self.capacity:
             self._drop(position)
         return position - self._first
 
@@ -161,7 +175,7 @@ class _LayerKv:
         return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
 
     def kept(self, start: int, stop: int) -> tuple[torch.Tensor, ...] | None:
-        if start < self._first or stop - self._first > self._capacity:
+        if start < self._first or stop - self._first > self.capacity:
             return None
         at = slice(start - self._first, stop - self._first)
         return tuple(each[:, :, at] for each in (self._kept, self._scales) if each is not None)
@@ -179,21 +193,35 @@ class RequestKv:
     """Keeps the keys and values of one request in all layers."""
 
     def __init__(self, layout: KvLayout, num_tokens: int, device: torch.device) -> None:
-        """Allocates the memory of the request's keys and values.
+        """Allocates memory for keys and values.
 
         Args:
             layout: the layout of the model's keys and values.
-            num_tokens: the most tokens of the request, prompt and answer together.
+            num_tokens: the number of tokens of the request, of prompt and answer together, for which there is room.
             device: the device of the memory.
         """
         self._layout = layout
         self.device = device
+        self.num_tokens = num_tokens
         self._layers = [
             _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
             for layer, window in enumerate(layout.windows)
         ]
-        addresses = [[*each.addresses, layout.capacity(layer, num_tokens)] for layer, each in enumerate(self._layers)]
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        addresses = [[*each.addresses, each.capacity] for each in self._layers]
         self._addresses = np.array(addresses, dtype=np.int64)
+
+    def grow(self, num_tokens: int) -> None:
+        """Makes room for `num_tokens` tokens in all, and keeps what is kept; does nothing if there is room already.
+        Addresses that `describe` returned before are no longer valid."""
+        if num_tokens <= self.num_tokens:
+            return
+        self.num_tokens = num_tokens
+        for number, layer in enumerate(self._layers):  # One after the other, so that only one layer is held twice.
+            layer.grow(self._layout, self._layout.capacity(number, num_tokens))
+        self._note_addresses()
 
     @property
     def layout(self) -> KvLayout:
@@ -253,7 +281,7 @@ class RequestKv:
 
         Args:
             layer: the number of the layer.
-            start, stop: a range of positions, `stop` excluded, up to the most tokens of the request.
+            start, stop: a range of positions, `stop` excluded, up to the number of tokens for which there is room.
 
         Returns:
             The numbers of keys and values, shape (2, num_kv_heads, stop - start, head_dim), and for fp8 also their

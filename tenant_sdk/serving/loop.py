@@ -40,15 +40,17 @@ class EngineStatus:
 
     Attributes:
         num_running: the requests that are admitted, so that their prompts or answers are being computed.
-        num_waiting: the requests that are not admitted yet.
+        num_waiting: the requests that are not admitted yet, or were preempted.
         reserved_bytes: the bytes of keys and values (KV) that the running requests reserve.
         kept_bytes: the bytes of KV of prompts that are kept for later requests.
+        num_preemptions: how often a request gave up its KV for want of memory, to be computed again later.
     """
 
     num_running: int
     num_waiting: int
     reserved_bytes: int
     kept_bytes: int = 0
+    num_preemptions: int = 0
 
 
 class ServingLoop:
@@ -138,7 +140,10 @@ class ServingLoop:
         with self._lock:
             num_running = self._scheduler.num_running
             kept = 0 if self._prefixes is None else self._prefixes.num_bytes
-            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes, kept)
+            return EngineStatus(
+                num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes, kept,
+                self._scheduler.num_preemptions,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Ends the loop after the step that is being computed, and waits for this end, except in the loop's own
@@ -179,7 +184,7 @@ class ServingLoop:
 
     def _next_step(self) -> Step | None:
         """Waits until there are rows to compute, and returns the step; returns None when the engine is closed. Ends
-        requests that are cancelled, or whose adapter failed."""
+        requests that are cancelled, or whose adapter failed, and takes the memory of those that are preempted."""
         while True:
             self._woken.clear()  # The flag is cleared before the state is read, so that no change is missed.
             with self._lock:
@@ -187,6 +192,8 @@ class ServingLoop:
                     return None
                 ended = self._take_in()
                 step = self._scheduler.plan(self._clock())
+            for number in step.preempted:
+                self._requests[number].preempt()
             for request, error in ended:
                 if error is None:
                     request.cancel()
@@ -204,8 +211,13 @@ class ServingLoop:
             The removed requests, each with the failure of its adapter, or None if it was cancelled.
         """
         for request, caller in self._fresh:
-            kv_bytes = self._layout.bytes_for(request.num_tokens)
-            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller, request.start)
+            # With `fixed_length` all tokens are computed in any case, and none is computed twice, since how often it is
+            # would depend on the texts of others.
+            bytes_for = None if request.ending.fixed_length else self._layout.bytes_for
+            self._scheduler.add(
+                request.number, request.prompt.num_rows, self._layout.bytes_for(request.num_tokens), request, caller,
+                request.start, bytes_for,
+            )  # fmt: skip
         self._fresh.clear()
         ended: list[tuple[Request, VeilbaseError | None]] = [
             (self._forget(number), None) for number in self._cancelled if number in self._requests

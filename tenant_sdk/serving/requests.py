@@ -99,6 +99,7 @@ class Request:
         self._num_new = 0
         self._token_ids = list(self.prompt.token_ids)
         self._hit: Hit | None = None
+        self.answer.token_ends = self._stream.token_ends
         self._hidden_sum: torch.Tensor | None = None
 
     def is_ready(self) -> bool:
@@ -116,6 +117,10 @@ class Request:
         """Returns the number of rows of the prompt and the longest allowed answer together. An answer's last token
         needs no row."""
         return self.prompt.num_rows + self.ending.max_new_tokens - 1
+
+    def kv_tokens(self, segment: Segment) -> int:
+        """Returns the number of tokens for which the request has room for keys and values (KV) in a segment's step."""
+        return self.num_tokens if segment.kv_tokens is None else min(segment.kv_tokens, self.num_tokens)
 
     @property
     def known_ids(self) -> Sequence[int]:
@@ -136,7 +141,7 @@ class Request:
 
     def start(self) -> int:
         """Looks for kept keys and values of the prompt's first tokens, and returns the number of these tokens. The
-        scheduler calls this when it admits the request."""
+        scheduler calls this whenever it admits the request."""
         if self.prefixes is not None:
             self._hit = self.prefixes.find(self.ticket.digest, self.prompt.token_ids)
         num_reused = 0 if self._hit is None else self._hit.num_tokens
@@ -145,17 +150,20 @@ class Request:
 
     def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
         """Returns the description of a segment's rows for the model. At the first segment, allocates keys and values
-        (KV), and copies those into them that were kept from an earlier prompt.
+        (KV), and copies those into them that were kept from an earlier prompt. At later ones, lets the KV grow to what
+        is reserved.
 
         Args:
             segment: a segment of this request.
             make_kv: a function that allocates KV for a given number of tokens.
         """
         if self.kv is None:
-            self.kv = make_kv(self.num_tokens)
+            self.kv = make_kv(self.kv_tokens(segment))
             if self._hit is not None:
                 self._hit.copy_to(self.kv)
                 self._hit = None
+        else:
+            self.kv.grow(self.kv_tokens(segment))
         padding = self.prompt.num_padding
         num_unseen = min(max(padding - segment.start, 0), segment.num_rows) + self._num_dummies(segment)
         return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
@@ -234,6 +242,12 @@ class Request:
             self.answer.put(text)
             if self.on_text is not None:
                 self.on_text(text)
+
+    def preempt(self) -> None:
+        """Gives up the keys and values (KV), as the scheduler decided. The tokens are kept, and so is the state of the
+        sampler, so that the answer goes on as it would have when all tokens have been computed again."""
+        self.kv = self.draft_state = self._hit = self._hidden_sum = None
+        self.drafted = []
 
     def lose(self) -> None:
         """Gives up the request, after a value that was not finite or a failure of the user's code: replaces its tokens

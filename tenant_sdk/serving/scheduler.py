@@ -6,8 +6,12 @@ With speculation it has `num_drafted` more rows for each of them, whatever is dr
 of the step's token budget. Requests join and leave at every step.
 
 Guarantees:
-- an admitted request has all its keys and values (KV) reserved, so it never waits for memory again and is never
-  removed to make room;
+- a request that grows reserves the memory of its keys and values (KV) in pages, as its answer grows. If the memory runs
+  out, the request that was admitted last is preempted: it gives up its KV, waits before all that came later, and is
+  computed again from its first token when it is admitted again. The request that was admitted first always goes on, so
+  that all end;
+- a request that does not grow has all its KV reserved when it is admitted, and is never preempted;
+- who is preempted, and when, follows from numbers of tokens and the order of admission alone;
 - a request whose adapter is still loading waits, and does not keep other requests from being admitted;
 - a request of the caller with the fewest running requests is admitted first. The requests of one caller are admitted in
   the order in which they came, as far as they are ready and fit;
@@ -29,6 +33,20 @@ from typing import Protocol
 
 from tenant_sdk.plain_values import positive, seconds
 from wire.errors import ConfigurationError
+
+PAGE_TOKENS = 16
+"""The tokens of a page, the unit in which the KV of a request grows."""
+_GROWTH = 8
+"""A request with many pages grows by an eighth of them at a time. KV is copied when it grows (kv.py), and so each token
+is copied about eight times in all, however long the request is."""
+
+
+def reserved_tokens(num_tokens: int) -> int:
+    """Returns the number of tokens for which a request that grows reserves KV when it has `num_tokens` tokens."""
+    reserved = PAGE_TOKENS
+    while reserved < num_tokens:
+        reserved += max(reserved // _GROWTH // PAGE_TOKENS, 1) * PAGE_TOKENS
+    return reserved
 
 
 class Adapter(Protocol):
@@ -53,6 +71,8 @@ class Segment:
         slot: the slot of the request's adapter.
         samples: whether the range ends with the last token that is known, so that its last row gives the next token.
         num_drafted: the number of further rows, which are for drafted tokens (guesses of the tokens after the range).
+        kv_tokens: the number of tokens for which the request has KV reserved; it may be more than the request will ever
+            have. None means all that it will ever have.
     """
 
     request: int
@@ -61,6 +81,7 @@ class Segment:
     slot: int
     samples: bool
     num_drafted: int = 0
+    kv_tokens: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -75,9 +96,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter slots."""
+    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter slots.
+
+    Attributes:
+        segments: the segments.
+        preempted: the requests that gave up their KV before this step. One of them may be in `segments` all the same,
+            if it was admitted again; it then begins with empty KV.
+    """
 
     segments: tuple[Segment, ...]
+    preempted: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +125,7 @@ class Budget:
     Attributes:
         step_tokens: the most rows of a step.
         max_running: the most requests that run at a time.
-        kv_bytes: the most bytes of KV that running requests may reserve together.
+        kv_bytes: the most bytes of KV that running requests reserve together.
         overtaking_s: the seconds for which smaller requests may be admitted before a request that does not fit.
         num_drafted: the rows for drafted tokens that each answer has in every step.
     """
@@ -143,10 +171,14 @@ class _Entry:
     """Holds the scheduler's state of one request.
 
     Attributes:
+        place: the place of the request among all that were ever added.
         caller: the party that sent the request; see `Scheduler.add`.
         num_tokens: the number of tokens that are known: those of the prompt, and those of the answer so far.
         num_read: the number of these tokens that the model has computed.
-        kv_bytes: the bytes of KV that the request reserves when it is admitted.
+        most_bytes: the bytes of KV of all tokens that the request will ever have.
+        bytes_for: see `Scheduler.add`.
+        kv_tokens, kv_bytes: the tokens for which the request reserves KV (None for all), and its bytes; while it waits,
+            what it will reserve when it is admitted.
         start: see `Scheduler.add`.
         blocked_since: the time at which the request was first found ready, but too large for the free KV. At most one
             waiting request has such a time; it is None for all others.
@@ -154,11 +186,15 @@ class _Entry:
     """
 
     request: int
+    place: int
     caller: str
     num_tokens: int
-    kv_bytes: int
+    most_bytes: int
     adapter: Adapter
     start: Callable[[], int]
+    bytes_for: Callable[[int], int] | None = None
+    kv_tokens: int | None = None
+    kv_bytes: int = 0
     num_read: int = 0
     blocked_since: float | None = None
     is_answered: bool = False
@@ -166,6 +202,15 @@ class _Entry:
     @property
     def remaining(self) -> int:
         return self.num_tokens - self.num_read
+
+    def reserve(self, num_tokens: int) -> int:
+        """Sets `kv_tokens` and `kv_bytes` to what `num_tokens` tokens need, if the request grows. Returns the number of
+        further bytes."""
+        before = self.kv_bytes
+        if self.bytes_for is not None:
+            self.kv_tokens = reserved_tokens(num_tokens)
+            self.kv_bytes = min(self.bytes_for(self.kv_tokens), self.most_bytes)
+        return self.kv_bytes - before
 
 
 class Scheduler:
@@ -180,6 +225,9 @@ class Scheduler:
         self.budget = budget
         self._waiting: dict[int, _Entry] = {}
         self._running: dict[int, _Entry] = {}
+        self._num_added = 0
+        self.num_preemptions = 0
+        """How often a request was preempted."""
 
     @property
     def num_waiting(self) -> int:
@@ -188,7 +236,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Returns the number of requests that were admitted and have not been removed."""
+        """Returns the number of requests that were admitted, and were neither removed nor preempted since."""
         return len(self._running)
 
     @property
@@ -198,7 +246,7 @@ class Scheduler:
 
     def add(
         self, request: int, num_prompt: int, kv_bytes: int, adapter: Adapter, caller: str = "",
-        start: Callable[[], int] = _nothing_read,
+        start: Callable[[], int] = _nothing_read, bytes_for: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
         """Adds a request, which waits until it is admitted.
 
@@ -208,14 +256,19 @@ class Scheduler:
             kv_bytes: the bytes of KV of the prompt and the longest answer.
             adapter: the request's adapter; the request is not admitted before the adapter is ready.
             caller: the party that the request is for; see the order of admission at the top of this module.
-            start: called once, when the request is admitted, with the adapter ready. The function returns the number of
+            start: called whenever the request is admitted, with the adapter ready. The function returns the number of
                 the prompt's first rows that need not be computed, fewer than `num_prompt`.
+            bytes_for: for a request that grows, returns the bytes of KV of a number of tokens; they do not fall with
+                the number. None means that the request reserves `kv_bytes` when it is admitted.
 
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
         """
         self.budget.check_fits(kv_bytes)
-        self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter, start)
+        place, self._num_added = self._num_added, self._num_added + 1
+        entry = _Entry(request, place, caller, num_prompt, kv_bytes, adapter, start, bytes_for, kv_bytes=kv_bytes)
+        entry.reserve(num_prompt)
+        self._waiting[request] = entry
 
     def remove(self, request: int) -> None:
         """Removes a request, whether it has ended or not; an unknown request is ignored."""
@@ -242,11 +295,13 @@ class Scheduler:
         entry.num_read += num_new - 1
 
     def plan(self, now: float) -> Step:
-        """Admits the requests that may be admitted, and returns the next step. The step is empty if no request can run.
+        """Reserves the memory that running requests need, admits the requests that may be admitted, and returns the
+        next step. The step is empty if no request can run.
 
         Args:
             now: seconds on any clock that does not go back.
         """
+        preempted = self._grow()
         self._admit(now)
         rows = {entry.request: 1 for entry in self._running.values() if entry.remaining == 1}
         num_drafted = sum(self._num_drafted(entry) for entry in self._running.values())
@@ -254,7 +309,35 @@ class Scheduler:
         segments = [
             self._segment(entry, rows[entry.request]) for entry in self._running.values() if entry.request in rows
         ]
-        return Step(tuple(sorted(segments, key=lambda segment: segment.slot)))
+        return Step(tuple(sorted(segments, key=lambda segment: segment.slot)), tuple(preempted))
+
+    def _grow(self) -> list[int]:
+        """Reserves the KV of the tokens that running requests have got. Returns the requests that were preempted for
+        it."""
+        preempted: list[int] = []
+        free = self.budget.kv_bytes - self.reserved_bytes
+        for entry in tuple(self._running.values()):
+            num_tokens = entry.num_tokens + self._num_drafted(entry)
+            if entry.request not in self._running or entry.kv_tokens is None or num_tokens <= entry.kv_tokens:
+                continue
+            free -= entry.reserve(num_tokens)
+            while free < 0:  # Ends with `entry` itself, if no request that grows was admitted later.
+                last = next(each for each in reversed(self._running.values()) if each.bytes_for is not None)
+                free += last.kv_bytes
+                self._preempt(last)
+                preempted.append(last.request)
+        return preempted
+
+    def _preempt(self, entry: _Entry) -> None:
+        """Makes a running request wait again, at its old place, with its tokens known and none of them computed. It
+        will reserve an eighth more than it needs, so that it makes some progress for the rows that are computed
+        again."""
+        del self._running[entry.request]
+        entry.num_read, entry.is_answered = 0, False
+        entry.reserve(entry.num_tokens + entry.num_tokens // _GROWTH)
+        in_order = sorted((entry, *self._waiting.values()), key=lambda each: each.place)
+        self._waiting = {each.request: each for each in in_order}
+        self.num_preemptions += 1
 
     def _num_drafted(self, entry: _Entry) -> int:
         return self.budget.num_drafted if entry.is_answered else 0
@@ -262,8 +345,9 @@ class Scheduler:
     def _segment(self, entry: _Entry, num_rows: int) -> Segment:
         stop = entry.num_read + num_rows
         return Segment(
-            entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens, self._num_drafted(entry)
-        )
+            entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens,
+            self._num_drafted(entry), entry.kv_tokens,
+        )  # fmt: skip
 
     def _prompt_rows(self, budget: int) -> dict[int, int]:
         """Shares a step's remaining rows among the prompts that are being computed, and returns the rows of each
@@ -291,7 +375,7 @@ class Scheduler:
                 free -= entry.kv_bytes
                 self._running[entry.request] = self._waiting.pop(entry.request)
                 entry.num_read = entry.start()
-                blocked = None if entry is blocked else blocked
+                blocked, entry.blocked_since = None if entry is blocked else blocked, None
                 continue
             if blocked is None:
                 blocked, entry.blocked_since = entry, now

@@ -48,6 +48,10 @@ class TextStream:
         self.is_stopped = False
         self.text = ""
         """The text that was handed out so far."""
+        self.token_ends: list[int] = []
+        """For each token whose text is known, the number of characters of the text up to its end, as if there were no
+        stop strings. Tokens that make a character together have the same number. So have tokens without text and the
+        next one with text; at the end of an answer they have none."""
 
     def put(self, token_id: int) -> str:
         """Adds a token and returns the text that is now complete; returns an empty string after a stop string."""
@@ -86,6 +90,8 @@ class TextStream:
 
     def _hand_out(self, more: str, is_end: bool) -> str:
         ready = self._held + more
+        if more:
+            self.token_ends += [len(self.text) + len(ready)] * (len(self._token_ids) - len(self.token_ends))
         marked = self._marked(ready)
         found = [place for place in map(marked.find, self._stops) if place >= 0]
         if found:

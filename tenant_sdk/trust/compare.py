@@ -76,7 +76,8 @@ def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
             (folder / "generation_config.json").unlink(missing_ok=True)
     if tokenizer is not None:
         scratch = folder / "tokenizer"
-        tokenizer.save_pretrained(scratch)
+        has_several = isinstance(getattr(tokenizer, "chat_template", None), dict)
+        tokenizer.save_pretrained(scratch, **({"save_jinja_files": False} if has_several else {}))
         for path in scratch.iterdir():
             if path.name in BUNDLE_FILE_NAMES and path.is_file():
                 path.rename(folder / path.name)

@@ -19,8 +19,8 @@ TEMPLATE = (
 """A chat template that puts a role token before each message and an end token after it."""
 
 
-def character_tokenizer(template: str | None = TEMPLATE) -> Any:
-    """Returns a tokenizer for which each character is one token."""
+def character_tokenizer(template: str | dict[str, str] | None = TEMPLATE) -> Any:
+    """Returns a tokenizer for which each character is one token, with one chat template or several with names."""
     pieces = [*SPECIAL, "\n", *map(chr, range(32, 127))]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -33,7 +33,9 @@ def character_tokenizer(template: str | None = TEMPLATE) -> Any:
     return made
 
 
-def make_chat_model(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, seed: int = 0) -> Path:
+def make_chat_model(
+    folder: Path, kind: str = "llama", template: str | dict[str, str] | None = TEMPLATE, seed: int = 0
+) -> Path:
     """Saves a random model with its tokenizer to `folder`, and returns `folder`."""
     make_tiny(kind, folder, seed)
     character_tokenizer(template).save_pretrained(folder)

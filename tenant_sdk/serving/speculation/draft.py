@@ -122,7 +122,9 @@ class DraftModel:
         if not known or request.num_draftable < 1 or len(known) + num_wanted > self._context:
             return None
         if request.draft_state is None:
-            request.draft_state = _Read(self._make_kv(request.num_tokens))
+            request.draft_state = _Read(self._make_kv(request.kv_tokens(segment)))
+        else:
+            request.draft_state.kv.grow(request.kv_tokens(segment))
         return _Line(request.draft_state, known, num_wanted, request.sampler.fork() if num_wanted else request.sampler)
 
     def _pass(self, lines: Sequence[_Line]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
-from tests.support.endpoints import WHO, official
+from tests.support.endpoints import WHO, endpoint_of, official
 
 SCHEMA = {
     "type": "object",
@@ -206,8 +206,63 @@ def test_logprobs_of_a_session_without_a_mask(ai: openai.OpenAI) -> None:
     plain = ai.completions.create(model="llama", prompt="who?", max_tokens=3, temperature=0, logprobs=2)
     assert plain.choices[0].logprobs is not None
     assert [len(each) for each in plain.choices[0].logprobs.top_logprobs or []] == [2, 2, 2]
-    *_, last = ask(ai, logprobs=True, stream=True)
-    assert [step.logprob for step in last.choices[0].logprobs.content] == [step.logprob for step in steps]
+
+
+def shown(token: str) -> str:
+    return "" if token.startswith("<") and len(token) > 1 else token
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["zzz"]}, {"seed": 3, "temperature": 0.9, "n": 3}])
+def test_streamed_logprobs_come_with_the_chunk_of_their_tokens(ai: openai.OpenAI, options: dict[str, Any]) -> None:
+    """Each chunk has the logprobs of exactly the tokens whose text it has, and all chunks together those of an answer
+    that is not streamed."""
+    whole = ask(ai, logprobs=True, top_logprobs=2, max_tokens=20, **options)
+    got: dict[int, list[Any]] = {choice.index: [] for choice in whole.choices}
+    num_with_text = 0
+    for chunk in ask(ai, logprobs=True, top_logprobs=2, max_tokens=20, stream=True, **options):
+        (choice,) = chunk.choices
+        steps = choice.logprobs.content if choice.logprobs is not None else []
+        got[choice.index] += steps
+        assert "".join(shown(step.token) for step in steps) == (choice.delta.content or "")
+        num_with_text += bool(choice.delta.content)
+    assert num_with_text > 2 * len(got)
+    for choice in whole.choices:
+        steps, want = got[choice.index], choice.logprobs.content
+        assert [step.token for step in steps] == [step.token for step in want]
+        assert [step.logprob for step in steps] == pytest.approx([step.logprob for step in want], abs=1e-4)
+
+
+def test_streamed_logprobs_of_plain_completions(ai: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "llama", "prompt": ["who?", "b"], "max_tokens": 12, "temperature": 0}
+    whole = ai.completions.create(**options, logprobs=2)
+    got: dict[int, dict[str, list[Any]]] = {choice.index: {} for choice in whole.choices}
+    for chunk in ai.completions.create(**options, logprobs=2, stream=True):
+        (choice,) = chunk.choices
+        assert "".join(map(shown, choice.logprobs.tokens if choice.logprobs else ())) == choice.text
+        for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+            got[choice.index].setdefault(name, []).extend(values)
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        fields = got[choice.index]
+        assert (fields["tokens"], fields["text_offset"]) == (choice.logprobs.tokens, choice.logprobs.text_offset)
+        assert fields["token_logprobs"] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+        assert list(map(list, fields["top_logprobs"])) == list(map(list, choice.logprobs.top_logprobs or ()))
+
+
+def test_without_max_tokens_an_answer_may_fill_the_context(ai: openai.OpenAI, client: TenantClient) -> None:
+    forbidden = {str(token_id): -100 for token_id in client.text.stop_ids}
+    answer = ask(ai, max_tokens=None, logit_bias=forbidden)
+    assert answer.usage.completion_tokens == client.context_length - answer.usage.prompt_tokens > 128
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_operator_s_limit_holds_without_max_tokens_only(client: TenantClient) -> None:
+    with endpoint_of(client, default_max_tokens=5) as endpoint:
+        assert "answers without a limit" in endpoint.explain()
+        for asked, want in ((None, 5), (9, 9)):
+            forbidden = {str(token_id): -100 for token_id in client.text.stop_ids}
+            answer = ask(official(endpoint), max_tokens=asked, logit_bias=forbidden)
+            assert answer.usage.completion_tokens == want
 
 
 def test_errors_are_the_clients_own_classes(ai: openai.OpenAI, endpoint: Endpoint) -> None:

@@ -3,13 +3,20 @@ other output is text."""
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.schema import Message, Tool
 from tenant_sdk.endpoint.tools import Call, HeldText, read_calls
+from tenant_sdk.serving.answer import Answer
 from tenant_sdk.text.ready import ReadyText
-from tests.support.chat_model import character_tokenizer
+from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
 
 NAMES = frozenset({"f", "g"})
 F, G = Call("f", '{"a": 1}'), Call("g", "{}")
@@ -83,6 +90,22 @@ def test_text_is_handed_out_before_the_end() -> None:
     assert HeldText(frozenset()).put("<tool_call>") == "<tool_call>"
 
 
+def test_logprobs_of_a_stream_wait_for_text_that_is_held_back() -> None:
+    """Tokens whose text is held back, since it may begin a call, come with the chunk that has the text or the call."""
+    tokens = ["well", ", a <", "tool_call>", ONE, "</tool_call>", "<|end|>"]
+    answer = Answer(1, lambda: None)
+    answer.token_ids = list(range(len(tokens)))
+    answer.token_ends = list(itertools.accumulate(map(len, tokens[:-1])))
+    held = HeldText(NAMES)
+    made = StreamedLogprobs(lambda token_ids, start: {"content": list(token_ids[start:])})
+    fields = [made.of(text, answer) for token in tokens[:-1] if (text := held.put(token))]
+    assert fields == [{"content": [0]}, None]
+    assert held.end()[1] == [F]
+    assert made.of("".join(tokens[:-1]), answer) == {"content": [1, 2, 3, 4]}
+    assert made.of_the_rest(answer) == {"content": [5]}
+    assert made.of_the_rest(answer) is None
+
+
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "description": "finds"}})
 TURNS = [
     Message(role="user", content="who?"),
@@ -97,6 +120,47 @@ NATIVE = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m 
 def test_a_trusted_template_that_knows_tools_gets_them() -> None:
     prompt = Prompts(character_tokenizer(NATIVE), is_trusted=True).of(TURNS, [TOOL])
     assert prompt == ReadyText("[f]<user>who?<assistant>(f 1)<tool>me", with_special_tokens=False)
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_session_has_all_named_templates_of_its_model(verify: bool, tmp_path: Path) -> None:
+    named = {"default": TEMPLATE, "tool_use": NATIVE, "rag": PLAIN}
+    folder = make_chat_model(tmp_path / "named", template=named)
+    trusted: dict[str, Any] = {"verify": str(folder)} if verify else {}
+    with TenantClient(f"inproc:{folder}", mask="off", cache=tmp_path / "cache", progress=False, **trusted) as client:
+        assert client.text.tokenizer.chat_template == named
+
+
+@pytest.mark.parametrize("default", [PLAIN, f"plain {NATIVE}", f"[tools] {PLAIN}"])
+def test_of_named_templates_that_for_tools_gets_them(default: str) -> None:
+    made = Prompts(character_tokenizer({"default": default, "tool_use": f"use {NATIVE}"}), is_trusted=True)
+    assert made.of(TURNS, [TOOL]) == ReadyText("use [f]<user>who?<assistant>(f 1)<tool>me", with_special_tokens=False)
+    assert made.of(TURNS[:1], []) == [{"role": "user", "content": "who?"}]
+
+
+def test_calls_without_tools_go_to_the_default_template_or_into_the_text() -> None:
+    knows = Prompts(character_tokenizer({"default": NATIVE, "tool_use": "no"}), is_trusted=True).of(TURNS, [])
+    assert knows == ReadyText("<user>who?<assistant>(f 1)<tool>me", with_special_tokens=False)
+    plain = Prompts(character_tokenizer({"default": PLAIN, "tool_use": NATIVE}), is_trusted=True).of(TURNS, [])
+    assert isinstance(plain, list)
+    assert plain[1]["content"] == '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "template", [{"default": PLAIN}, {"default": PLAIN, "tool_use": PLAIN}, {"default": PLAIN, "rag": NATIVE}]
+)
+def test_named_templates_of_which_none_takes_tools(template: dict[str, str]) -> None:
+    prompt = Prompts(character_tokenizer(template), is_trusted=True).of(TURNS[:1], [TOOL])
+    assert isinstance(prompt, list)
+    assert prompt[0]["role"] == "system"
+
+
+def test_an_untrusted_provider_s_template_for_tools_sees_nothing() -> None:
+    made = Prompts(character_tokenizer({"default": PLAIN, "tool_use": NATIVE}), is_trusted=False)
+    assert isinstance(made.of(TURNS, [TOOL]), list)
 
 
 @pytest.mark.parametrize(("template", "is_trusted"), [(NATIVE, False), ("{{ messages }}", True)])

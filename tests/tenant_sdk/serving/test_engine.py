@@ -6,17 +6,20 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tenant_sdk import TenantClient
+from tenant_sdk import Speculation, TenantClient
+from tenant_sdk.generate import prompt_ids
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
+from tenant_sdk.serving.kv import kv_layout
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import PROMPTS, make_model, open_client
 from tests.support.step_gate import TIMEOUT_S, Gate
@@ -106,6 +109,150 @@ def test_more_requests_than_fit_wait_and_are_all_answered(client: TenantClient) 
     with Engine(client, step_tokens=16, max_running=16, kv_bytes=40_000) as engine:
         answers = [engine.submit(prompt, max_new_tokens=6) for prompt in PROMPTS * 3]
         assert [answer.result(TIMEOUT_S) for answer in answers] == want * 3
+
+
+class MostRunning:
+    """Acts as a logits hook that notes the most requests that an engine ran at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.num_running = engine, 0
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_running = max(self.num_running, self._engine.status().num_running)
+        return scores
+
+
+def kv_bytes_for(client: TenantClient, num_tokens: int, speculation: Speculation | None = None) -> int:
+    layout = kv_layout(client.load_model(), "fp32", 64)
+    twice = speculation is not None and speculation.draft is not None
+    return layout.bytes_for(num_tokens) * (2 if twice else 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("drafts", [None, "lookup", "itself"])
+def test_preempted_requests_get_the_tokens_that_they_would_have_got(
+    kind: str, drafts: str | None, tmp_path: Path
+) -> None:
+    """Greedy and drawn answers, with penalties and stop strings, are the same with room for all requests and with room
+    for only a few, so that most are preempted and computed again."""
+    folder = make_model(kind, tmp_path / kind)
+    draft = AutoModelForCausalLM.from_pretrained(folder).eval() if drafts == "itself" else None
+    speculation = None if drafts is None else Speculation(2, draft=draft)
+    requests: list[dict[str, Any]] = [{"prompt": prompt, "eos_token_id": []} for prompt in PROMPTS]
+    requests += [{**each, "do_sample": True, "temperature": 0.8, "seed": seed} for seed, each in enumerate(requests)]
+    requests += [{**requests[0], "repetition_penalty": 1.3}, {**requests[1], "stop": ["ab", "q"]}]
+    got: list[list[list[int]]] = []
+    with open_client(folder) as client:
+        for num_tokens in (4096, 300):
+            size = kv_bytes_for(client, num_tokens, speculation)
+            with Engine(client, step_tokens=64, kv_bytes=size, speculation=speculation) as engine:
+                answers = [engine.submit(max_new_tokens=40, **each) for each in requests]
+                for answer in answers:
+                    answer.result(TIMEOUT_S)
+                got.append([answer.token_ids for answer in answers])
+                num_preemptions = engine.status().num_preemptions
+            assert (num_preemptions > 0) == (num_tokens == 300)
+    assert got[0] == got[1]
+
+
+def test_preempted_requests_under_a_mask_get_the_same_tokens(tmp_path: Path) -> None:
+    with open_client(make_model("llama", tmp_path / "llama"), "lattice") as client:
+        want = [client.generate(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+        with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 120)) as engine:
+            answers = [engine.submit(prompt, max_new_tokens=20, eos_token_id=[]) for prompt in PROMPTS]
+            assert [answer.result(TIMEOUT_S) for answer in answers] == want
+            assert engine.status().num_preemptions > 0
+
+
+def test_who_is_preempted_shows_in_numbers_of_tokens_only(client: TenantClient) -> None:
+    """Other texts of the same lengths make the same steps."""
+    seen: list[list[list[tuple[int, int, int]]]] = []
+    for swapped in (False, True):
+        prompts = [prompt[::-1] if swapped else prompt for prompt in PROMPTS]
+        steps, all_are_in = list[list[tuple[int, int, int]]](), threading.Event()
+
+        @contextmanager
+        def held(all_are_in: threading.Event = all_are_in) -> Iterator[None]:
+            assert all_are_in.wait(TIMEOUT_S)
+            yield
+
+        with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 120), during_step=held) as engine:
+            plan = engine._scheduler.plan
+
+            def noted(now: float, plan: Any = plan, steps: Any = steps) -> Any:
+                step = plan(0.0)
+                steps.append([(segment.request, segment.start, segment.num_rows) for segment in step.segments])
+                return step
+
+            engine.submit("b", max_new_tokens=2, eos_token_id=[])  # Its first step waits for the others.
+            engine._scheduler.plan = noted  # type: ignore[method-assign]
+            seeds = {"do_sample": True, "temperature": 0.9, "seed": int(swapped)}
+            answers = [engine.submit(prompt, max_new_tokens=30, eos_token_id=[], **seeds) for prompt in prompts]
+            all_are_in.set()
+            texts = [answer.result(TIMEOUT_S) for answer in answers]
+            assert engine.status().num_preemptions > 0
+        seen.append([step for step in steps if step])
+        assert len(set(texts)) > 1
+    assert seen[0][1:] == seen[1][1:]
+
+
+def test_a_preempted_prompt_gives_the_same_mean_and_finds_its_kept_prompt(client: TenantClient) -> None:
+    text = "where is it, and since when, and for how much longer?"
+    with Engine(client, step_tokens=64) as engine:
+        want = engine.submit(text, max_new_tokens=30, pools=True, eos_token_id=[])
+        want.result(TIMEOUT_S)
+    with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 130), prefix_bytes=1 << 20) as engine:
+        engine.submit(text, max_new_tokens=1).result(TIMEOUT_S)
+        answers = [engine.submit(text, max_new_tokens=30, eos_token_id=[], pools=pools) for pools in (False, True)]
+        assert [answer.result(TIMEOUT_S) for answer in answers] == [want.result()] * 2
+        assert engine.status().num_preemptions > 0
+        assert answers[0].num_reused_tokens > 0
+    assert want.mean_hidden is not None
+    assert answers[1].mean_hidden is not None
+    torch.testing.assert_close(answers[1].mean_hidden, want.mean_hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("fixed_length", "num_running"), [(False, 16), (True, 2)])
+def test_sixteen_run_where_two_would_fit_in_whole(client: TenantClient, fixed_length: bool, num_running: int) -> None:
+    """Only requests whose rows go on to the limit in any case reserve all at once, and are never computed again."""
+    limit = client.context_length - num_tokens_of(client, "b")
+    size = kv_bytes_for(client, 2 * client.context_length)
+    with Engine(client, step_tokens=64, kv_bytes=size, max_running=16) as engine:
+        most = MostRunning(engine)
+        options: dict[str, Any] = {"fixed_length": fixed_length, "logits_processor": [most]}
+        answers = [engine.submit("b", max_new_tokens=limit, **options) for _ in range(16)]
+        for answer in answers[:4]:
+            answer.result(TIMEOUT_S)
+        assert most.num_running == num_running
+        assert not (fixed_length and engine.status().num_preemptions)
+
+
+def test_without_a_limit_an_answer_fills_what_there_is(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length limit is the first of the engine's own, the checkpoint's, and what context and memory leave."""
+    num_prompt = num_tokens_of(client, "b")
+    model = client.load_model()
+    monkeypatch.setattr(client, "load_model", lambda: model)
+    room = client.context_length - num_prompt
+    some = kv_layout(model, "fp32", 16).bytes_for(60)
+    for options, new, whole, want in (
+        ({}, None, None, room),
+        ({"default_new_tokens": 9}, 5, None, 9),
+        ({}, 7, None, 7),
+        ({}, None, num_prompt + 11, 11),
+        ({}, None, num_prompt, room),
+        ({"kv_bytes": some}, None, None, 60 - num_prompt + 1),
+        ({"max_context": 50}, None, None, 50 - num_prompt),
+        ({"default_new_tokens": 1 << 20}, None, None, room),
+    ):
+        model.generation_config.max_new_tokens, model.generation_config.max_length = new, whole
+        with Engine(client, step_tokens=16, **{"default_new_tokens": None, **options}) as engine:
+            answer = engine.submit("b", eos_token_id=[])
+            answer.result(TIMEOUT_S)
+        assert (len(answer.token_ids), answer.finish_reason) == (want, "length")
+
+
+def num_tokens_of(client: TenantClient, prompt: str) -> int:
+    return len(prompt_ids(client.tokenizer, prompt))
 
 
 def test_requests_join_while_others_are_answered_from_many_threads(client: TenantClient, engine: Engine) -> None:

@@ -44,6 +44,20 @@ def test_rows_see_what_their_window_allows(window: int | None, pieces: tuple[int
     assert position == 20
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 3, 5])
+def test_what_is_kept_stays_when_the_memory_grows(window: int | None, dtype: str) -> None:
+    keys, values = numbers(20), numbers(20, 1)
+    whole, grown = RequestKv(layout(window, dtype), 20, CPU), RequestKv(layout(window, dtype), 2, CPU)
+    for position in range(0, 20, 2):
+        grown.grow(min(position + 3, 20))
+        new = keys[:, position : position + 2], values[:, position : position + 2]
+        for got, want in zip(grown.update(0, position, *new), whole.update(0, position, *new), strict=True):
+            assert torch.equal(got, want)
+        capacity = layout(window).capacity(0, min(position + 3, 20))
+        assert grown.describe(position, 2)[0, 4] == capacity, "compiled code is told the size of the new memory"
+
+
 @pytest.mark.parametrize("window", [None, 3, 5])
 def test_tokens_that_are_written_again_further_back(window: int | None) -> None:
     """Keys and values are right after positions were written a second time. As for a draft model whose tokens are

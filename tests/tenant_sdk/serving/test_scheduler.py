@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenant_sdk.serving import scheduler as scheduler_module
-from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
+from tenant_sdk.serving.scheduler import PAGE_TOKENS, Budget, Scheduler, Step, reserved_tokens
 from wire.errors import ConfigurationError
 
 
@@ -163,6 +163,106 @@ def test_a_large_request_is_overtaken_for_a_while_and_then_goes_first() -> None:
     assert set(rows(run(made, 3.1))) == {1, 2}, "it is admitted as soon as it fits; what came later waits for memory"
     made.remove(2)
     assert set(rows(run(made, 3.2))) == {1, 4}
+
+
+# ---- memory that grows -----------------------------------------------------------------------------------------------
+
+
+def add_growing(made: Scheduler, number: int, num_prompt: int, most: int, caller: str = "") -> None:
+    """Adds a request that grows, with one byte of KV for each token."""
+    made.add(number, num_prompt, most, READY, caller, bytes_for=lambda num_tokens: num_tokens)
+
+
+@given(st.integers(1, 1 << 20))
+def test_pages_hold_what_they_are_for_and_not_much_more(num_tokens: int) -> None:
+    reserved = reserved_tokens(num_tokens)
+    assert reserved % PAGE_TOKENS == 0
+    assert num_tokens <= reserved < num_tokens + max(PAGE_TOKENS, num_tokens / 8 + 1)
+
+
+def test_sixteen_requests_that_may_fill_the_context_run_where_two_would_fit_in_whole() -> None:
+    context = 128
+    for grows, num_running in ((True, 16), (False, 2)):
+        made = scheduler(step_tokens=16, max_running=16, kv_bytes=2 * context)
+        for number in range(16):
+            if grows:
+                add_growing(made, number, 1, context)
+            else:
+                made.add(number, 1, context, READY)
+        assert len(run(made).segments) == num_running
+
+
+def test_the_last_to_begin_gives_way_and_begins_again_before_others() -> None:
+    made = scheduler(kv_bytes=3 * PAGE_TOKENS)
+    for number in range(3):
+        add_growing(made, number, PAGE_TOKENS // 2, 3 * PAGE_TOKENS)
+    seen = [run(made) for _ in range(40)]
+    assert made.waiting() == [1, 2], "each asked for a second page in turn, and the first has all"
+    preempted = [number for step in seen for number in step.preempted]
+    assert preempted == [2, 1, 2], "2 overtook 1 while that did not fit"
+    assert rows(seen[-1]).keys() == {0}
+    add_growing(made, 3, 1, 2 * PAGE_TOKENS)
+    made.add(4, 1, 2 * PAGE_TOKENS, READY)
+    made.remove(0)
+    assert rows(made.plan(100.0))[1] == (0, 7), "it begins again at its first row, before what came later"
+    assert made.waiting() == [2, 4]
+    assert made.num_preemptions == 3
+
+
+def test_a_request_that_does_not_grow_is_never_preempted() -> None:
+    made = scheduler(kv_bytes=4 * PAGE_TOKENS)
+    add_growing(made, 0, 1, 4 * PAGE_TOKENS)
+    made.add(1, 1, 3 * PAGE_TOKENS, READY)
+    seen = [run(made) for _ in range(PAGE_TOKENS + 2)]
+    assert [number for step in seen for number in step.preempted] == [0]
+    assert made.waiting() == [0]
+    made.remove(1)
+    assert rows(run(made))[0][0] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 120), st.booleans()), min_size=2, max_size=8),
+    st.randoms(use_true_random=False),
+    st.integers(0, 2),
+)
+def test_requests_that_grow_all_end_within_the_memory(
+    requests: list[tuple[int, int, bool]], random: object, num_drafted: int
+) -> None:
+    """In every mix, each row is computed in order, after a preemption from the first one on. A row never lies beyond
+    the memory that its request has, and nobody waits for ever."""
+    made = scheduler(step_tokens=32, max_running=6, kv_bytes=190, num_drafted=num_drafted)
+    fresh, read = list(range(len(requests))), dict.fromkeys(range(len(requests)), 0)
+    known = {number: prompt for number, (prompt, _, _) in enumerate(requests)}
+    left = {number: new for number, (_, new, _) in enumerate(requests)}
+    for now in range(5_000):
+        if fresh and random.random() < 0.3:  # type: ignore[attr-defined]
+            prompt, new, grows = requests[number := fresh.pop(0)]
+            made.add(number, prompt, prompt + new - 1, READY, bytes_for=(lambda each: each) if grows else None)
+        step = made.plan(float(now))
+        assert made.reserved_bytes <= 190
+        assert all(requests[number][2] for number in step.preempted)
+        read |= dict.fromkeys(step.preempted, 0)
+        made.advance(step)
+        for segment in step.segments:
+            assert segment.start == read[segment.request]
+            most = sum(requests[segment.request][:2]) - 1
+            has = most if segment.kv_tokens is None else min(segment.kv_tokens, most)
+            assert min(segment.stop + segment.num_drafted, most) <= has
+            read[segment.request] = segment.stop
+            if segment.samples:
+                assert segment.stop == known[segment.request]
+                num_new = random.randint(1, min(left[segment.request], 1 + segment.num_drafted))  # type: ignore[attr-defined]
+                left[segment.request] -= num_new
+                known[segment.request] += num_new
+                read[segment.request] += num_new - 1
+                if left[segment.request]:
+                    made.append(segment.request, num_new)
+                else:
+                    made.remove(segment.request)
+        if not fresh and made.num_running == made.num_waiting == 0:
+            break
+    assert set(left.values()) == {0}
 
 
 def test_callers_share_the_places() -> None:

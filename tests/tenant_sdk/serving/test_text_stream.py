@@ -56,6 +56,28 @@ def test_the_pieces_are_what_decoding_at_once_gives(ids: list[int]) -> None:
     assert "".join(pieces_of(ids)) == BYTES.decode(ids, skip_special_tokens=True)
 
 
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_each_token_s_text_ends_where_its_piece_does(ids: list[int]) -> None:
+    """`token_ends` says after how many characters each token's text is complete, as far as it was handed out."""
+    stream, whole = TextStream(SafeDecoding(BYTES)), ""
+    for number, token_id in enumerate(ids, 1):
+        piece = stream.put(token_id)
+        whole += piece
+        assert not piece or stream.token_ends[number - 1] == len(whole)
+        assert len(stream.token_ends) == number if piece else len(stream.token_ends) < number
+    rest = stream.end()
+    assert (len(stream.token_ends) == len(ids)) or not rest
+    assert stream.token_ends == sorted(stream.token_ends)
+
+
+def test_the_ends_of_tokens_that_begin_a_stop_string_are_those_of_their_own_text() -> None:
+    stream = TextStream(SafeDecoding(BYTES), ["STOP"])
+    assert [stream.put(token_id) for token_id in ids_of("aSSTO")] == ["a", "", "S", "", ""]
+    assert stream.token_ends == [1, 2, 3, 4, 5]
+    assert (stream.put(BYTES.eos_token_id), stream.end()) == ("", "STO")
+    assert stream.token_ends == [1, 2, 3, 4, 5], "a token without text at the end has no place in the text"
+
+
 @given(st.text(max_size=20))
 def test_text_comes_through(text: str) -> None:
     assert "".join(pieces_of(ids_of(text))) == text
