@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -32,7 +31,6 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 _log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _OF_MODELS = "/v1/models/"
-_SLOW_THREADS = 4
 T = TypeVar("T")
 
 
@@ -53,7 +51,6 @@ class App:
         self._get("/v1/models", lambda: service.names.listed())
         self._get("/v1/status", service.status)
         self._page = PageFiles()
-        self._threads = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="veilbase-slow")
         self._jobs = jobs
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
@@ -122,11 +119,11 @@ class App:
     async def _slowly(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs work that may take seconds, such as reading a file or waiting for an adapter, in threads of its own, so
         that other requests do not wait for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._service.slow_threads, work, *arguments)
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._service.health()
-        await Response(send).json(200 if state == "ok" else 503, {"status": state})
+        await Response(send).json(200 if state["status"] == "ok" else 503, state)
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Response(send).whole(200, self._service.metrics.text(), CONTENT_TYPE)

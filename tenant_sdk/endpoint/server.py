@@ -6,6 +6,7 @@ ends all requests under way with an error, stops, and does not start again by it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -25,7 +26,7 @@ from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.jobs import Jobs
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
-from tenant_sdk.endpoint.service import Service
+from tenant_sdk.endpoint.service import Service, Threads
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key
 from tenant_sdk.endpoint.turns import Turns
 from tenant_sdk.endpoint.uploads import Uploads
@@ -123,8 +124,9 @@ class Endpoint:
             names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
+            undo.callback(self.service.close)
             jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
-            self._server = _Server(self._config(App(self.service, jobs)), self._ready)
+            self._server = _Server(self._config(App(self.service, jobs)), self._ready, self.service.threads)
             self._opened = undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
         self._answers = threading.Event()
@@ -238,12 +240,13 @@ def _explained(client: ServedSession, engine: Engine, released: Released) -> str
 class _Server(uvicorn.Server):
     """Runs uvicorn's server, and calls a function when the server accepts requests."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], threads: Threads) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._threads = on_ready, threads
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen, and then calls the function."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
         await super().startup(sockets)
         self._on_ready()
 

@@ -252,6 +252,10 @@ class Engine:
         """Returns the numbers of running and waiting requests, and the bytes of their keys and values."""
         return self._loop.status()
 
+    def step_s(self) -> float:
+        """Returns for how many seconds the present step has been computed; 0 between steps."""
+        return self._loop.step_s()
+
     def explain(self) -> str:
         """Prints and returns a text that states how many requests fit and what the provider sees of them.
 
