@@ -22,7 +22,7 @@ from tenant_sdk.endpoint.options import engine_options
 from tenant_sdk.endpoint.prompts import ChatPrompt
 from tenant_sdk.endpoint.schema import ChatRequest, NamedTool, Tool, parsed
 from tenant_sdk.endpoint.service import Service
-from tenant_sdk.endpoint.tools import Call, HeldText, active_tools, forced_tools, read_calls
+from tenant_sdk.endpoint.tools import Call, HeldText, active_tools, forced_tools, read_calls, takes_object
 from tenant_sdk.serving.answer import Answer
 
 
@@ -126,6 +126,10 @@ class Chat:
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
             raise bad_request("two tools have one name", "tools")
+        for number, tool in enumerate(tools):
+            if not takes_object(tool):
+                place = f"tools.{number}.function.parameters"
+                raise bad_request(f"{place}: expected a schema of the type object", place)
         choice = request.tool_choice
         if choice not in (None, "none", "auto") and not tools:
             raise bad_request("tool_choice needs tools", "tool_choice")

@@ -293,7 +293,7 @@ class GrammarHook:
         if fresh and fresh[-1] in self._stop_ids:
             self._is_over = True
             return logits
-        if untold:
+        if untold or not self._num_asked:
             self._ask(untold)
         allowed = self._allowed(logits.shape[1])
         if allowed is None:

@@ -250,6 +250,7 @@ class _Worker:
     def __init__(self, end: socket.socket, vocabulary: Any, limits: WorkerLimits) -> None:
         self._end, self._vocabulary, self._limits = end, vocabulary, limits
         self._credit_s = limits.burst_s
+        self._compiled: Any = None
         self._matchers: list[Any] = []
         self._first_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -283,6 +284,8 @@ class _Worker:
             mask = _mask(self._matchers[number], tokens)
         spent_s = time.process_time() - began_s - self._limits.token_s
         self._credit_s -= max(0.0, spent_s)
+        if self._credit_s < 0:
+            signal.raise_signal(signal.SIGPROF)  # as the timer would have done, which the kernel looks at now and then
         head = STEP_HEAD.pack(number)
         if mask is None:
             send_frame(self._end, STOPPED, head)

@@ -50,6 +50,12 @@ def active_tools(request: ChatRequest) -> list[Tool]:
     return list(request.tools)
 
 
+def takes_object(tool: Tool) -> bool:
+    """Returns whether the schema of a tool's arguments allows an object, as far as its `type` says so."""
+    kinds = (tool.function.parameters or {}).get("type", "object")
+    return "object" in (kinds if isinstance(kinds, list) else [kinds])
+
+
 def forced_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]] | None:
     """Returns the tools of which the answer must call one, each with the schema of its arguments; None if the answer
     may be text."""
