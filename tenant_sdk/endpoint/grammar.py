@@ -419,7 +419,8 @@ class _Worker:
 
     def __del__(self) -> None:
         """Ends the process of a request that was dropped, such as one whose client went away."""
-        self.end()
+        if not sys.is_finalizing():  # when Python ends, the kernel closes the socket
+            self.end()
 
 
 class _Spawner:
