@@ -327,6 +327,7 @@ class _Worker:
     def __init__(self, end: socket.socket, limits: WorkerLimits, weigh: Callable[[], None]) -> None:
         """Keeps the socket. Args: weigh: called when the worker has grown."""
         self._end, self._limits, self._weigh = end, limits, weigh
+        end.settimeout(limits.wall_s + _LATE_S)
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._answers: dict[int, list[bytes | None]] = {}
@@ -379,7 +380,6 @@ class _Worker:
             raise self._ended
         with self._lock:
             try:
-                self._end.settimeout(self._limits.wall_s + _LATE_S)
                 kind, content = process.read_frame(self._end)
             except TimeoutError:
                 kind, content = process.ENDED, str(-signal.SIGALRM).encode()
