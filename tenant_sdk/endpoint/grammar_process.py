@@ -208,6 +208,9 @@ class _Spawner:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if hasattr(os, "SCHED_BATCH"):  # a worker that wakes does not push the engine's thread off its core
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             self._control.close()
             for _, other in self._workers.values():
                 other.close()
