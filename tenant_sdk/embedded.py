@@ -47,7 +47,9 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
         model, "native" if weights == "native" else "int8", num_shards=int(given or 1), device=device or "cpu"
     )
     there = served_model.device if isinstance(served_model, ModelOnDevice) else None
-    return _Owner(served_model, served_model.close, there) if has_shards or has_device else InprocConnection(served_model)
+    return (
+        _Owner(served_model, served_model.close, there) if has_shards or has_device else InprocConnection(served_model)
+    )
 
 
 class _Owner(InprocConnection):

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -33,7 +32,6 @@ from tenant_sdk.endpoint.settings import EndpointLimits
 _log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _OF_MODELS = "/v1/models/"
-_SLOW_THREADS, _UPLOAD_THREADS = 4, 2
 T = TypeVar("T")
 
 
@@ -56,9 +54,6 @@ class App:
         self._get("/v1/models", lambda: service.names.listed())
         self._get("/v1/status", service.status)
         self._page = PageFiles()
-        self._threads = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="veilbase-slow")
-        # of their own, so that a question about a job does not wait for large files
-        self._checking = ThreadPoolExecutor(_UPLOAD_THREADS, thread_name_prefix="veilbase-upload")
         self._jobs = jobs
 
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
@@ -117,7 +112,8 @@ class App:
 
         async def work(body: bytes) -> Reply:
             is_over = threading.Event()
-            threads = self._checking if is_upload and method == "POST" else self._threads
+            service = self._service
+            threads = service.upload_threads if is_upload and method == "POST" else service.slow_threads
             try:
                 found = await asyncio.get_running_loop().run_in_executor(
                     threads, jobs.answer, method, path, _query(scope), kind, body, is_over.is_set
@@ -134,11 +130,11 @@ class App:
     async def _slowly(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs work that may take seconds, such as reading a file or waiting for an adapter, in threads of its own, so
         that other requests do not wait for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._service.slow_threads, work, *arguments)
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._service.health()
-        await Response(send).json(200 if state == "ok" else 503, {"status": state})
+        await Response(send).json(200 if state["status"] == "ok" else 503, state)
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Response(send).whole(200, self._service.metrics.text(), CONTENT_TYPE)

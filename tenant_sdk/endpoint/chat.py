@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -13,7 +14,7 @@ from typing import Any
 
 from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request, to_bytes
-from tenant_sdk.endpoint.grammar import GrammarHook
+from tenant_sdk.endpoint.grammar import Grammar, GrammarHook
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs, chat_logprobs
@@ -21,7 +22,7 @@ from tenant_sdk.endpoint.options import engine_options
 from tenant_sdk.endpoint.prompts import ChatPrompt
 from tenant_sdk.endpoint.schema import ChatRequest, NamedTool, Tool, parsed
 from tenant_sdk.endpoint.service import Service
-from tenant_sdk.endpoint.tools import Call, HeldText, active_tools, forced_schema, read_calls
+from tenant_sdk.endpoint.tools import Call, HeldText, active_tools, forced_tools, read_calls, takes_object
 from tenant_sdk.serving.answer import Answer
 
 
@@ -33,12 +34,18 @@ class _Prepared:
     adapter: str | None
     prompt: ChatPrompt
     tool_names: frozenset[str]
-    grammar: GrammarHook | None
     records: list[LogprobRecord]
+    make_grammar: Callable[[], Grammar] | None = None
+    grammar: Grammar | None = None
     grammars: list[GrammarHook] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def close(self) -> None:
+        """Ends what the request holds beside its answers."""
+        if self.grammar is not None:
+            self.grammar.close()
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
         """Returns one JSON object (a chunk) of a streamed response."""
@@ -61,9 +68,17 @@ class Chat:
             HttpError: the request is refused.
             VeilbaseError: the engine refuses it, or fails.
         """
-        prepared = await asyncio.get_running_loop().run_in_executor(None, self._prepare, body)
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(None, self._prepare, body)
+        if prepared.make_grammar is not None:  # If the client goes away meanwhile, nobody holds the grammar: it ends.
+            prepared.grammar = await loop.run_in_executor(self._service.grammar_threads, prepared.make_grammar)
         if prepared.request.stream:
             return self._chunks(prepared)
+        with contextlib.closing(prepared):
+            return await self._whole(prepared)
+
+    async def _whole(self, prepared: _Prepared) -> dict[str, Any]:
+        """Returns the response to a request that is not streamed."""
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
             texts = await answering.texts()
@@ -81,18 +96,21 @@ class Chat:
         adapter = self._service.names.adapter_of(request.model)
         tools = active_tools(request)
         self._check(request, tools)
-        schema = forced_schema(request, tools)
-        grammar = None
-        if schema is not None:
-            grammar = self._service.grammars.of_schema(schema, "tools")
-        elif request.response_format is not None and request.response_format.type != "text":
-            named = request.response_format.json_schema
-            grammar = self._service.grammars.of_schema(None if named is None else named.schema_, "response_format")
         prompt = self._service.prompts.of(request.messages, tools)
         rounded, num_records = self._service.released.rounded_logprobs, request.n if request.logprobs else 0
         records = [LogprobRecord(request.top_logprobs or 0, rounded) for _ in range(num_records)]
         kept, names = request.without_contents(), frozenset(tool.function.name for tool in tools)
-        return _Prepared(kept, adapter, prompt, names, grammar, records)
+        return _Prepared(kept, adapter, prompt, names, records, self._grammar(request, tools))
+
+    def _grammar(self, request: ChatRequest, tools: list[Tool]) -> Callable[[], Grammar] | None:
+        """Returns a function that makes the grammar of the request's answers; None if they may be any text."""
+        forced, wanted = forced_tools(request, tools), request.response_format
+        if forced is not None:
+            return partial(self._service.grammars.of_call, forced, "tools")
+        if wanted is None or wanted.type == "text":
+            return None
+        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
+        return partial(self._service.grammars.of_schema, schema, "response_format")
 
     def _check(self, request: ChatRequest, tools: list[Tool]) -> None:
         if request.logprobs:
@@ -102,6 +120,10 @@ class Chat:
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
             raise bad_request("two tools have one name", "tools")
+        for number, tool in enumerate(tools):
+            if not takes_object(tool):
+                place = f"tools.{number}.function.parameters"
+                raise bad_request(f"{place}: expected a schema of the type object", place)
         choice = request.tool_choice
         if choice not in (None, "none", "auto") and not tools:
             raise bad_request("tool_choice needs tools", "tool_choice")
@@ -119,7 +141,7 @@ class Chat:
             hooks = [*prepared.records[index : index + 1]]
             options = engine_options(prepared.request, index, hooks, self._service.vocab_size)
             if prepared.grammar is not None:  # last, so that a bias cannot allow what the grammar forbids
-                prepared.grammars.append(prepared.grammar.copy(raises=not prepared.request.fixed_length))
+                prepared.grammars.append(prepared.grammar.hook(raises=not prepared.request.fixed_length))
                 options["logits_processor"].append(prepared.grammars[-1])
             submits.append(partial(self._service.submit, prepared.prompt, prepared.adapter, options))
         return submits
@@ -151,29 +173,30 @@ class Chat:
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a streamed response."""
-        async with Answering() as answering:
-            await answering.submit(self._submits(prepared))
-            held = [HeldText(prepared.tool_names) for _ in answering.answers]
-            logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
-            has_begun = [False] * len(held)
-            async for event in answering.events():
-                if not has_begun[event.index]:
-                    has_begun[event.index] = True
-                    yield prepared.chunk([_delta(event.index, {"role": "assistant", "content": ""})])
-                if isinstance(event, Piece):
-                    if text := held[event.index].put(event.text):
-                        choice = _delta(event.index, {"content": text})
-                        if logprobs:
-                            answer = answering.answers[event.index]
-                            choice["logprobs"] = await in_thread(partial(logprobs[event.index].of, text, answer))
+        with contextlib.closing(prepared):
+            async with Answering() as answering:
+                await answering.submit(self._submits(prepared))
+                held = [HeldText(prepared.tool_names) for _ in answering.answers]
+                logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
+                has_begun = [False] * len(held)
+                async for event in answering.events():
+                    if not has_begun[event.index]:
+                        has_begun[event.index] = True
+                        yield prepared.chunk([_delta(event.index, {"role": "assistant", "content": ""})])
+                    if isinstance(event, Piece):
+                        if text := held[event.index].put(event.text):
+                            choice = _delta(event.index, {"content": text})
+                            if logprobs:
+                                answer = answering.answers[event.index]
+                                choice["logprobs"] = await in_thread(partial(logprobs[event.index].of, text, answer))
+                            yield prepared.chunk([choice])
+                        continue
+                    own = logprobs[event.index] if logprobs else None
+                    for choice in await in_thread(partial(_last, event.index, event.answer, held[event.index], own)):
                         yield prepared.chunk([choice])
-                    continue
-                own = logprobs[event.index] if logprobs else None
-                for choice in await in_thread(partial(_last, event.index, event.answer, held[event.index], own)):
-                    yield prepared.chunk([choice])
-            usage = self._usage(prepared, answering)
-        if prepared.request.includes_usage:
-            yield prepared.chunk([], usage)
+                usage = self._usage(prepared, answering)
+            if prepared.request.includes_usage:
+                yield prepared.chunk([], usage)
 
 
 def _last(index: int, answer: Answer, held: HeldText, logprobs: StreamedLogprobs | None) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from tenant_sdk.endpoint.job_routes import JobRoutes
 from tenant_sdk.endpoint.jobs import Jobs
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
-from tenant_sdk.endpoint.service import Service
+from tenant_sdk.endpoint.service import Service, Threads
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key
 from tenant_sdk.endpoint.turns import Turns
 from tenant_sdk.endpoint.uploads import Uploads
@@ -130,9 +130,10 @@ class Endpoint:
             names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
+            undo.callback(self.service.close)
             jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
             app = App(self.service, jobs)
-            self._server = _Server(self._config(app), self._ready, app.ending.come)
+            self._server = _Server(self._config(app), self._ready, app.ending.come, self.service.threads)
             self._opened = undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="veilbase-endpoint", daemon=True)
         self._answers = threading.Event()
@@ -248,12 +249,15 @@ class _Server(uvicorn.Server):
     """Runs uvicorn's server, and calls a function when the server accepts requests, and one when it ends and the
     requests under way have had their time."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], on_end: Callable[[], None], threads: Threads
+    ) -> None:  # fmt: skip
         super().__init__(config)
-        self._on_ready, self._on_end = on_ready, on_end
+        self._on_ready, self._on_end, self._threads = on_ready, on_end, threads
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen, and then calls the function."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
         await super().startup(sockets)
         self._on_ready()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from noise.off import READABLE
-from tenant_sdk.endpoint.errors import bad_request
+from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.endpoint.grammar import Grammars
 from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.metrics import Metrics
@@ -25,6 +28,68 @@ from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import VeilbaseError, VerificationFailed
+
+_SLOW_THREADS, _UPLOAD_THREADS, _GRAMMAR_THREADS = 4, 2, 2
+_FULL_RETRY_S = 5.0
+
+
+class Threads(ThreadPoolExecutor):
+    """Runs work in threads, as asyncio's executor, and tells whether work is stuck in them."""
+
+    def __init__(
+        self, name: str, stuck_s: float, num_threads: int | None = None, most_waiting: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Makes the threads.
+
+        Args:
+            name: what the threads work on, for the names of threads and for `/health`.
+            stuck_s: the seconds after which work that has not ended counts as stuck, from when it was given.
+            num_threads: the most threads; None takes Python's default.
+            most_waiting: the most work that waits for a thread; None sets no limit.
+            clock: returns the present time in seconds.
+        """
+        super().__init__(num_threads, thread_name_prefix=f"veilbase-{name}")
+        self.name, self._stuck_s, self._clock = name, stuck_s, clock
+        self._most = None if num_threads is None or most_waiting is None else num_threads + most_waiting
+        self._lock = threading.Lock()
+        self._began: dict[object, float] = {}
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Gives work to the threads.
+
+        Raises:
+            HttpError: too much work waits.
+        """
+        key = object()
+        with self._lock:
+            if self._most is not None and len(self._began) >= self._most:
+                text = f"{self._most} {self.name} are being worked on or wait for it, the most here: try again"
+                raise HttpError(429, text, f"too_many_{self.name}", None, _FULL_RETRY_S)
+            self._began[key] = self._clock()
+        try:
+            future = super().submit(work, *arguments, **named)
+        except BaseException:
+            self._forget(key)
+            raise
+        future.add_done_callback(lambda _: self._forget(key))
+        return future
+
+    def _forget(self, key: object) -> None:
+        with self._lock:
+            self._began.pop(key, None)
+
+    @property
+    def num_given(self) -> int:
+        """Returns how much work runs or waits."""
+        with self._lock:
+            return len(self._began)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Returns whether the oldest work was given more than `stuck_s` seconds ago."""
+        with self._lock:
+            return bool(self._began) and self._clock() - min(self._began.values()) > self._stuck_s
 
 
 class Service:
@@ -53,7 +118,16 @@ class Service:
         self._context, self._is_padded = client.context_length, client.bucket is not None
         self._most_characters = self._context * max(map(len, text.tokenizer.get_vocab()), default=1)
         self.prompts = Prompts(copy.deepcopy(text.tokenizer), is_trusted=text.origin != "provider")
-        self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits.schema_bytes)
+        self.grammars = Grammars(copy.deepcopy(text.tokenizer), text.stop_ids, settings.limits)
+        limits = settings.limits
+        self.threads = Threads("requests", limits.stuck_s)
+        """Does the work on requests that must not hold the event loop: the loop's default executor."""
+        self.grammar_threads = Threads("schemas", limits.stuck_s, _GRAMMAR_THREADS, limits.schemas_waiting)
+        """Waits for schemas to be compiled, so that other requests do not wait for hostile ones."""
+        self.slow_threads = Threads("files", limits.stalled_s, _SLOW_THREADS)
+        """Does work that may take seconds for one request, such as reading a file or waiting for an adapter."""
+        self.upload_threads = Threads("uploads", limits.stalled_s, _UPLOAD_THREADS)
+        """Checks uploaded files, so that a question about a job does not wait for large ones."""
         self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
         self.metrics = Metrics(self._gauges)
         self.ended_by: VeilbaseError | None = None
@@ -107,9 +181,21 @@ class Service:
             self.ended_by = copy.copy(error)
             self._on_end(self.ended_by)
 
-    def health(self) -> str:
-        """Returns `ok`, or `ended` after an error that cannot be recovered from."""
-        return "ok" if self.ended_by is None else "ended"
+    def health(self) -> dict[str, Any]:
+        """Returns what `/health` answers: the status `ok`, `ended` after an error that cannot be recovered from, or
+        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). It waits for nothing."""
+        if self.ended_by is not None:
+            return {"status": "ended"}
+        pools = self.threads, self.grammar_threads, self.slow_threads, self.upload_threads
+        stuck = [each.name for each in pools if each.is_stuck]
+        if self.engine.step_s() > self.settings.limits.stalled_s:
+            stuck.append("engine")
+        return {"status": "stuck", "stuck": stuck} if stuck else {"status": "ok"}
+
+    def close(self) -> None:
+        """Ends the processes that compile schemas."""
+        self.grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def status(self) -> dict[str, Any]:
         """Returns what the web page shows: the numbers of running and waiting requests, each adapter with its tier, the
@@ -133,6 +219,9 @@ class Service:
             "kv_reserved_bytes": status.reserved_bytes,
             "requests_preempted": status.num_preemptions,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
+            "is_stuck": 1.0 if self.health()["status"] == "stuck" else 0.0,
+            "schemas_compiling": self.grammar_threads.num_given,
+            "schemas_held": self.grammars.num_held,
             **self.names.load_counts(),
             **self.count_jobs(),
         }

@@ -35,6 +35,14 @@ class EndpointLimits:
         stall_s: the seconds for which a client may leave a response unread.
         idle_s: the seconds for which a connection may stay without a request.
         schema_bytes: the largest JSON schema or list of tools.
+        schema_patterns: the most regular expressions in the schemas of a request.
+        schema_intersections: the most members of `allOf` after the first, in the schemas of a request together.
+        schemas_waiting: the most schemas that wait to be compiled, beside those that are being compiled.
+        schemas_held: the most requests with a schema that are under way.
+        schemas_bytes: the most memory that the schemas of all requests take. Beyond it, the largest one fails.
+        stuck_s: the seconds after which work on a request in a thread, such as reading it, counts as stuck.
+        stalled_s: the seconds after which a step of the engine, or work on files and adapters, counts as stuck. A step
+            waits for the provider, and with large models may take minutes.
     """
 
     body_bytes: int = 4 << 20
@@ -48,6 +56,13 @@ class EndpointLimits:
     stall_s: float = 30.0
     idle_s: float = 30.0
     schema_bytes: int = 64 << 10
+    schema_patterns: int = 128
+    schema_intersections: int = 32
+    schemas_waiting: int = 64
+    schemas_held: int = 128
+    schemas_bytes: int = 1 << 30
+    stuck_s: float = 30.0
+    stalled_s: float = 300.0
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenant_sdk.endpoint.schema import MOST_TOOLS, ChatRequest, NamedTool, Tool
+from tenant_sdk.endpoint.schema import MOST_TOOLS, ChatRequest, FunctionTool, NamedTool, Tool
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _OPENERS = (_TAG, "[TOOL_CALLS]")
 _BARE_OPENERS = ("{", "[")
+_ONLY_DESCRIBE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs"}
+"""The keywords beside which an empty `properties` says that there are no arguments."""
+_RESTRICTS_TYPE = {"type", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "const", "enum"}
+"""The keywords that say of what type the arguments are."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -46,26 +50,31 @@ def active_tools(request: ChatRequest) -> list[Tool]:
     return list(request.tools)
 
 
-def forced_schema(request: ChatRequest, tools: Sequence[Tool]) -> dict[str, Any] | None:
-    """Returns the JSON schema of an answer that must be a tool call; None if the answer may be text."""
+def takes_object(tool: Tool) -> bool:
+    """Returns whether the schema of a tool's arguments allows an object, as far as its `type` says so."""
+    kinds = (tool.function.parameters or {}).get("type", "object")
+    return "object" in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def forced_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]] | None:
+    """Returns the tools of which the answer must call one, each with the schema of its arguments; None if the answer
+    may be text."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
-    forms = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-        if wanted in (None, tool.function.name)
-    ]
-    return forms[0] if len(forms) == 1 else {"anyOf": forms}
+    functions = [tool.function for tool in tools if wanted in (None, tool.function.name)]
+    return [(function.name, _arguments_of(function)) for function in functions]
+
+
+def _arguments_of(function: FunctionTool) -> dict[str, Any]:
+    """Returns the schema of a function's arguments. As in OpenAI's interface, a function without `parameters`, or with
+    an empty object of `properties`, has none; and the arguments are an object where the schema leaves it open."""
+    given = function.parameters or {"type": "object", "properties": {}}
+    if given.get("properties") == {} and not given.get("required") and given.keys() <= _ONLY_DESCRIBE:
+        return {**given, "additionalProperties": False}
+    is_open = given.keys().isdisjoint(_RESTRICTS_TYPE)
+    return {**given, "type": "object"} if is_open else given
 
 
 def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:

@@ -17,12 +17,13 @@ The provider sees the number of rows of every step, which is a sum over all requ
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, such effects are on when an answer
-ends, and on whether a DoRA adapter can be loaded (adapters/dora_gains.py). A request with `fixed_length` shows no such end. Its rows go on to its length limit, whatever its tokens,
-stop strings and values are, and if its logits hook or `on_text` raises, so that only its submission, its limit and a
-`cancel` show. The time at which a request is admitted never depends on its own text. It depends on lengths, limits,
-callers, the loading of its adapter, the lengths of other answers so far, and their ends. A request that does not have
-`fixed_length` may be preempted for want of memory (scheduler.py): its prompt and its answer so far are then computed
-again, under new masks, as rows of a prompt. That too follows from numbers of tokens alone.
+ends, and on whether a DoRA adapter can be loaded (adapters/dora_gains.py). A request with `fixed_length` shows no such
+end. Its rows go on to its length limit, whatever its tokens, stop strings and values are, and if its logits hook or
+`on_text` raises, so that only its submission, its limit and a `cancel` show. The time at which a request is admitted
+never depends on its own text. It depends on lengths, limits, callers, the loading of its adapter, the lengths of other
+answers so far, and their ends. A request that does not have `fixed_length` may be preempted for want of memory
+(scheduler.py): its prompt and its answer so far are then computed again, under new masks, as rows of a prompt. That too
+follows from numbers of tokens alone.
 
 With speculation every answer has 1 + `num_drafted` rows in every step, whatever is drafted, and the number of its steps
 shows how many drafted tokens were accepted. With `prefix_bytes`, a shorter prompt also shows that a request begins like
@@ -291,6 +292,10 @@ class Engine:
     def status(self) -> EngineStatus:
         """Returns the numbers of running and waiting requests, and the bytes of their keys and values."""
         return self._loop.status()
+
+    def step_s(self) -> float:
+        """Returns for how many seconds the present step has been computed; 0 between steps."""
+        return self._loop.step_s()
 
     def explain(self) -> str:
         """Prints and returns a text that states how many requests fit and what the provider sees of them.

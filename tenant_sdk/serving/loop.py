@@ -95,6 +95,7 @@ class ServingLoop:
         self._next_number = 0
         self._is_closed = False
         self._failure: VeilbaseError | None = None
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
 
     def start(self) -> None:
@@ -145,6 +146,11 @@ class ServingLoop:
                 self._scheduler.num_preemptions,
             )  # fmt: skip
 
+    def step_s(self) -> float:
+        """Returns for how many seconds the present step has been computed; 0 between steps. It takes no lock."""
+        began = self._step_began
+        return 0.0 if began is None else self._clock() - began
+
     def close(self) -> None:
         """Ends the loop after the step that is being computed, and waits for this end, except in the loop's own
         thread."""
@@ -167,7 +173,9 @@ class ServingLoop:
         try:
             with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
                 while (step := self._next_step()) is not None:
+                    self._step_began = self._clock()
                     self._compute(step)
+                    self._step_began = None
         except VerificationFailed as exc:
             failure = self._failure = copy.copy(exc)  # The traceback is left out, since its frames hold rows and masks.
         except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone

@@ -27,7 +27,9 @@ from wire.errors import ConfigurationError
 
 LogitsHook = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A logits processor as in transformers, such as a grammar. It takes the token ids so far, shape (1, length), and the
-logits, shape (1, vocab_size), and returns logits. A token whose logit is minus infinity is not allowed."""
+logits, shape (1, vocab_size), and returns logits. A token whose logit is minus infinity is not allowed. If it has a
+method `chosen`, this gets each token as soon as it is chosen, so that the hook can prepare its next call while the
+engine computes the next step."""
 
 _DEFAULT_TOP_K = 50
 """The top_k of transformers 5.23 if neither the user nor the checkpoint sets one (`GenerationConfig`)."""
@@ -85,6 +87,7 @@ class Sampler:
         _check(settings)
         self._do_sample = settings.do_sample
         self._device = device
+        self._told = [hook.chosen for hook in settings.logits_processor if hasattr(hook, "chosen")]
         self._generator: torch.Generator | None = None
         if settings.do_sample:
             self._generator = torch.Generator(device)
@@ -123,14 +126,18 @@ class Sampler:
             if bool(torch.isnan(scores).any()):
                 raise ConfigurationError("a logits_processor returned NaN")
         if self._generator is None:
-            return int(scores.argmax(dim=-1))
-        return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+            token_id = int(scores.argmax(dim=-1))
+        else:
+            token_id = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+        for tell in self._told:
+            tell(token_id)
+        return token_id
 
     def fork(self) -> Sampler:
         """Returns a sampler that predicts this one: it draws with the random numbers that this sampler draws with
         next. It does not call the user's logits processors, which may count their calls."""
         twin = copy.copy(self)
-        twin._processors = self._without_hooks
+        twin._processors, twin._told = self._without_hooks, []
         if self._generator is not None:
             twin._generator = torch.Generator(self._generator.device)
             twin._generator.set_state(self._generator.get_state())

@@ -132,3 +132,23 @@ def test_settings_that_cannot_be_are_one_line(settings: dict[str, Any], said: st
     with pytest.raises(ConfigurationError, match=said) as refused:
         Sampler(Sampling(**settings), GenerationConfig(), CPU)
     assert "\n" not in str(refused.value)
+
+
+def test_a_hook_that_asks_for_it_is_told_each_token_at_once() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.events: list[tuple[str, int]] = []
+
+        def __call__(self, token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            self.events.append(("asked", token_ids.shape[1]))
+            return logits
+
+        def chosen(self, token_id: int) -> None:
+            self.events.append(("told", token_id))
+
+    hook = Told()
+    sampler = Sampler(Sampling(logits_processor=(hook,)), GenerationConfig(), CPU)
+    sampler.fork().next_token([1], torch.arange(9.0))
+    assert hook.events == []
+    assert [sampler.next_token([1] * number, torch.arange(9.0)) for number in (1, 2)] == [8, 8]
+    assert hook.events == [("asked", 1), ("told", 8), ("asked", 2), ("told", 8)]
