@@ -37,7 +37,7 @@ from tenant_sdk.training.dataset import are_preferences
 from tenant_sdk.training.evaluation import EvaluateAtTheEnd, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import Collator
-from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches
+from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches, steps_without_progress
 from tenant_sdk.training.own_state import DrawnFrom, check_alone, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.reports import check_report_to, reports
@@ -207,8 +207,9 @@ class _Run:
                 _prepare_loss(trainer, self.session.bucket, num_virtual)
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
-                self.session.fetch_hints(backward=True)
-                self._train(trainer, start)
+                if start is None or not self._restore_finished(trainer, start):
+                    self.session.fetch_hints(backward=True)
+                    self._train(trainer, start)
             finally:
                 self.num_tokens += trainer.num_tokens
                 self.num_steps = trainer.state.global_step
@@ -226,6 +227,22 @@ class _Run:
         if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time
             prune(model)
         return kept, windows
+
+    def _restore_finished(self, trainer: Any, start: Path) -> bool:
+        """Takes over the state and the adapter of a checkpoint that was written after the run's last step, and returns
+        True; returns False for any other checkpoint. Trainer would make a step more, at a learning rate of 0, and
+        evaluate once more."""
+        state = TrainerState.load_from_json(str(start / "trainer_state.json"))
+        steps = self.settings.early_stopping_steps
+        idle = steps_without_progress(evaluations(state.log_history), self.settings.early_stopping_threshold)
+        if state.global_step < state.max_steps and (steps is None or idle < steps):
+            return False
+        trainer.state = state
+        if self.settings.keep_best and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+        else:
+            trainer._load_from_checkpoint(str(start))
+        return True
 
     def _train(self, trainer: Any, start: Path | None) -> None:
         shown = _progress_bar(trainer) if self.progress else nullcontext()

@@ -117,6 +117,30 @@ def test_goes_on_from_the_last_checkpoint(
     assert not out.with_name("out.checkpoints").exists()
 
 
+@pytest.mark.parametrize("options", [{}, {"eval_data": ROWS[:2], "eval_steps": 1, "early_stopping_steps": 3}], ids=str)
+def test_a_run_that_had_only_its_adapter_to_write_asks_for_nothing_more(
+    chat_client: Any, breaking: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Steps end within an epoch, where Trainer itself would make one more, at a learning rate of 0. The second run
+    ends early: at its high learning rate no loss falls any more."""
+    from tenant_sdk.training import finetune
+
+    changes = {"batch_size": 3, "max_steps": 5, "save_steps": 1, **options}
+    changes |= {"learning_rate": 0.5, "max_steps": 20} if options else {}
+    want = run(chat_client, tmp_path / "want", **changes)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "save_adapter", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(VeilbaseError, match="could not be written"):
+            run(chat_client, out, **changes)
+    breaking.count = 0
+    result = run(chat_client, out, **changes)
+    assert breaking.count == 0
+    assert result.resumed_from_step == result.adapter_step == len(want.losses) < 20
+    assert (result.losses, result.evaluations) == (want.losses, want.evaluations)
+    assert_same_adapter(out, want.adapter_dir)
+
+
 @pytest.mark.slow
 def test_goes_on_in_the_middle_of_an_epoch_with_accumulation(
     chat_client: Any, breaking: Breaking, tmp_path: Path
