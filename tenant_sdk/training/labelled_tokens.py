@@ -12,14 +12,13 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from tenant_sdk.text.failures import TokenizerFailed, surviving
-from tenant_sdk.text.template import BlindTemplates, TemplateDoesNotFit, join, split, stripped
+from tenant_sdk.text.template import TemplateDoesNotFit, join, split, stripped
 from tenant_sdk.training.dataset import Completion, Conversation, Row, Text, UnusableRowWarning
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, DatasetError
@@ -199,9 +198,6 @@ class _Rendered:
         self._messages = messages
         self._tokenizer = tokenizer
         self._check_template()
-        # A template may print the time, which must not change between two renderings of one conversation. One that is
-        # not trusted gets no function from here: it may print what it likes.
-        self._clock = {} if isinstance(tokenizer, BlindTemplates) else {"strftime_now": datetime.now().strftime}
         self._whole = self._text(len(messages))
         self._prefixes = _Prefixes(self._render, messages, self._whole) if len(messages) > MOST_RENDERED else None
         self.token_ids: list[int] = []
@@ -319,7 +315,7 @@ class _Rendered:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=add_generation_prompt, tokenize=False, **self._clock
+                    messages, add_generation_prompt=add_generation_prompt, tokenize=False
                 )
             )
         except TemplateSyntaxError:

@@ -268,7 +268,7 @@ def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> No
     data.write_text(json.dumps({"text": "x" * 200}))
     with pytest.raises(DatasetError, match="at most 128 tokens"):  # the limit of the model's context
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=4096, **QUICK)
-    assert not (tmp_path / "out.checkpoints").exists()
+    assert not (tmp_path / ".out.checkpoints").exists()
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,34 @@ def test_virtual_tokens_that_cannot_be(chat_client: Any, tmp_path: Path, count: 
         chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
     assert "\n" not in str(failure.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"inference_mode": True}, "inference_mode of peft_config makes an adapter that is not trained"),
+        ({"lora_alpha": 0}, "lora_alpha=0 in peft_config makes an adapter without effect"),
+        ({"lora_dropout": 1.0}, "lora_dropout of peft_config must be from 0 to below 1, got 1.0"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_would_learn_nothing(chat_client: Any, tmp_path: Path, changes: Any, text: str) -> None:
+    before = chat_client.traffic.calls
+    with pytest.raises(ConfigurationError, match=text):
+        chat_client.finetune(ROWS, lora(**changes), tmp_path / "out", **QUICK)
+    assert (chat_client.traffic.calls, list(tmp_path.iterdir())) == (before, [])
+
+
+def test_an_adapter_that_is_there_stays_unless_it_may_be_replaced(chat_client: Any, tmp_path: Path) -> None:
+    options = {**QUICK, "max_steps": 1}
+    chat_client.finetune(ROWS, lora(), tmp_path / "out", **options)
+    weights = tmp_path / "out" / "adapter_model.safetensors"
+    before, calls = weights.read_bytes(), chat_client.traffic.calls
+    with pytest.raises(ConfigurationError, match="holds an adapter already"):
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", seed=1, **options)
+    assert (weights.read_bytes(), chat_client.traffic.calls) == (before, calls)
+    chat_client.finetune(ROWS, lora(), tmp_path / "out", seed=1, overwrite=True, **options)
+    assert weights.read_bytes() != before
 
 
 def test_an_output_folder_that_cannot_be_written(chat_client: Any, tmp_path: Path) -> None:
