@@ -174,7 +174,7 @@ class Site:
             [{"prompt": question, "completion": answer} for question, answer in data],
             LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"),
             self.folder / f"adapter{self.num_sessions}", max_steps=TRAIN_STEPS, batch_size=2, warmup_steps=0,
-            save_steps=1, progress=False, resume=False,
+            save_steps=1, progress=False, resume=False, overwrite=True,
         )  # fmt: skip
 
 
