@@ -109,9 +109,9 @@ def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
-    from tenant_sdk.training.command import check_data, finetune_command
+    from tenant_sdk.training.command import check_recipe, finetune_command
 
-    check_data(recipe)
+    check_recipe(recipe)
     with _until_ctrl_c(), not_connected as client:
         finetune_command(recipe, client, _show)
 

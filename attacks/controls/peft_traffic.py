@@ -196,7 +196,7 @@ class Site:
             ) as client:
                 client.finetune(
                     list(quick_model.FACTS), example.config(), adapter, max_steps=steps, batch_size=_BATCH,
-                    progress=False, resume=False, **options,
+                    progress=False, resume=False, overwrite=True, **options,
                 )  # fmt: skip
                 for prompt in PROMPTS:
                     client.generate(prompt, adapter=adapter, max_new_tokens=1)

@@ -252,7 +252,7 @@ class Site:
         client.finetune(
             rows, LoraConfig(task_type="CAUSAL_LM", r=_RANK, target_modules="all-linear"),
             self.folder / f"adapter{self.num_sessions}", max_steps=_TRAIN_STEPS, batch_size=2, warmup_steps=0,
-            progress=False, resume=False,
+            progress=False, resume=False, overwrite=True,
         )  # fmt: skip
 
 

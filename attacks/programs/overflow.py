@@ -273,6 +273,7 @@ class Site:
             [{"prompt": question, "completion": answer} for question, answer in data],
             LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **settings),
             output, max_steps=num_steps, batch_size=2, warmup_steps=0, save_steps=1, progress=False, resume=False,
+            overwrite=True,
         )  # fmt: skip
 
 

@@ -249,7 +249,7 @@ def _work(client: TenantClient, job: str, secret: Any, adapter: Path) -> None:
 
     client.finetune(
         list(secret), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), adapter, max_steps=1,
-        batch_size=2, progress=False, resume=False,
+        batch_size=2, progress=False, resume=False, overwrite=True,
     )  # fmt: skip
 
 

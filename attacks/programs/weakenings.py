@@ -191,7 +191,7 @@ class Site:
         client.finetune(
             list(_ROWS), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
             self._folder / f"adapter{self._num_runs}", max_steps=1, batch_size=2, warmup_steps=0, progress=False,
-            resume=False,
+            resume=False, overwrite=True,
         )  # fmt: skip
 
     def _attacked(self, seen: Sequence[Exchange]) -> dict[str, int]:

@@ -123,6 +123,7 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
     client.finetune(
         job.rows, config, output, max_steps=steps, seed=1, progress=False,
         learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
+        overwrite=True,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import AT_ONCE, planned_calls
+from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.settings import FinetuneSettings
@@ -81,8 +82,8 @@ def train(
     )  # fmt: skip
     stoppable: Any = StoppableSession(session, check, pause)
     return finetune(
-        stoppable, data, config, output, chosen, provider_wait_s=WAIT_S, progress=False, on_step=on_step,
-        while_waiting=check,
+        stoppable, data, config, output, chosen, overwrite=True, provider_wait_s=WAIT_S, progress=False,
+        on_step=on_step, while_waiting=check,
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def publish(output: Path, adapter: Path) -> None:
 def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
     """Returns for each complete checkpoint of a run, in order: its step, and the losses of all steps up to it."""
     found = []
-    for mark in output.with_name(f"{output.name}.checkpoints").glob("checkpoint-*/complete"):
+    for mark in checkpoints_folder(output).glob("checkpoint-*/complete"):
         try:
             state = json.loads((mark.parent / "trainer_state.json").read_text(encoding="utf-8"))
             losses = [float(entry["loss"]) for entry in state["log_history"] if "loss" in entry]

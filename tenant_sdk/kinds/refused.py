@@ -83,6 +83,19 @@ def check_trainable(config: Any) -> None:
     reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
     if reason is not None:
         raise ConfigurationError(reason)
+    _check_effect(config)
+
+
+def _check_effect(config: Any) -> None:
+    """Refuses settings under which a run would train nothing, or nothing that has an effect."""
+    if getattr(config, "inference_mode", False):
+        raise ConfigurationError("inference_mode of peft_config makes an adapter that is not trained: leave it out")
+    for name, value in vars(config).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name.endswith("alpha") and value == 0:
+            raise ConfigurationError(f"{name}=0 in peft_config makes an adapter without effect: choose another number")
+        if is_number and name.endswith("dropout") and not 0 <= value < 1:
+            raise ConfigurationError(f"{name} of peft_config must be from 0 to below 1, got {value}")
 
 
 def check_loadable(name: str, config: Any) -> None:

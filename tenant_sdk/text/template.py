@@ -78,10 +78,11 @@ def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -
 
 def join(parts: Rendered, contents: Sequence[str]) -> str:
     """Returns the rendered text, with the messages' contents at their positions."""
-    return "".join(part if isinstance(part, str) else _stripped(contents[part[0]], *part[1:]) for part in parts)
+    return "".join(part if isinstance(part, str) else stripped(contents[part[0]], *part[1:]) for part in parts)
 
 
-def _stripped(content: str, left: bool, right: bool) -> str:
+def stripped(content: str, left: bool, right: bool) -> str:
+    """Returns a content without white space at the edges that the template strips."""
     content = content.lstrip() if left else content
     return content.rstrip() if right else content
 

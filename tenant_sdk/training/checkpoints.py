@@ -35,18 +35,33 @@ _SPOILT = "not-finite"
 after a value that was not finite."""
 
 
-def fingerprint(
-    rows: list[dict[str, list[int]]], peft_config: dict[str, Any], settings: Any, digests: list[str]
-) -> str:
+_LONGEST_NAME_BYTES = 255
+"""The most bytes of a file's name on Linux's file systems."""
+_LONGEST_PATH_BYTES = 3800
+"""The most bytes of a path, below Linux's 4096, so that there is room for the names of files in the folder."""
+
+
+def checkpoints_folder(output_dir: Path) -> Path:
+    """Returns the folder of a run's checkpoints. It is hidden, since the folder around it may be one of adapters."""
+    return output_dir.with_name(f".{output_dir.name}.checkpoints")
+
+
+def logs_folder(output_dir: Path) -> Path:
+    """Returns the folder of a run's reports, unless the user names another one."""
+    return output_dir.with_name(f".{output_dir.name}.logs")
+
+
+def fingerprint(data: Any, peft_config: dict[str, Any], settings: Any, digests: list[str]) -> str:
     """Returns the fingerprint of a run, SHA-256 in hex; only runs with the same fingerprint share checkpoints.
 
     Args:
-        rows: the token rows of the data set.
+        data: what the tokens are made from (`tenant_sdk.training.run_data.sources`). The tokens themselves may differ
+            from day to day, since chat templates print the date.
         peft_config: PEFT's settings of the adapter.
         settings: the run's `FinetuneSettings`.
         digests: the digests of the base weights, by layer group.
     """
-    parts = (rows, _plain(peft_config), asdict(settings), digests)
+    parts = (_plain(data), _plain(peft_config), asdict(settings), digests)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -170,6 +185,68 @@ class SavesAdapter:
         folder = Path(output_dir or trainer.args.output_dir)
         make_private_folder(folder)  # before Trainer writes there: its files reveal facts about the data
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, save_embedding_layers=False)
+
+
+def check_output(output_dir: Path, overwrite: bool) -> None:
+    """Checks that a run can write its adapter at its end, before anything else is done.
+
+    Args:
+        output_dir: the adapter's folder.
+        overwrite: whether an adapter that is there may be replaced.
+
+    Raises:
+        ConfigurationError: the path cannot be a new folder, or holds an adapter that may not be replaced, or something
+            else.
+    """
+    name = output_dir.name
+    most = _LONGEST_NAME_BYTES - len(os.fsencode(checkpoints_folder(Path("x")).name)) + 1
+    if name in ("", ".."):
+        raise ConfigurationError(
+            f"{_shown(output_dir)} is no name of a new folder: choose another output_dir (--output)"
+        )
+    num_bytes = len(name.encode(errors="surrogateescape"))
+    if num_bytes > most:
+        raise ConfigurationError(
+            f"expected a name of at most {most} bytes for the adapter's folder (--output), {num_bytes} came"
+        )
+    check_writable(output_dir)
+    check_replaceable(output_dir)
+    if (output_dir / "adapter_config.json").exists() and not overwrite:
+        raise ConfigurationError(
+            f"{_shown(output_dir)} holds an adapter already: choose another output_dir (--output), or replace it with "
+            "overwrite=True (--overwrite)"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Checks that a folder can be made, or written if it is there.
+
+    Raises:
+        ConfigurationError: a part of the path is a link to nothing, no folder, too long or not the user's to write.
+    """
+    shown, reason = _shown(folder), ""
+    # os.path answers False about a path that the system refuses
+    if "\0" in str(folder):
+        reason = "it is no path"
+    elif any(len(os.fsencode(part)) > _LONGEST_NAME_BYTES for part in folder.parts):
+        reason = f"a name in it has more than {_LONGEST_NAME_BYTES} bytes"
+    elif len(os.fsencode(folder.absolute())) > _LONGEST_PATH_BYTES:
+        shown, reason = f"{shown[:40]}...", f"it has more than {_LONGEST_PATH_BYTES} bytes"
+    else:
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if there.is_symlink() and not os.path.exists(there):
+            reason = f"{_shown(there)} is a link to nothing"
+        elif there != folder and not there.is_dir():
+            reason = f"{_shown(there)} is no folder"
+        elif there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+            reason = "permission denied"
+    if reason:
+        raise ConfigurationError(f"{shown} cannot be written: {reason}")
+
+
+def _shown(path: Path) -> str:
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
 
 
 def check_replaceable(output_dir: Path) -> None:

@@ -8,25 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
+from tenant_sdk.kinds.refused import check_trainable
+from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.finetune import default_peft_config
 from tenant_sdk.training.recipe import Recipe, check_keys
+from tenant_sdk.training.reports import check_report_to
 from tenant_sdk.training.result import FinetuneResult
 from tenant_sdk.training.run_data import parse_data
 from tenant_sdk.training.run_errors import adapter_errors
+from tenant_sdk.training.settings import FinetuneSettings
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tenant_sdk.training.trains import Trains
 
 
-def check_data(recipe: Recipe) -> None:
-    """Reads the data sets of a recipe, so that a mistake in them is found before a provider is asked. Does nothing if
-    the data come from a pipe, which can be read only once.
+def check_recipe(recipe: Recipe) -> None:
+    """Checks settings, output folder and data sets of a recipe, so that a mistake in them is found before a provider is
+    asked. Does not read data from a pipe, which can be read only once.
 
     Raises:
-        DatasetError, ConfigurationError: see `tenant_sdk.training.run_data.parse_data`.
+        DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
-    data = recipe.data
+    options, data = recipe.options(), recipe.data
+    settings = FinetuneSettings(**{field.name: options[field.name] for field in dataclasses.fields(FinetuneSettings)})
+    settings.check()
+    check_trainable(peft_config_of(recipe))
+    check_report_to(recipe.report_to)
+    if recipe.output_dir is not None:
+        check_output(recipe.output_dir, recipe.overwrite)
+    if recipe.log_dir is not None:
+        check_writable(recipe.log_dir)
     if data is not None and not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once
         parse_data(data, recipe.eval_data, recipe.seed)
 

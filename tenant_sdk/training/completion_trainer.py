@@ -1,7 +1,8 @@
 """This module holds the Trainer for rows with labelled tokens, and its loss: mean cross-entropy over labelled tokens.
 
 Guarantees: logits are computed at as few positions as possible, and never at positions that would show the provider
-how many labels there are when rows are padded (`same_rows_for_any_text`).
+how many labels there are when rows are padded (`same_rows_for_any_text`). Every optimizer step trains, the first one of
+a warm-up too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from tenant_sdk.training.checkpoints import SavesAdapter
@@ -48,7 +50,28 @@ def completion_loss(
     return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
 
 
-class CompletionTrainer(EvaluatesInChunks, SavesAdapter, Trainer):  # type: ignore[misc]
+class WarmsUpFromTheFirstStep:
+    """Is a mixin of transformers' Trainer in which the first optimizer step of a warm-up trains too.
+
+    With N warm-up steps the stock schedule has 0/N, 1/N, 2/N ... of the peak, so that its first step changes nothing
+    and costs as many calls as any other. Here the steps have 1/N, 2/N ... N/N: it is the stock schedule of a run that
+    is one step longer, without its first step. A run without warm-up has the stock schedule.
+    """
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Returns the run's schedule of learning rates, and makes it if it is not there yet."""
+        trainer: Any = self
+        stock: Any = super()
+        is_new, num_warmup = trainer.lr_scheduler is None, trainer.args.get_warmup_steps(num_training_steps)
+        if not (is_new and num_warmup):
+            return stock.create_scheduler(num_training_steps, optimizer)
+        made = stock.create_scheduler(num_training_steps + 1, optimizer)
+        (rate,) = {*made.lr_lambdas}  # one for all groups of parameters
+        trainer.lr_scheduler = LambdaLR(made.optimizer, lambda step: float(rate(step + 1)))
+        return trainer.lr_scheduler
+
+
+class CompletionTrainer(EvaluatesInChunks, WarmsUpFromTheFirstStep, SavesAdapter, Trainer):  # type: ignore[misc]
     """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
 
     num_tokens = 0

@@ -1,10 +1,10 @@
 """This module reads and checks the rows of a user's data set.
 
 Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, `text`, or `prompt` with
-`chosen` and `rejected`. Rows of the last form are not mixed with others. An error is one line, which names the file and
-the line of the row. It never shows a row's contents, only keys, types and numbers. The modules
-tenant_sdk/training/labelled_tokens.py and preference_rows.py turn rows into tokens and labels, and data_files.py reads
-files other than JSONL.
+`chosen` and `rejected`; rows as OpenAI, ShareGPT and Alpaca have them are turned into these. Preferences are not mixed
+with other rows. An error is one line, which names the file and the line of the row. It never shows a row's contents,
+only keys, types and numbers. The modules tenant_sdk/training/labelled_tokens.py and preference_rows.py turn rows into
+tokens and labels, and data_files.py reads files other than JSON, and tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenant_sdk.training.data_files import is_saved_dataset, is_table, one_line, read_parquet, read_saved_dataset
+from tenant_sdk.training.data_files import Numbered, one_line, reader_of, rows_of_table
 from wire.errors import DatasetError
 
 # These are the roles of transformers' chat format (docs, "Chat templates"); a template may accept fewer.
@@ -25,6 +25,21 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORM_KEYS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
 # TRL renders these keys into the prompt. A run that ignored them would train on another text than the user means.
 _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
+_CONVERSATIONS = ("conversations", "conversation")
+"""ShareGPT's keys for a list of messages; data sets have either."""
+_OTHER_KEYS = (*_CONVERSATIONS, "system", "instruction", "input", "output", "preferred_output", "non_preferred_output")
+_USED_KEYS = frozenset((*_FORM_KEYS, *_OTHER_KEYS, *_UNSUPPORTED_KEYS, "functions", "history", "label"))
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"), "system": "system",
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot", "bard", "bing"), "assistant"),
+}  # fmt: skip
+"""The values of `from` in ShareGPT's messages, by the role of transformers' chat format."""
+_PAIRS = (
+    ("question", "answer"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
+    ("instruction", "completion"), ("prompt", "response"), ("prompt", "output"), ("prompt", "answer"),
+    ("input", "output"), ("question", "response"), ("source", "target"),
+)  # fmt: skip
+"""Names that data sets have for a prompt and what follows it, for the hint of an error."""
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
 _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
@@ -53,11 +68,22 @@ class Completion:
 class Conversation:
     """Holds messages for a chat template.
 
-    The first `num_prompt_messages` messages are the prompt. Of the others, the assistant's messages are labels.
+    The first `num_prompt_messages` messages are the prompt. Of the others, the assistant's messages are labels, but for
+    those whose numbers (from 0) are in `untrained`: they have OpenAI's `weight` of 0.
     """
 
     messages: list[dict[str, str]] = field(repr=False)
     num_prompt_messages: int = 0
+    untrained: frozenset[int] = frozenset()
+
+    @property
+    def trained_turns(self) -> list[int]:
+        """Returns the numbers (from 0) of the messages that are labels, in order."""
+        return [
+            turn
+            for turn in range(self.num_prompt_messages, len(self.messages))
+            if self.messages[turn]["role"] == "assistant" and turn not in self.untrained
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +100,31 @@ class Row:
 
     Attributes:
         source: the file's path as the user gave it; None for rows from memory.
-        line: the number of the line in the file, or of the row in memory, from 1.
+        line: the number of the line in the file, or of the row in a table or in memory, from 1.
         form: the row's contents, in one of the four forms.
+        unit: what `line` counts, `line` or `row`.
     """
 
     source: str | None
     line: int
     form: Text | Completion | Conversation | Preference
+    unit: str = "line"
 
     @property
     def where(self) -> str:
         """Returns the words with which every error about this row begins: the file and the line."""
-        return _where(self.source, self.line)
+        return _where(self.source, self.line, self.unit)
 
 
-def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> list[Row]:
+def load_rows(data: object) -> list[Row]:
     """Reads and checks a data set.
 
     Args:
-        data: the path of a JSONL file (UTF-8, one object per line, blank lines skipped), of a parquet file (with this
-            suffix) or of a folder that `datasets.Dataset.save_to_disk` wrote; a `datasets.Dataset`; or any iterable of
-            dicts. A key with the value null counts as absent, because `datasets` fills absent columns with
-            null. Keys other than those of the forms are ignored, except `tools` and `chat_template_kwargs`, which are
-            refused.
+        data: the path of a JSON file (UTF-8; one object per line, blank lines skipped, or one list of objects), of a
+            CSV or parquet file (with such a suffix) or of a folder that `datasets.Dataset.save_to_disk` wrote; a table
+            of `datasets`, pandas, polars or pyarrow; or any iterable of dicts. A key with the value null counts as
+            absent, because tables fill absent columns with null. Keys other than those of the forms are ignored,
+            except those that would change what is trained on, such as `tools`, which are refused.
 
     Returns:
         The rows in order, at least one.
@@ -106,15 +134,18 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
             some rows are preferences.
         ConfigurationError: a library that reads this kind of file is not installed.
     """
+    source: str | None = None
     if isinstance(data, str | os.PathLike):
-        source = os.fspath(data)
-        rows = [_parse_row(source, line, value) for line, value in _read(source)]
+        source = str(os.fspath(data))
+        rows = [_parse_row(source, line, value, unit) for unit, line, value in _read(source)]
+    elif (table := rows_of_table(data, _USED_KEYS)) is not None:
+        rows = [_parse_row(None, line, value) for line, value in enumerate(table, start=1)]
     elif isinstance(data, Iterable) and not isinstance(data, Mapping | bytes | bytearray):
-        source = None
-        rows = [_parse_row(source, line, value) for line, value in enumerate(data, start=1)]
+        rows = [_parse_row(None, line, value) for line, value in enumerate(data, start=1)]
     else:
         raise DatasetError(
-            f"expected a path, a data set or an iterable of rows; {_type(data)} came (of several splits, choose one)"
+            f"expected a path, a data set or an iterable of rows; {_type(data)} came (of several splits, choose one; "
+            "of a dict of columns, make rows)"
         )
     if not rows:
         raise DatasetError(f"{source or 'data set'}: expected at least one row, none came")
@@ -133,26 +164,45 @@ def are_preferences(rows: Iterable[Row]) -> bool:
 # Reading
 
 
-def _read(path: str) -> Iterator[tuple[int, object]]:
-    """Yields (number, value) of each row of a file, from 1; for JSONL the number is that of the line."""
-    if is_saved_dataset(path):
-        return read_saved_dataset(path)
-    return read_parquet(path) if is_table(path) else _read_jsonl(path)
+def _read(path: str) -> Iterator[Numbered]:
+    """Yields (`line` or `row`, its number from 1, value) of each row of a file or a saved data set."""
+    reader = reader_of(path, _USED_KEYS)
+    return _read_json(path) if reader is None else reader
 
 
-def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
-    """Yields (line number, JSON value) of each line that is not blank."""
+def _read_json(path: str) -> Iterator[Numbered]:
+    """Yields the JSON value of each line that is not blank; of a file that begins with `[`, the parts of one list."""
+    is_first = True
     try:
         # The file is read as bytes, so that only \n ends a line (a JSON string may hold U+2028) and a bad byte has a
         # line number.
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 text = _decode(path, line, raw)
+                if is_first and text.lstrip().startswith("["):
+                    rest = [_decode(path, number, raw) for number, raw in enumerate(file, start=line + 1)]
+                    yield from _parts(path, line, "".join([text, *rest]))
+                    return
                 if text.strip():
-                    yield line, _json_value(path, line, text)
+                    is_first = False
+                    yield "line", line, _json_value(path, line, text)
     except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
         reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
         raise DatasetError(f"{one_line(path)}: expected a readable JSONL file: {reason}") from None
+
+
+def _parts(path: str, line: int, text: str) -> Iterator[Numbered]:
+    """Yields the parts of a JSON list that begins on a line of a file."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as exc:  # `from None`: the original error carries the whole text
+        where = (
+            f"{_where(path, line + exc.lineno - 1, 'line')}: expected a JSON list of objects, or one object per line"
+        )
+        raise DatasetError(f"{where}; invalid JSON at column {exc.colno}") from None
+    except (RecursionError, ValueError):
+        raise DatasetError(f"{_where(path, line)}: invalid JSON: nested too deeply or a number too long") from None
+    yield from (("row", number, part) for number, part in enumerate(found, start=1))
 
 
 def _decode(path: str, line: int, raw: bytes) -> str:
@@ -169,7 +219,8 @@ def _json_value(path: str, line: int, text: str) -> object:
         value: object = json.loads(text)
     except json.JSONDecodeError as exc:  # `from None`: the original error carries the whole line
         raise DatasetError(
-            f"{_where(path, line)}: expected one JSON object per line; invalid JSON at column {exc.colno}"
+            f"{_where(path, line)}: expected one JSON object per line; invalid JSON at column {exc.colno} (a list of "
+            "objects is read too; an object on several lines is not)"
         ) from None
     except (RecursionError, ValueError):  # nesting or digits exceed the interpreter's limits
         raise DatasetError(f"{_where(path, line)}: invalid JSON: nested too deeply or a number too long") from None
@@ -179,13 +230,26 @@ def _json_value(path: str, line: int, text: str) -> object:
 # Checking
 
 
-def _parse_row(source: str | None, line: int, value: object) -> Row:
-    where = _where(source, line)
+def _parse_row(source: str | None, line: int, value: object, unit: str = "line") -> Row:
+    where = _where(source, line, unit)
     if not isinstance(value, Mapping):
-        raise DatasetError(f"{where}: expected an object, {_type(value)} came")
+        hint = '; for a text on its own give {"text": ...}' if isinstance(value, str) and source is None else ""
+        raise DatasetError(f"{where}: expected an object, {_type(value)} came{hint}")
+    _refuse_what_would_be_lost(where, value)
+    return Row(source, line, _parse_form(where, value), unit)
+
+
+def _refuse_what_would_be_lost(where: str, value: Mapping[str, object]) -> None:
+    """Refuses a row with a key that says something about the training, and that is not supported."""
     if any(value.get(key) for key in _UNSUPPORTED_KEYS):
         raise DatasetError(f"{where}: {' and '.join(_UNSUPPORTED_KEYS)} are not supported: remove them from the row")
-    return Row(source, line, _parse_form(where, value))
+    if value.get("functions"):
+        raise DatasetError(f"{where}: functions are not supported: remove them from the row")
+    if isinstance(value.get("label"), bool) and value.get("completion") is not None:
+        raise DatasetError(
+            f"{where}: label: completions that are marked as good or bad (KTO) are not supported: leave out the bad "
+            "ones and the key, or give prompt, chosen and rejected"
+        )
 
 
 def _parse_form(where: str, value: Mapping[str, object]) -> Text | Completion | Conversation | Preference:
@@ -199,10 +263,87 @@ def _parse_form(where: str, value: Mapping[str, object]) -> Text | Completion | 
             return _prompt_completion(where, prompt, "completion", completion)
         case [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]:
             return Preference(_answer(where, prompt, "chosen", chosen), _answer(where, prompt, "rejected", rejected))
+        case [] | [("chosen", _), ("rejected", _)]:
+            found = _of_sharegpt(where, value) or _of_alpaca(where, value) or _of_openai(where, value)
+            if found is not None:
+                return found
     raise DatasetError(
         f"{where}: expected exactly one of messages, prompt with completion, text, or prompt with chosen and rejected; "
-        f"{_keys(value)} came"
+        f"{_keys(value)} came{_hint(value)}"
     )
+
+
+def _hint(value: Mapping[str, object]) -> str:
+    """Returns the end of an error's text about a row without a form: what to do, as far as its keys tell."""
+    has = {key for key in value if value.get(key) is not None}
+    if has == {"role", "content"}:
+        return ": put the messages of a conversation into one row, as a list under messages"
+    if {"chosen", "rejected"} <= has and "prompt" not in has:
+        return ": give what both answers follow as prompt"
+    for prompt, completion in _PAIRS:
+        if {prompt, completion} <= has:
+            return f": rename {prompt} and {completion} to prompt and completion"
+    return ""
+
+
+# Rows as others have them
+
+
+def _of_sharegpt(where: str, value: Mapping[str, object]) -> Conversation | Preference | None:
+    """Returns the form of a row with ShareGPT's `conversations`, if it is one: messages with `from` and `value`."""
+    key = next((key for key in _CONVERSATIONS if value.get(key) is not None), None)
+    if key is None:
+        return None
+    messages = [*_system(where, value), *_messages(f"{where}: {key}", value[key], is_sharegpt=True)]
+    if value.get("chosen") is None:
+        return _conversation(where, key, [], messages)
+    return _preference(where, messages, value, "chosen", "rejected")
+
+
+def _of_alpaca(where: str, value: Mapping[str, object]) -> Conversation | Preference | None:
+    """Returns the form of a row with Alpaca's `instruction`, `input` and `output`, if it is one. Instruction and input
+    are the user's message, with an empty line between them."""
+    is_preference = value.get("chosen") is not None
+    if value.get("instruction") is None or (value.get("output") is None and not is_preference):
+        return None
+    if value.get("history"):
+        raise DatasetError(f"{where}: history is not supported: give the conversation as messages")
+    asked = [_string(f"{where}: {key}", value.get(key) or "") for key in ("instruction", "input")]
+    question = _Message({"role": "user", "content": "\n\n".join(filter(None, asked))})
+    given = [*_system(where, value), question]
+    if is_preference:
+        return _preference(where, given, value, "chosen", "rejected")
+    answer = {"role": "assistant", "content": _string(f"{where}: output", value["output"])}
+    return _conversation(where, "output", given, [_Message(answer)])
+
+
+def _of_openai(where: str, value: Mapping[str, object]) -> Preference | None:
+    """Returns the form of a preference with OpenAI's `input`, `preferred_output` and `non_preferred_output`, if the
+    row is one."""
+    given = value.get("input")
+    if not isinstance(given, Mapping) or any(value.get(key) is None for key in _OTHER_KEYS[-2:]):
+        return None
+    _refuse_what_would_be_lost(f"{where}: input", given)
+    return _preference(where, _messages(f"{where}: input: messages", given.get("messages")), value, *_OTHER_KEYS[-2:])
+
+
+def _system(where: str, value: Mapping[str, object]) -> list[_Message]:
+    content = _string(f"{where}: system", value.get("system") or "")
+    return [_Message({"role": "system", "content": content})] if content else []
+
+
+def _preference(where: str, given: list[_Message], value: Mapping[str, object], better: str, worse: str) -> Preference:
+    """Returns the preference of two answers to some messages; an answer is a text, a message or a list of one."""
+    return Preference(*(_answer_to(where, given, key, value[key]) for key in (better, worse)))
+
+
+def _answer_to(where: str, given: list[_Message], key: str, answer: object) -> Conversation:
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    wanted = _messages(f"{where}: {key}", [answer] if isinstance(answer, Mapping) else answer, is_sharegpt=True)
+    if len(wanted) > 1:
+        raise DatasetError(f"{where}: {key}: expected one message, the assistant's; {len(wanted)} came")
+    return _conversation(where, key, given, wanted)
 
 
 def _prompt_completion(where: str, prompt: object, key: str, completion: object) -> Completion | Conversation:
@@ -225,34 +366,79 @@ def _answer(where: str, prompt: object, key: str, answer: object) -> Completion 
     return _prompt_completion(where, prompt, key, answer)
 
 
-def _conversation(where: str, key: str, given: list[dict[str, str]], wanted: list[dict[str, str]]) -> Conversation:
-    if wanted[-1]["role"] != "assistant":
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Holds a checked message: its role and content, and whether it is trained on if it is the assistant's."""
+
+    rendered: dict[str, str]
+    is_trained: bool = True
+
+    @property
+    def is_assistants(self) -> bool:
+        return self.rendered["role"] == "assistant"
+
+
+def _conversation(where: str, key: str, given: list[_Message], wanted: list[_Message]) -> Conversation:
+    if not wanted[-1].is_assistants:
         raise DatasetError(f"{where}: {key}: expected the last message to be the assistant's")
     messages = given + wanted
-    if not given and messages[0]["role"] == "assistant":
+    if not given and messages[0].is_assistants:
         raise DatasetError(f"{where}: {key}: expected a message of another role before the assistant's first")
-    return Conversation(messages, len(given))
+    untrained = frozenset(number for number, message in enumerate(messages) if not message.is_trained)
+    form = Conversation([message.rendered for message in messages], len(given), untrained)
+    if not form.trained_turns:
+        raise DatasetError(f"{where}: {key}: expected an assistant's message with weight 1; all have weight 0")
+    return form
 
 
-def _messages(where: str, value: object) -> list[dict[str, str]]:
+def _messages(where: str, value: object, is_sharegpt: bool = False) -> list[_Message]:
     if not isinstance(value, list | tuple):
         raise DatasetError(f"{where}: expected a list of messages, {_type(value)} came")
     if not value:
         raise DatasetError(f"{where}: expected at least one message, none came")
-    return [_message(f"{where}: message {number}", message) for number, message in enumerate(value, start=1)]
+    read = _sharegpt_message if is_sharegpt else _message
+    return [read(f"{where}: message {number}", message) for number, message in enumerate(value, start=1)]
 
 
-def _message(where: str, value: object) -> dict[str, str]:
+def _message(where: str, value: object) -> _Message:
     if not isinstance(value, Mapping):
         raise DatasetError(f"{where}: expected an object with role and content, {_type(value)} came")
     # A further key (tool_calls, images) would be rendered or lost depending on the template, so it is refused.
-    if {key for key, part in value.items() if part is not None} - {"role", "content"} or "role" not in value:
+    if {key for key, part in value.items() if part is not None} - {"role", "content", "weight"} or "role" not in value:
         raise DatasetError(f"{where}: expected the keys role and content; {_keys(value)} came")
     role, content = value["role"], value.get("content")
     if not isinstance(role, str) or role not in ROLES:
         came = "another string" if isinstance(role, str) else _type(role)
         raise DatasetError(f"{where}: expected the role to be one of {', '.join(ROLES)}; {came} came")
-    return {"role": role, "content": _string(f"{where}: content", content)}
+    if isinstance(content, list | tuple):
+        raise DatasetError(
+            f"{where}: content: expected a string, {_type(content)} came: only text is trained on; join its parts"
+        )
+    return _weighted(where, role, _string(f"{where}: content", content), value.get("weight"))
+
+
+def _sharegpt_message(where: str, value: object) -> _Message:
+    """Returns a message with `from` and `value`; one with `role` and `content` is read too."""
+    if not isinstance(value, Mapping) or "from" not in value:
+        return _message(where, value)
+    if {key for key, part in value.items() if part is not None} - {"from", "value", "weight"}:
+        raise DatasetError(f"{where}: expected the keys from and value; {_keys(value)} came")
+    said = value["from"]
+    role = _SHAREGPT_ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        came = "another string" if isinstance(said, str) else _type(said)
+        raise DatasetError(f"{where}: expected from to be one of {', '.join(_SHAREGPT_ROLES)}; {came} came")
+    return _weighted(where, role, _string(f"{where}: value", value.get("value")), value.get("weight"))
+
+
+def _weighted(where: str, role: str, content: str, weight: object) -> _Message:
+    """Returns a message with OpenAI's `weight`: 1, or nothing, trains on an assistant's message, and 0 does not."""
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        came = weight if isinstance(weight, int | float) else _type(weight)
+        raise DatasetError(f"{where}: weight: expected 0 or 1, {came} came")
+    if weight == 1 and role != "assistant":
+        raise DatasetError(f"{where}: weight: expected 1 in the assistant's messages only: no other is trained on")
+    return _Message({"role": role, "content": content}, weight != 0 or role != "assistant")
 
 
 def _string(where: str, value: object) -> str:
@@ -268,10 +454,10 @@ def _string(where: str, value: object) -> str:
 # Messages
 
 
-def _where(source: str | None, line: int) -> str:
+def _where(source: str | None, line: int, unit: str = "line") -> str:
     if source is None:
         return f"data set, row {line}"
-    return f"{one_line(source)}, {'row' if is_table(source) else 'line'} {line}"
+    return f"{one_line(source)}, {unit} {line}"
 
 
 def _type(value: object) -> str:

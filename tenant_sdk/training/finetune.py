@@ -30,19 +30,28 @@ from tenant_sdk.progress import ProgressBar
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
-from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter, step_of
+from tenant_sdk.training.checkpoints import (
+    Checkpoints,
+    check_output,
+    check_writable,
+    checkpoints_folder,
+    fingerprint,
+    logs_folder,
+    save_adapter,
+    step_of,
+)
 from tenant_sdk.training.chunked_loss import chunk_loss
 from tenant_sdk.training.completion_trainer import CompletionTrainer
 from tenant_sdk.training.dataset import are_preferences
 from tenant_sdk.training.evaluation import EvaluateAtTheEnd, evaluations
 from tenant_sdk.training.kept_replies import KeptReplies
 from tenant_sdk.training.labelled_tokens import Collator
-from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches
+from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches, steps_without_progress
 from tenant_sdk.training.own_state import DrawnFrom, check_alone, own_accelerate_state
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.reports import check_report_to, reports
 from tenant_sdk.training.result import FinetuneResult
-from tenant_sdk.training.run_data import RunData, check_kind, parse_data, token_data
+from tenant_sdk.training.run_data import RunData, check_kind, parse_data, sources, token_data
 from tenant_sdk.training.run_errors import adapter_errors, reading_errors, saving_errors
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.soft_prompts import PREFIX, kind_of
@@ -70,6 +79,7 @@ def finetune(
     output_dir: str | Path,
     settings: FinetuneSettings,
     *,
+    overwrite: bool = False,
     eval_data: Any = None,
     max_length: int | None = None,
     truncation: str = REFUSE,
@@ -90,8 +100,8 @@ def finetune(
         session: the tenant's session, which this function connects if the session is not connected yet.
         data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
         settings: the settings that identify the run, together with its data and its adapter.
-        eval_data, max_length, truncation, checkpointing, memory_budget_mb, gradient_checkpointing, resume, report_to,
-            log_dir, provider_wait_s, progress: the arguments of `TenantClient.finetune`.
+        overwrite, eval_data, max_length, truncation, checkpointing, memory_budget_mb, gradient_checkpointing, resume,
+            report_to, log_dir, provider_wait_s, progress: the arguments of `TenantClient.finetune`.
         on_step: called with the number and the loss of each optimizer step; after a wait for the provider, also with
             steps that are made again.
         while_waiting: called several times a second during a wait for the provider; it may raise an error to end the
@@ -113,30 +123,33 @@ def finetune(
         mode = None
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
+    output_dir = Path(output_dir)
+    check_output(output_dir, overwrite)
+    if report_to is not None:
+        check_writable(Path(log_dir or logs_folder(output_dir)))
+    # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
+    peft_config = copy.deepcopy(peft_config or default_peft_config())
+    check_trainable(peft_config)
+    num_virtual = virtual_tokens(peft_config)
     parsed = parse_data(data, eval_data, settings.seed)
+    check_kind(parsed, settings, peft_config)
     check_used(
         settings, has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows),
         report_to=report_to, log_dir=log_dir,
     )  # fmt: skip
     manifest = session.connect()
-    # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
-    peft_config = copy.deepcopy(peft_config or default_peft_config())
-    check_trainable(peft_config)
-    num_virtual = virtual_tokens(peft_config)
     room = _room(session.context_length, num_virtual)
-    check_kind(parsed, settings, peft_config)
     check_window(settings.window_tokens, settings.batch_size, room)
     longest = min(max_length or room, room)
     rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, truncation)
-    output_dir = Path(output_dir)
-    check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
-    checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
-    run_id = fingerprint([*rows.rows, *rows.eval_rows], peft_config.to_dict(), settings, digests)
+    checkpoints = Checkpoints(checkpoints_folder(output_dir))
+    data_id = sources(parsed, session.text, longest, session.bucket, truncation)
+    run_id = fingerprint(data_id, peft_config.to_dict(), settings, digests)
     start = checkpoints.open(run_id, resume)
     run = _Run(
         session, peft_config, settings, rows, checkpoints, output_dir, mode=mode, memory_budget_mb=memory_budget_mb,
-        report_to=report_to, log_dir=Path(log_dir or output_dir.with_name(output_dir.name + ".logs")),
+        report_to=report_to, log_dir=Path(log_dir or logs_folder(output_dir)),
         progress=progress, on_step=on_step, start=start,
     )  # fmt: skip
     before, began = session.traffic, time.monotonic()
@@ -207,8 +220,9 @@ class _Run:
                 _prepare_loss(trainer, self.session.bucket, num_virtual)
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
-                self.session.fetch_hints(backward=True)
-                self._train(trainer, start)
+                if start is None or not self._restore_finished(trainer, start):
+                    self.session.fetch_hints(backward=True)
+                    self._train(trainer, start)
             finally:
                 self.num_tokens += trainer.num_tokens
                 self.num_steps = trainer.state.global_step
@@ -226,6 +240,22 @@ class _Run:
         if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time
             prune(model)
         return kept, windows
+
+    def _restore_finished(self, trainer: Any, start: Path) -> bool:
+        """Takes over the state and the adapter of a checkpoint that was written after the run's last step, and returns
+        True; returns False for any other checkpoint. Trainer would make a step more, at a learning rate of 0, and
+        evaluate once more."""
+        state = TrainerState.load_from_json(str(start / "trainer_state.json"))
+        steps = self.settings.early_stopping_steps
+        idle = steps_without_progress(evaluations(state.log_history), self.settings.early_stopping_threshold)
+        if state.global_step < state.max_steps and (steps is None or idle < steps):
+            return False
+        trainer.state = state
+        if self.settings.keep_best and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+        else:
+            trainer._load_from_checkpoint(str(start))
+        return True
 
     def _train(self, trainer: Any, start: Path | None) -> None:
         shown = _progress_bar(trainer) if self.progress else nullcontext()
@@ -298,6 +328,8 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
             f"base layers held by the provider cannot be trained whole: take {name} out of {setting}, "
             "or adapt it with LoRA"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError("peft_config makes an adapter without a parameter that is trained: choose another")
     return model
 
 

@@ -10,14 +10,15 @@ text is treated as text; it becomes a special token, as in TRL.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from tenant_sdk.text.failures import TokenizerFailed, surviving
-from tenant_sdk.text.template import TemplateDoesNotFit
+from tenant_sdk.text.template import TemplateDoesNotFit, join, split, stripped
 from tenant_sdk.training.dataset import Completion, Conversation, Row, Text, UnusableRowWarning
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, DatasetError
@@ -32,6 +33,13 @@ IGNORE_INDEX = -100
 RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 # The most roles that an error lists about a conversation that does not fit the template.
 _MAX_SHOWN_ROLES = 8
+# A line is a place to cut a text if so many characters follow, and so many of the next tokens are the same.
+_LINE_CHARACTERS, _SAME_TOKENS = 512, 32
+# The most messages of a conversation for which the text before and after each answer is rendered.
+MOST_RENDERED = 24
+BEFORE, OPENED, CLOSED = "before", "opened", "closed"
+# The most characters of white space between a generation prompt and an answer that are passed over.
+_MOST_SPACE = 64
 
 
 def tokenize(
@@ -170,22 +178,55 @@ def _tokenize_conversation(
     """Returns token ids and labels of a conversation."""
     whole = _Rendered(where, form.messages, tokenizer)
     labels = [IGNORE_INDEX] * len(whole.token_ids)
-    for turn in range(form.num_prompt_messages, len(form.messages)):
-        if form.messages[turn]["role"] == "assistant":
-            span = whole.span(turn)
-            labels[span] = whole.token_ids[span]
+    for turn in form.trained_turns:
+        span = whole.span(turn)
+        labels[span] = whole.token_ids[span]
     return whole.token_ids, labels
 
 
 class _Rendered:
-    """Holds the tokens of a whole conversation, and finds the span of each of the assistant's messages in them."""
+    """Holds the tokens of a whole conversation, and finds the span of each of the assistant's messages in them.
+
+    A conversation may have hundreds of turns, so the text before a message is not tokenized again from its beginning,
+    but from the last token of the whole conversation that no text on either side can change: an added token, such as
+    the mark of a turn, at which the tokenizers library cuts a text before it does anything else. Where a template
+    writes no such token it is from the beginning of a line, if the next tokens are those of the whole conversation.
+    """
 
     def __init__(self, where: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> None:
         self._where = where
         self._messages = messages
         self._tokenizer = tokenizer
         self._check_template()
-        self.token_ids = self._ids(len(messages))
+        self._whole = self._text(len(messages))
+        self._prefixes = _Prefixes(self._render, messages, self._whole) if len(messages) > MOST_RENDERED else None
+        self.token_ids: list[int] = []
+        self._cuts: list[tuple[int, int]] = []
+        self._lines: list[tuple[int, int]] = []
+        self._longest_mark = 0
+        self._tokenize_whole()
+
+    def _tokenize_whole(self) -> None:
+        """Sets the tokens of the conversation, and the places at which its text may be cut."""
+        if not self._tokenizer.is_fast:
+            self.token_ids = self._ids(self._whole)
+            return
+        marks = {number: mark for number, mark in self._tokenizer.added_tokens_decoder.items() if not mark.normalized}
+        self._longest_mark = max(
+            (len(mark.content) for mark in self._tokenizer.added_tokens_decoder.values()), default=0
+        )
+        tokens = self._tokenizer(self._whole, add_special_tokens=False, return_offsets_mapping=True)
+        self.token_ids = list(tokens["input_ids"])
+        self._cuts = [
+            (begin, index)
+            for index, (number, (begin, end)) in enumerate(zip(self.token_ids, tokens["offset_mapping"], strict=True))
+            if number in marks and marks[number].content in self._whole[begin:end]
+        ]
+        self._lines = [
+            (begin, index)
+            for index, (begin, end) in enumerate(tokens["offset_mapping"])
+            if begin < end and self._whole[begin - 1 : begin] == "\n"
+        ]
 
     def span(self, turn: int) -> slice:
         """Returns the token positions of message `turn`, from after the generation prompt to the message's end.
@@ -193,24 +234,55 @@ class _Rendered:
         The tokens of the messages before `turn` are usually a prefix of the whole conversation. A difference at the end
         of this prefix is accepted if the span still contains the whole answer. Such a difference arises if a token
         merges across the boundary, or if the generation prompt opens a thinking block that the answer does not keep.
-        Any other difference is refused, because the template renders earlier messages differently: the labels would
-        then contain the user's words or miss the assistant's.
+        An answer that the template renders differently once the conversation goes on, for example without an empty
+        thinking block, is accepted if the conversation has the whole answer after the generation prompt, and then what
+        closes it. Any other difference is refused, because the template renders earlier messages differently: the
+        labels would then contain the user's words or miss the assistant's.
         """
-        opened = self._ids(turn, add_generation_prompt=True)
-        start = _common_prefix(opened, self.token_ids)
-        is_prefix = start == len(opened)
+        opened, before = self._prefix(turn, OPENED), ""
+        start, is_prefix = self._shared(opened)
         if not is_prefix:
             # Either prefix is enough: some templates (Phi-3) end every text without generation prompt by an end token.
-            before = (self._text(turn), self._text(turn, add_generation_prompt=True))
-            if not self._text(len(self._messages)).startswith(before):
+            before = self._prefix(turn, BEFORE)
+            if not self._whole.startswith((opened, before)):
                 self._refuse(turn)
-            start = max(start, _common_prefix(self._ids(turn), self.token_ids))
-        closed = self._ids(turn + 1)
-        end = _common_prefix(closed, self.token_ids)
-        is_prefix = is_prefix and end == len(closed)
-        if not is_prefix and not self._holds(slice(start, end), self._messages[turn]["content"]):
-            self._refuse(turn)
+            start = max(start, self._shared(before)[0])
+        closed = self._prefix(turn, CLOSED)
+        end, is_closed = self._shared(closed)
+        if not (is_prefix and is_closed) and not self._holds(slice(start, end), self._messages[turn]["content"]):
+            prefix = opened if self._whole.startswith(opened) else before
+            end = self._shared(self._whole[: self._end_of_rewritten(turn, len(prefix), closed)])[0]
         return slice(start, end)
+
+    def _end_of_rewritten(self, turn: int, begin: int, closed: str) -> int:
+        """Returns where an answer ends in the conversation's text, if it is rendered there as a whole.
+
+        Args:
+            turn: the number of the answer's message.
+            begin: the number of characters before the answer.
+            closed: the text of the conversation up to this message and no further.
+        """
+        content = self._messages[turn]["content"].strip()
+        begin += len(self._whole[begin : begin + _MOST_SPACE]) - len(self._whole[begin : begin + _MOST_SPACE].lstrip())
+        closing = closed.rpartition(content)[2] if content else ""
+        end = begin + len(content)
+        if not closing or not self._whole.startswith(content + closing, begin):
+            self._refuse(turn)
+        return end + len(closing)
+
+    def _shared(self, text: str) -> tuple[int, bool]:
+        """Returns how many tokens at its beginning a text shares with the whole conversation, and whether these are all
+        of the text's."""
+        same = _common_length(text, self._whole)
+        # An added token that begins before this place is the same in both, since all that it could be is in `same`.
+        begin, index = (
+            _last(self._cuts, same - self._longest_mark) if self._cuts else _last(self._lines, same - _LINE_CHARACTERS)
+        )
+        token_ids = self._ids(text[begin:])
+        if not self._cuts and token_ids[:_SAME_TOKENS] != self.token_ids[index : index + _SAME_TOKENS]:
+            index, token_ids = 0, self._ids(text)
+        shared = _common_prefix(token_ids, self.token_ids[index : index + len(token_ids)])
+        return index + shared, shared == len(token_ids)
 
     def _holds(self, span: slice, content: str) -> bool:
         # The content is stripped, because many templates trim what they render.
@@ -223,20 +295,29 @@ class _Rendered:
             "within the whole conversation: give one row per answer, or plain prompt and completion"
         )
 
-    def _ids(self, num_messages: int, add_generation_prompt: bool = False) -> list[int]:
-        return list(self._render(num_messages, add_generation_prompt, tokenize=True, return_dict=True)["input_ids"])
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _prefix(self, turn: int, which: str) -> str:
+        """Returns the text before an answer (BEFORE), the same with the generation prompt (OPENED), or the text up to
+        the answer's end (CLOSED)."""
+        found = None if self._prefixes is None else self._prefixes.of(turn, which)
+        return self._text(turn + (which == CLOSED), which == OPENED) if found is None else found
 
     def _text(self, num_messages: int, add_generation_prompt: bool = False) -> str:
-        return str(self._render(num_messages, add_generation_prompt, tokenize=False))
+        return self._render(self._messages[:num_messages], add_generation_prompt)
 
-    def _render(self, num_messages: int, add_generation_prompt: bool, **options: bool) -> Any:
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
         """Renders messages by `apply_chat_template`, so that a provider's template runs only in transformers' sandbox.
 
         Errors are raised `from None`, because a template can raise an error with any text, such as the messages.
         """
-        messages = self._messages[:num_messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **options)
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=add_generation_prompt, tokenize=False
+                )
+            )
         except TemplateSyntaxError:
             raise ConfigurationError("the tokenizer's chat template does not compile") from None
         except RENDER_ERRORS:
@@ -257,9 +338,95 @@ class _Rendered:
             )
 
 
+class _Prefixes:
+    """Makes the texts before and up to the answers of a long conversation from a few renderings.
+
+    Rendering each of them would take time that grows with the square of the turns. A template is rendered over
+    placeholders (tenant_sdk/text/template.py), which shows what it writes between two contents. Answers with the same
+    roles and the same text around them are taken to be opened and closed in the same way; the first of these answers is
+    rendered as it is. Contents are at known places, so no label can hold a user's words, whatever the template does.
+    """
+
+    def __init__(self, render: Callable[..., str], messages: list[dict[str, str]], whole: str) -> None:
+        self._render, self._messages, self._whole = render, messages, whole
+        self._roles = [message["role"] for message in messages]
+        self._contents = [message["content"] for message in messages]
+        self._tails: dict[Any, tuple[str, str] | None] = {}
+        self._between = self._split(len(messages), False)
+        self._ends: list[int] = []
+        if self._between is None or self._joined(self._between) != whole:
+            self._between = None
+            return
+        end = 0
+        for literal, (_, left, right), content in zip(
+            self._between[::2], self._between[1::2], self._contents, strict=False
+        ):
+            end += len(literal) + len(stripped(content, left, right))
+            self._ends.append(end)
+
+    def of(self, turn: int, which: str) -> str | None:
+        """Returns a text (BEFORE, OPENED or CLOSED) of an answer; None if it has to be rendered."""
+        if self._between is None:
+            return None
+        around = (self._between[2 * turn], self._between[2 * turn + 2])
+        key = (which, around, *self._roles[turn - 1 : turn + 2])
+        if key not in self._tails:
+            self._tails[key] = self._tail(turn, which)
+        found = self._tails[key]
+        if found is None:
+            return None
+        begin = self._whole[: self._ends[turn - 1]]
+        if which != CLOSED:
+            return begin + found[0]
+        _, left, right = self._between[2 * turn + 1]
+        return f"{begin}{found[0]}{stripped(self._contents[turn], left, right)}{found[1]}"
+
+    def _tail(self, turn: int, which: str) -> tuple[str, str] | None:
+        """Returns what the template writes after the message before an answer, and after the answer, by rendering; None
+        if it does more than to put contents in their places."""
+        num_messages = turn + (which == CLOSED)
+        parts = self._split(num_messages, which == OPENED)
+        text = self._render(self._messages[:num_messages], which == OPENED)
+        if parts is None or self._joined(parts) != text or not text.startswith(self._whole[: self._ends[turn - 1]]):
+            return None
+        if which == CLOSED and parts[-2] != self._between[2 * turn + 1]:
+            return None
+        return (parts[-3], parts[-1]) if which == CLOSED else (parts[-1], "")
+
+    def _split(self, num_messages: int, add_generation_prompt: bool) -> Any:
+        """Returns (literal, place of the first content, literal, ... literal), or None if the contents are not in their
+        order, or not in places at all."""
+        try:
+            parts = split(lambda messages: self._render(messages, add_generation_prompt), self._roles[:num_messages])
+        except (TemplateDoesNotFit, DatasetError):
+            return None
+        numbers = [part[0] for part in parts if not isinstance(part, str)]
+        return parts if numbers == list(range(num_messages)) else None
+
+    def _joined(self, parts: Any) -> str:
+        return join(parts, self._contents)
+
+
 def _common_prefix(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """Returns the number of leading tokens that two sequences share."""
     for index, (left, right) in enumerate(zip(ids, other_ids, strict=False)):
         if left != right:
             return index
     return min(len(ids), len(other_ids))
+
+
+def _last(places: list[tuple[int, int]], most: int) -> tuple[int, int]:
+    """Returns the last of some places, in order, that begins at `most` characters or before; (0, 0) if none does."""
+    number = bisect_right(places, (most, sys.maxsize)) - 1
+    return places[number] if number >= 0 else (0, 0)
+
+
+def _common_length(text: str, other: str) -> int:
+    """Returns the number of leading characters that two texts share, by halving, since comparing texts is fast."""
+    low, high = 0, min(len(text), len(other))
+    if text[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle)
+    return low

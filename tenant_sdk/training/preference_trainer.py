@@ -23,13 +23,14 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tenant_sdk.training.checkpoints import SavesAdapter
+from tenant_sdk.training.completion_trainer import WarmsUpFromTheFirstStep
 from tenant_sdk.training.preference_rows import PreferenceRow
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_scores import score_tokens
 from wire.errors import ConfigurationError
 
 
-class PreferenceTrainer(SavesAdapter, DPOTrainer):  # type: ignore[misc]
+class PreferenceTrainer(WarmsUpFromTheFirstStep, SavesAdapter, DPOTrainer):  # type: ignore[misc]
     """Changes TRL's trainer as the module's docstring says: how it computes the reference, and what it sends and
     writes."""
 

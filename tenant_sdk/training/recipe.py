@@ -95,6 +95,7 @@ class Recipe(BaseModel):
     )
     save_steps: int = Field(default=10, description="Steps between checkpoints.")
     resume: bool | None = Field(default=None, description="Default: go on if the same run has a checkpoint.")
+    overwrite: bool = Field(default=False, description="Replace an adapter that --output holds already.")
     eval_steps: int | None = Field(
         default=None, description="Steps between evaluations.", json_schema_extra={_SHOWN: "--save-steps"}
     )
@@ -122,7 +123,7 @@ class Recipe(BaseModel):
     gradient_checkpointing: bool = Field(default=False, description="The same as --checkpointing recompute.")
     report_to: str | None = Field(default=None, description="tensorboard: write losses and metrics to its files.")
     log_dir: _UserPath | None = Field(
-        default=None, description="Folder of these files.", json_schema_extra={_SHOWN: "OUTPUT.logs"}
+        default=None, description="Folder of these files.", json_schema_extra={_SHOWN: "beside OUTPUT, hidden"}
     )
     provider_wait_s: float = Field(
         default=600.0,

@@ -6,7 +6,9 @@ evaluation depends on the number of rows and on the seed, and on nothing that a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +20,7 @@ from tenant_sdk.training.dataset import Row, are_preferences, load_rows
 from tenant_sdk.training.preference_rows import longest_side, preference_rows
 from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import num_tokens_of, training_rows
+from tenant_sdk.training.truncation import REFUSE
 from wire.errors import ConfigurationError, DatasetError
 
 
@@ -108,6 +111,43 @@ def check_kind(parsed: ParsedData, settings: FinetuneSettings, peft_config: Peft
         raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
     if peft_config.peft_type == PeftType.PREFIX_TUNING:  # its vectors are a cache, which DPO's passes turn off
         raise ConfigurationError("prefix tuning is not possible with preferences: choose LoRA or prompt tuning")
+
+
+def sources(
+    parsed: ParsedData, text: TenantText, max_length: int, bucket: int | None, truncation: str
+) -> dict[str, Any]:
+    """Returns all that the token rows of a run are made from, but for the time: rows, tokenizer and chat template.
+
+    A chat template may print the date, so that a run's tokens differ from day to day; it is the same run all the same.
+    Arguments are those of `token_data`.
+    """
+    fitting = {} if bucket is None and truncation == REFUSE else {"max_length": max_length, "truncation": truncation}
+    tokenizer = text.tokenizer
+    return {
+        "rows": [_source(row) for row in parsed.rows],
+        "eval_rows": [_source(row) for row in parsed.eval_rows],
+        "tokenizer": [
+            _tokenizer_source(tokenizer),
+            tokenizer.chat_template,
+            sorted(tokenizer.special_tokens_map.items()),
+        ],
+        "bucket": bucket,
+        **fitting,
+    }
+
+
+def _source(row: Row) -> dict[str, Any]:
+    return {"form": type(row.form).__name__, **asdict(row.form)}
+
+
+def _tokenizer_source(tokenizer: Any) -> Any:
+    """Returns how a tokenizer cuts texts. What an earlier call has left in it, padding and truncation, is left out."""
+    try:
+        content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    except Exception:  # noqa: BLE001 - not a fast tokenizer, or one with a part in Python
+        return sorted(tokenizer.get_vocab().items())
+    kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def token_data(

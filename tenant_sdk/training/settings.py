@@ -49,12 +49,12 @@ class FinetuneSettings:
         write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         optional = ("max_steps", "window_tokens", "eval_steps", "early_stopping_steps")
-        positive += ("dpo_beta", *(name for name in optional if getattr(self, name) is not None))
+        positive += ("learning_rate", "dpo_beta", *(name for name in optional if getattr(self, name) is not None))
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
         more = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
-        for name in ("learning_rate", "warmup_steps", *more):
+        for name in ("warmup_steps", *more):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
         if self.seed >= 1 << 32:  # numpy's generator takes no more

@@ -52,12 +52,15 @@ def training_rows(
     limit = tokenizer_limit(truncation, max_length if bucket is None else bucket)
     if bucket is None:
         rows = tokenize(parsed, text.tokenizer, limit, num_virtual_tokens=num_virtual)
-        return fitted(rows, max_length, truncation, num_tokens_of, _first_tokens)
+        rows = fitted(rows, max_length, truncation, num_tokens_of, _first_tokens)
+        _warn_of_idle_rows(rows, max_length)
+        return rows
     check_fits(bucket, max_length, "")
     may_be_spoilt = may_be_unusable(text)
     rows = tokenize(parsed, text.tokenizer, limit, num_virtual_tokens=num_virtual, never_refuse=may_be_spoilt)
     if truncation == TRUNCATE:
         rows = fitted(rows, bucket, truncation, num_tokens_of, _first_tokens)
+        _warn_of_idle_rows(rows, bucket)
     num_too_long = sum(len(row["input_ids"]) > bucket for row in rows)
     if num_too_long:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -65,6 +68,14 @@ def training_rows(
         warn_and_go_on(said, CutWarning)
     pad = pad_token(text.tokenizer)
     return [padded_row(row, bucket, pad, IGNORE_INDEX) for row in rows]
+
+
+def _warn_of_idle_rows(rows: list[TokenRow], max_length: int) -> None:
+    """Warns of rows that have no label left; they stay (tenant_sdk/training/truncation.py)."""
+    num_idle = sum(set(row["labels"][1:]) <= {IGNORE_INDEX} for row in rows)
+    if num_idle:
+        said = f"{num_idle} of {len(rows)} rows have nothing to learn in their first {max_length} tokens"
+        warn_and_go_on(f"{said}: they are sent all the same, and teach nothing", CutWarning)
 
 
 def may_be_unusable(text: TenantText) -> bool:

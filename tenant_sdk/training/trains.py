@@ -50,6 +50,7 @@ class Trains:
         memory_budget_mb: float | None = None,
         gradient_checkpointing: bool = False,
         resume: bool | None = None,
+        overwrite: bool = False,
         report_to: str | None = None,
         log_dir: str | Path | None = None,
         provider_wait_s: float = 600.0,
@@ -58,12 +59,13 @@ class Trains:
         """Trains an adapter over the provider's base model (docs/finetune.md).
 
         Args:
-            data: a JSONL or parquet file, a folder written by datasets' `save_to_disk`, a datasets.Dataset, or an
-                iterable of dicts, with `messages`, `prompt` and `completion`, or `text`; or all with `prompt`, `chosen`
-                and `rejected`, which are trained on by TRL's DPOTrainer.
+            data: a JSONL, JSON, CSV or parquet file, a folder written by datasets' `save_to_disk`, a table of datasets,
+                pandas, polars or pyarrow, or an iterable of dicts, with `messages`, `prompt` and `completion`, or
+                `text`; or all with `prompt`, `chosen` and `rejected`, which are trained on by TRL's DPOTrainer.
             peft_config: the config of a PEFT method that docs/peft.md lists for `finetune`; LoRA on all linear layers
                 by default. The object is not changed.
-            output_dir: the adapter's folder; checkpoints are kept in `OUTPUT_DIR.checkpoints` until the run ends.
+            output_dir: the adapter's folder, such as `adapters/support`; checkpoints are kept in
+                `adapters/.support.checkpoints` until the run ends.
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
             num_epochs: number of passes over the data; ignored if `max_steps` is given.
             batch_size: rows that go through the model together.
@@ -71,9 +73,10 @@ class Trains:
                 the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
                 a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
-            learning_rate: AdamW's peak learning rate, which is reached after the warm-up.
+            learning_rate: AdamW's peak learning rate, which is reached with the last step of the warm-up.
             lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
-            warmup_steps: number of optimizer steps in which the learning rate rises to its peak.
+            warmup_steps: number of optimizer steps in which the learning rate rises to its peak; the first of N steps
+                has an N-th of it.
             weight_decay: AdamW's weight decay.
             max_grad_norm: the L2 norm to which a longer gradient is scaled down.
             max_length: the most tokens that a row may have; by default the model's context minus the adapter's virtual
@@ -104,8 +107,9 @@ class Trains:
             gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
             resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
                 starts over.
+            overwrite: whether an adapter that `output_dir` holds already is replaced; otherwise that is an error.
             report_to: where losses and metrics are written besides: `tensorboard` for its files, None for nowhere.
-            log_dir: the folder of these files; None for `OUTPUT_DIR.logs`.
+            log_dir: the folder of these files; None for `adapters/.support.logs` beside `adapters/support`.
             provider_wait_s: the seconds for which a run that has begun waits for a provider that went away, before it
                 fails. When the provider is back, the run goes on from its last checkpoint, under new masks. 0 for a run
                 that fails at once.
@@ -141,6 +145,6 @@ class Trains:
         return finetune(
             session, data, peft_config, output_dir, settings, eval_data=eval_data, max_length=max_length,
             truncation=truncation, checkpointing=checkpointing, memory_budget_mb=memory_budget_mb,
-            gradient_checkpointing=gradient_checkpointing, resume=resume, report_to=report_to, log_dir=log_dir,
-            provider_wait_s=provider_wait_s, progress=progress,
+            gradient_checkpointing=gradient_checkpointing, resume=resume, overwrite=overwrite, report_to=report_to,
+            log_dir=log_dir, provider_wait_s=provider_wait_s, progress=progress,
         )  # fmt: skip

@@ -77,7 +77,7 @@ def test_kill_restart_resume_revoke(
     ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
         # SIGKILL comes from another thread than the one that waits for a reply, once there is a checkpoint.
-        submit, saved = GrpcConnection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
+        submit, saved = GrpcConnection.submit, out.with_name(".support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 
         def kill_once(*arguments: Any) -> Any:

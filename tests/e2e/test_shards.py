@@ -81,7 +81,7 @@ class Killer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path, pids: list[int]) -> None:
         self._pids, self._has_begun, self._is_done = pids, threading.Event(), threading.Event()
-        folder, on_save = out.with_name(out.name + ".checkpoints"), checkpoints._Mark.on_save
+        folder, on_save = checkpoints.checkpoints_folder(out), checkpoints._Mark.on_save
 
         def watched(callback: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
             on_save(callback, args, state, control, **options)

@@ -190,7 +190,7 @@ def _finetune(case: Case, site: Site, folder: Path) -> float:
     if isinstance(config, SimpleNamespace):
         check_trainable(config)
     options = {"max_steps": 2, "batch_size": 2, "save_steps": 1, "learning_rate": 1e-2}
-    site.client.finetune(ROWS, config, folder, progress=False, resume=False, **options)
+    site.client.finetune(ROWS, config, folder, progress=False, resume=False, overwrite=True, **options)
     return 0.0
 
 

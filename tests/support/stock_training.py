@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def training_arguments(scratch: Path, **changes: Any) -> dict[str, Any]:
 
 def stock_trainer(
     model: PreTrainedModel, config: Any, scratch: Path, rows: Any, *, eval_rows: Any = None, callbacks: Any = (),
-    **changes: Any,
+    rates: Sequence[float] | None = None, **changes: Any,
 ) -> Trainer:  # fmt: skip
     """Returns a Trainer of transformers that has trained an adapter on a local model.
 
@@ -66,11 +67,22 @@ def stock_trainer(
         scratch: the folder for checkpoints.
         rows, eval_rows: token rows.
         callbacks: callbacks of the Trainer.
+        rates: the learning rate of each step, as a part of the peak; None for the Trainer's own schedule.
         changes: see `training_arguments`.
     """
     set_seed(0)
+    adapted = get_peft_model(model, config)
+    optimizer: Any = None
+    schedule: Any = None
+    if rates is not None:
+        steps = (*rates, 0.0)  # the last one is asked for after the last step
+        learning_rate = {**QUICK, **changes}["learning_rate"]
+        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: steps[step])
     trainer = Trainer(
-        model=get_peft_model(model, config), args=TrainingArguments(**training_arguments(scratch, **changes)),
+        optimizers=(optimizer, schedule), model=adapted,
+        args=TrainingArguments(**training_arguments(scratch, **changes)),
         train_dataset=rows, eval_dataset=eval_rows, data_collator=Collator(0), callbacks=list(callbacks),
     )  # fmt: skip
     trainer.train()

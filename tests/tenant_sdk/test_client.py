@@ -280,7 +280,7 @@ def test_an_adapter_that_was_trained_again_is_loaded_again(
 ) -> None:
     adapter = shutil.copytree(trained, tmp_path / "adapter")
     assert chat_client.generate(PROMPT, adapter) == "Ada Quill"
-    chat_client.finetune(ROWS, lora(), adapter, **QUICK | {"max_steps": 1})
+    chat_client.finetune(ROWS, lora(), adapter, overwrite=True, **QUICK | {"max_steps": 1})
     assert chat_client.generate(PROMPT, adapter) != "Ada Quill"
 
 

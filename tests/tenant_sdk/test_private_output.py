@@ -63,14 +63,14 @@ def test_checkpoints_are_private_before_anything_is_in_them(
         chat_client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     (whole,) = saved
     assert {path.name for path in whole.iterdir()} >= CHECKPOINT | {"complete"}
-    assert modes(tmp_path / "out.checkpoints") == PRIVATE
+    assert modes(tmp_path / ".out.checkpoints") == PRIVATE
     monkeypatch.undo()
     result = chat_client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     assert result.resumed_from_step == 2
 
 
 def test_folders_that_are_there_keep_their_mode(tmp_path: Path, umask: None) -> None:
-    folder = tmp_path / "parent" / "out.checkpoints"
+    folder = tmp_path / "parent" / ".out.checkpoints"
     folder.mkdir(parents=True)
     folder.chmod(0o750)
     folder.parent.chmod(0o755)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import datetime
 import errno
 import json
 import os
@@ -19,13 +20,16 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
+from transformers.utils import chat_template_utils
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.training import waiting
+from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.waiting import ProviderAwayWarning
+from tests.support.chat_model import TEMPLATE, make_chat_model
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
@@ -49,7 +53,7 @@ def assert_same_adapter(got: Path, want: Path) -> None:
 
 
 def run(client: TenantClient, out: Path, **changes: Any) -> Any:
-    return client.finetune(ROWS, lora(), out, **QUICK | changes)
+    return client.finetune(ROWS, lora(), out, overwrite=True, **QUICK | changes)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def break_in_step(client: TenantClient, breaking: Breaking, out: Path, step: int
 
 
 def checkpoints(out: Path) -> list[str]:
-    return sorted(path.parent.name for path in out.with_name(out.name + ".checkpoints").glob("*/complete"))
+    return sorted(path.parent.name for path in checkpoints_folder(out).glob("*/complete"))
 
 
 @pytest.mark.parametrize(("step", "saved"), [(2, 0), (6, 4)])
@@ -114,7 +118,31 @@ def test_goes_on_from_the_last_checkpoint(
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
     assert result.tokens == pytest.approx(whole.tokens * (6 - saved) / 6, rel=0.3)
     assert_same_adapter(out, whole.adapter_dir)
-    assert not out.with_name("out.checkpoints").exists()
+    assert not out.with_name(".out.checkpoints").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"eval_data": ROWS[:2], "eval_steps": 1, "early_stopping_steps": 3}], ids=str)
+def test_a_run_that_had_only_its_adapter_to_write_asks_for_nothing_more(
+    chat_client: Any, breaking: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Steps end within an epoch, where Trainer itself would make one more, at a learning rate of 0. The second run
+    ends early: at its high learning rate no loss falls any more."""
+    from tenant_sdk.training import finetune
+
+    changes = {"batch_size": 3, "max_steps": 5, "save_steps": 1, **options}
+    changes |= {"learning_rate": 0.5, "max_steps": 20} if options else {}
+    want = run(chat_client, tmp_path / "want", **changes)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "save_adapter", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(VeilbaseError, match="could not be written"):
+            run(chat_client, out, **changes)
+    breaking.count = 0
+    result = run(chat_client, out, **changes)
+    assert breaking.count == 0
+    assert result.resumed_from_step == result.adapter_step == len(want.losses) < 20
+    assert (result.losses, result.evaluations) == (want.losses, want.evaluations)
+    assert_same_adapter(out, want.adapter_dir)
 
 
 @pytest.mark.slow
@@ -262,7 +290,7 @@ def test_a_checkpoint_without_its_marker_is_ignored(
 ) -> None:
     out = tmp_path / "out"
     break_in_step(chat_client, breaking, out, 6)
-    newest = tmp_path / "out.checkpoints" / "checkpoint-4"
+    newest = tmp_path / ".out.checkpoints" / "checkpoint-4"
     (newest / "complete").unlink()
     (newest / "adapter_model.safetensors").write_bytes(b"cut short")
     result = run(chat_client, out)
@@ -296,12 +324,37 @@ def test_resume_demanded_or_refused(chat_client: Any, breaking: Breaking, whole:
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+class Later(datetime.datetime):
+    """Tells the time of tomorrow."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.datetime.now(tz) + datetime.timedelta(days=1)
+
+
+def test_a_template_that_prints_the_time_is_no_other_run(
+    breaking: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run is a day later."""
+    folder = make_chat_model(tmp_path / "model", template="{{ strftime_now('%d %b %y') }}" + TEMPLATE)
+    out = tmp_path / "out"
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
+        break_in_step(client, breaking, out, 4)
+        monkeypatch.setattr(chat_template_utils, "datetime", Later)
+        client.text.tokenizer.__dict__.pop("_rendered_patterns", None)
+        assert run(client, out).resumed_from_step == 2
+        break_in_step(client, breaking, out, 4)
+        client.text.tokenizer.chat_template = TEMPLATE
+        with pytest.raises(ConfigurationError, match="other data or settings"):
+            run(client, out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["run.json", "trainer_state.json", "optimizer.pt"])
 def test_a_damaged_checkpoint_is_one_error(chat_client: Any, breaking: Breaking, tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
     break_in_step(chat_client, breaking, out, 4)
-    folder = tmp_path / "out.checkpoints"
+    folder = tmp_path / ".out.checkpoints"
     path = folder / damage if damage == "run.json" else folder / "checkpoint-2" / damage
     path.write_bytes(b"\x00garbage")
     with pytest.raises(ConfigurationError, match="resume=False") as failure:
@@ -365,7 +418,7 @@ def test_full_disk(chat_client: Any, whole: Any, tmp_path: Path, monkeypatch: py
     assert "no space" in str(failure.value).lower()
     assert "\n" not in str(failure.value)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == older
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".out.checkpoints"]
     result = run(chat_client, out)
     assert result.resumed_from_step == (2 if where.startswith("checkpoint-4") else 6)
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
@@ -377,6 +430,7 @@ import json, resource, signal, sys
 from pathlib import Path
 from tenant_sdk import TenantClient
 from tenant_sdk.training import waiting
+from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.waiting import ProviderAwayWarning
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import VeilbaseError

@@ -55,7 +55,11 @@ class AdapterFolder:
                 folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
         except OSError as exc:
             raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
-        return sorted(name for name in folders if _NAME.fullmatch(name))
+        return sorted(name for name in folders if _NAME.fullmatch(name) and not self._is_of_a_run(name))
+
+    def _is_of_a_run(self, name: str) -> bool:
+        """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""
+        return name.endswith((".checkpoints", ".logs")) and not (self._root / name / CONFIG).exists()
 
     def find(self, name: str, subfolder: str | None = None) -> Found:
         """Checks an adapter's settings and header, and returns the adapter's description. Args, Raises: see

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
+from tenant_sdk.training.checkpoints import checkpoints_folder
 from tests.support.client_seams import before_requests
 from tests.support.parity import RELATIVE, batch, relative
 from tests.support.quick_training import QUICK, ROWS
@@ -80,7 +81,7 @@ def test_psoft_is_saved_as_lora(chat_client: TenantClient, chat_folder: Path, tm
 
 def interrupted(client: TenantClient, made: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a fine-tuning whose provider goes away after the first checkpoint."""
-    checkpoint = folder.with_name(folder.name + ".checkpoints") / "checkpoint-2"
+    checkpoint = checkpoints_folder(folder) / "checkpoint-2"
 
     def fail(*_: Any) -> None:
         if (checkpoint / "trainer_state.json").exists():

@@ -231,7 +231,7 @@ def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_pat
     client, provider = opened(Fault(FORWARD, math.nan, first))
     with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
         train(client, tmp_path / "out")
-    folder = tmp_path / "out.checkpoints"
+    folder = tmp_path / ".out.checkpoints"
     assert markers(folder) == {"checkpoint-2": ["not-finite"], "checkpoint-3": ["not-finite"]}
     weights = load_file(folder / "checkpoint-3" / "adapter_model.safetensors")
     assert are_finite(weights.values()), "some PEFT methods would raise on weights that are not"
@@ -263,7 +263,7 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
         before_requests(patch, break_off)
         with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):
             train(client, tmp_path / "out")
-    assert markers(tmp_path / "out.checkpoints") == {"checkpoint-1": ["complete"], "checkpoint-2": ["not-finite"]}
+    assert markers(tmp_path / ".out.checkpoints") == {"checkpoint-1": ["complete"], "checkpoint-2": ["not-finite"]}
     with pytest.raises(ConfigurationError, match="none of them is resumed from"):
         train(client, tmp_path / "out")
 
@@ -320,7 +320,7 @@ def test_a_value_after_the_last_save_spoils_the_whole_folder(
     monkeypatch.setattr("tenant_sdk.training.finetune.trainable", trainable)
     with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
         train(client, tmp_path / "out")
-    assert markers(tmp_path / "out.checkpoints") == {"checkpoint-2": ["complete"], "checkpoint-3": ["complete"]}
+    assert markers(tmp_path / ".out.checkpoints") == {"checkpoint-2": ["complete"], "checkpoint-3": ["complete"]}
     with pytest.raises(ConfigurationError, match="none of them is resumed from"):
         train(client, tmp_path / "out")
 

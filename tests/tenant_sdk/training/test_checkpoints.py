@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.training.checkpoints import check_replaceable, save_adapter
+from tenant_sdk.training.checkpoints import (
+    Checkpoints,
+    check_output,
+    check_replaceable,
+    checkpoints_folder,
+    save_adapter,
+)
 from wire.errors import ConfigurationError
 
 
@@ -29,6 +35,57 @@ def test_only_an_adapter_or_nothing_is_replaced(tmp_path: Path) -> None:
     for precious in ("file", "parent", "mixed"):
         with pytest.raises(ConfigurationError, match="something other than an adapter"):
             check_replaceable(tmp_path / precious)
+
+
+def test_an_adapter_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    old = adapter(tmp_path / "old")
+    with pytest.raises(ConfigurationError, match=r"holds an adapter already: .*--output.*overwrite=True"):
+        check_output(old, overwrite=False)
+    (tmp_path / "link").symlink_to(old)
+    with pytest.raises(ConfigurationError, match="holds an adapter already"):
+        check_output(tmp_path / "link", overwrite=False)
+    for path in (old, tmp_path / "link"):
+        check_output(path, overwrite=True)
+    check_output(tmp_path / "new" / "folder", overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("x" * 250, "expected a name of at most 242 bytes .* 250 came"),
+        ("\u00e9" * 122, "expected a name of at most 242 bytes .* 244 came"),
+        ("dangling", "dangling is a link to nothing"),
+        ("loop", "loop is a link to nothing"),
+        ("dangling/out", "dangling is a link to nothing"),
+        ("file", "holds something other than an adapter"),
+        ("file/out", "file is no folder"),
+        ("y" * 300 + "/out", "cannot be written: "),
+        ("z/" * 2500 + "out", "cannot be written: "),
+        ("null\0", "cannot be written: it is no path"),
+        ("a\nb/" + "z" * 300, "expected a name of at most 242 bytes"),
+        ("", "is no name of a new folder"),
+        ("new/..", "is no name of a new folder"),
+    ],
+    ids=range(13),
+)
+def test_an_output_that_cannot_be_written_is_named_before_the_work(
+    path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dangling").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    Path("file").write_text("")
+    with pytest.raises(ConfigurationError, match=reason) as failure:
+        check_output(Path(path), overwrite=True)
+    assert "\n" not in str(failure.value)
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    out = tmp_path / ("x" * 242)
+    check_output(out, overwrite=False)
+    Checkpoints(checkpoints_folder(out)).open("run", None)
+    save_adapter(_Model(), out)
+    assert (out / "adapter_config.json").exists()
 
 
 class _Model:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
+import csv
+import io
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
+from PIL import Image
 
-from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.data_files import NOT_READ
+from tenant_sdk.training.dataset import Text, load_rows
 from tests.support.quick_training import ROWS
 from wire.errors import ConfigurationError, DatasetError
 
@@ -77,3 +85,112 @@ def test_without_the_library(library: str, name: str, tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigurationError, match=r"pip install 'veilbase\[parquet\]'$"):
         load_rows(tmp_path / name)
+
+
+def png(path: Path) -> Path:
+    """Writes a picture of one pixel."""
+    Image.new("RGB", (1, 1)).save(path, "png")
+    return path
+
+
+@pytest.mark.parametrize("feature", [datasets.Image(), datasets.Audio(), datasets.List(datasets.Image())], ids=str)
+def test_no_file_is_opened_that_a_row_names(feature: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = str(png(tmp_path / "private.png"))
+    value = [named] if isinstance(feature, datasets.List) else named
+    dataset = Dataset.from_dict({"text": ["a"], "picture": [value]}).cast_column("picture", feature)
+    dataset.with_format("numpy").save_to_disk(tmp_path / "saved")
+    opened: list[object] = []
+    for owner, name in ((builtins, "open"), (io, "open"), (os, "open")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda file, *rest, real=real, **more: (opened.append(file), real(file, *rest, **more))[1]
+        )
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("a picture was decoded"))
+    monkeypatch.setattr(datasets.Audio, "decode_example", lambda *_, **__: pytest.fail("a sound was decoded"))
+    for data in (tmp_path / "saved", dataset, dataset.to_iterable_dataset()):
+        assert forms(data) == [Text("a")]
+    assert not [file for file in opened if "private" in str(file)]
+
+
+@pytest.mark.parametrize("name", ["messages", "text", "conversations", "instruction"])
+def test_a_picture_where_text_is_expected_is_named(name: str, tmp_path: Path) -> None:
+    dataset = Dataset.from_dict({name: [str(png(tmp_path / "x.png"))]}).cast_column(name, datasets.Image())
+    dataset.save_to_disk(tmp_path / "saved")
+    for data in (tmp_path / "saved", dataset):
+        with pytest.raises(DatasetError, match=f": expected text in the column {name}, Image came"):
+            load_rows(data)
+
+
+def test_a_saved_data_set_with_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    Dataset.from_list(MIXED).save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-300])
+    with pytest.raises(DatasetError, match="expected a readable data set") as failure:
+        load_rows(tmp_path / "saved")
+    assert "\n" not in str(failure.value)
+
+
+PAIR = [{"prompt": "a, b", "completion": 'say "c"\nd'}, {"prompt": "é", "completion": "f" * 200_000}]
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("CSV", ";"), ("tsv", "\t")])
+def test_csv(suffix: str, delimiter: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{suffix}"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion", "text"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(PAIR)
+    assert forms(path) == forms(PAIR)
+    assert [row.where for row in load_rows(path)] == [f"{path}, line 2", f"{path}, line 4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prompt,completion\na,hunter2,c\n", ", line 2: expected 2 cells, as in the header; 3 came"),
+        ('prompt,completion\na,b\n"a"x,hunter2\n', ", line 3: expected CSV, with"),
+        ('text\n"hunter2\n', ", line 2: expected CSV, with"),
+        ("text,text\na,b\n", ", line 1: expected columns of different names"),
+        ("question,answer\na,hunter2\n", ", line 2: expected exactly one of"),
+        ("text\n\n\n", ": expected at least one row, none came"),
+        ("", ": expected at least one row, none came"),
+        ("messages\n[]\n", ", line 2: messages: expected a list of messages, str came"),
+    ],
+)
+def test_csv_that_cannot_be_read(text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(DatasetError) as failure:
+        load_rows(tmp_path / "x.csv")
+    assert str(failure.value).startswith(f"{tmp_path / 'x.csv'}{expected}")
+    assert SECRET not in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_csv_that_is_no_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes("text\né\n".encode("latin-1"))
+    with pytest.raises(DatasetError, match="expected UTF-8"):
+        load_rows(tmp_path / "x.csv")
+    with pytest.raises(DatasetError, match=r"none\.csv: expected a readable CSV file: No such file"):
+        load_rows(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("name", sorted(NOT_READ))
+def test_other_kinds_of_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"data{name}").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DatasetError, match=r"unpack it first|save it as CSV|save the rows as JSONL"):
+        load_rows(tmp_path / f"data{name}")
+
+
+def test_tables_in_memory(tmp_path: Path) -> None:
+    import pandas
+    import pyarrow
+
+    assert forms(pandas.DataFrame(PAIR)) == forms(pyarrow.Table.from_pylist(PAIR)) == forms(PAIR)
+    absent = pandas.DataFrame([{"text": "a"}, {"prompt": "b", "completion": "c"}], index=[7, 7])
+    assert forms(absent) == forms([{"text": "a"}, {"prompt": "b", "completion": "c"}])
+    talks = [{"messages": [*row["messages"][:1], {**row["messages"][1], "weight": 1}]} for row in ROWS]
+    pandas.DataFrame(talks).to_parquet(tmp_path / "x.parquet")
+    for frame in (pandas.DataFrame(talks), pandas.read_parquet(tmp_path / "x.parquet")):
+        assert forms(frame) == forms(ROWS)
+    with pytest.raises(DatasetError, match=r"data set, row 2: expected exactly one of"):
+        load_rows(pandas.DataFrame({"text": ["a", float("nan")]}))

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tenant_sdk.training.dataset import Completion, Conversation, Row, Text, load_rows
+from tenant_sdk.training import labelled_tokens
+from tenant_sdk.training.dataset import Completion, Conversation, Preference, Row, Text, load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator, tokenize
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError, DatasetError
@@ -175,6 +176,86 @@ def test_a_row_does_not_show_its_content() -> None:
     assert SECRET not in repr(rows)
 
 
+# Rows as others have them
+
+
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": None}]
+TALK = Conversation([user("a"), assistant("b")])
+ASKED = Conversation([user("a"), assistant("b")], 1)
+SYSTEM = {"role": "system", "content": "s"}
+OTHER_ROWS: list[tuple[dict[str, Any], Any]] = [
+    ({"conversations": SHAREGPT, "id": "x"}, TALK),
+    ({"conversation": [user("a"), assistant("b")]}, TALK),
+    ({"conversations": SHAREGPT, "system": "s"}, Conversation([SYSTEM, user("a"), assistant("b")])),
+    ({"conversations": SHAREGPT, "text": "own"}, Text("own")),
+    (
+        {"conversations": SHAREGPT[:1], "chosen": {"from": "gpt", "value": "b"}, "rejected": [assistant("c")]},
+        Preference(ASKED, Conversation([user("a"), assistant("c")], 1)),
+    ),
+    ({"instruction": "a", "input": "", "output": "b"}, ASKED),
+    ({"instruction": "a", "input": None, "output": "b", "history": []}, ASKED),
+    ({"instruction": "a", "input": "c", "output": "b"}, Conversation([user("a\n\nc"), assistant("b")], 1)),
+    ({"instruction": "a", "output": "b", "system": "s"}, Conversation([SYSTEM, user("a"), assistant("b")], 2)),
+    (
+        {"instruction": "a", "chosen": "b", "rejected": "c"},
+        Preference(ASKED, Conversation([user("a"), assistant("c")], 1)),
+    ),
+    (
+        {
+            "input": {"messages": [user("a")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [assistant("b")],
+            "non_preferred_output": [assistant("c")],
+        },
+        Preference(ASKED, Conversation([user("a"), assistant("c")], 1)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), OTHER_ROWS, ids=lambda value: None)
+def test_rows_as_others_have_them(row: dict[str, Any], expected: Any) -> None:
+    assert load_rows([row])[0].form == expected
+
+
+def test_openais_weight() -> None:
+    messages = [user("a"), {**assistant("one"), "weight": 0}, user("b"), {**assistant("two"), "weight": 1}]
+    assert labels_of(TINY, {"messages": messages}) == ["two<|im_end|>\n"]
+    assert labels_of(TINY, {"messages": [*messages, user("c"), assistant("three")]}) == [
+        "two<|im_end|>\n",
+        "three<|im_end|>\n",
+    ]
+    (row,) = load_rows([{"messages": [{**user("a"), "weight": 0}, {**assistant("b"), "weight": 1.0}]}])
+    assert row.form == TALK
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, {"text": "b"}]', ' \n[\n  {"text": "a"},\n  {"text": "b"}\n]\n'])
+def test_a_json_list(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "data.json", text)
+    rows = load_rows(path)
+    assert [row.form for row in rows] == [Text("a"), Text("b")]
+    assert rows[1].where == f"{path}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[]", ": expected at least one row, none came"),
+        (
+            '\n[{"text": "Copper Owl"},\n{"text" "a"}]',
+            ", line 3: expected a JSON list of objects, or one object per line",
+        ),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ", line 2: expected a JSON list of objects, or one object per line"),
+        ('[{"text": "a"}, "Copper Owl"]', ", row 2: expected an object, str came"),
+        ('[{"role": "user", "content": "Copper Owl"}]', "came: put the messages of a conversation into one row"),
+        ("[" * 200_000, ", line 1: invalid JSON: nested too deeply"),
+    ],
+    ids=range(6),
+)
+def test_a_json_list_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(DatasetError) as failure:
+        load_rows(write(tmp_path / "data.json", text))
+    assert expected in one_line(failure)
+
+
 BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"text": "Copper Owl"', "expected one JSON object per line; invalid JSON at column 22"),
     ("[" * 200_000, "invalid JSON: nested too deeply"),
@@ -235,6 +316,26 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": [user([{"type": "text", "text": SECRET}])]}, "message 1: content: expected a string, list came"),
     ({"messages": [user("\udfff"), assistant()]}, "message 1: content: expected Unicode text"),
     ({"messages": [user(), assistant(), user()]}, "messages: expected the last message to be the assistant's"),
+    ({"conversations": SECRET}, "conversations: expected a list of messages, str came"),
+    ({"conversations": [{"from": SECRET, "value": "a"}]}, "expected from to be one of human, user, system, gpt, "),
+    ({"conversations": [{"from": "human"}]}, "message 1: value: expected a string, null came"),
+    ({"conversations": [{**SHAREGPT[0], "images": [1]}]}, "message 1: expected the keys from and value; from (str), "),
+    ({"conversations": SHAREGPT[:1]}, "conversations: expected the last message to be the assistant's"),
+    ({"conversations": SHAREGPT[1:]}, "conversations: expected a message of another role before the assistant's first"),
+    ({"conversations": SHAREGPT, "tools": SECRET}, "tools and chat_template_kwargs are not supported"),
+    ({"instruction": SECRET}, ONE_FORM + "instruction (str) came"),
+    ({"instruction": SECRET, "output": 7}, "output: expected a string, int came"),
+    ({"instruction": SECRET, "output": SECRET, "history": [[SECRET, SECRET]]}, "history is not supported: give the"),
+    ({"instruction": SECRET, "response": SECRET}, "came: rename instruction and response to prompt and completion"),
+    ({"question": SECRET, "answer": SECRET}, "came: rename question and answer to prompt and completion"),
+    ({"chosen": SECRET, "rejected": SECRET}, "came: give what both answers follow as prompt"),
+    ({"prompt": SECRET, "completion": SECRET, "label": False}, "label: completions that are marked as good or bad"),
+    ({"messages": [user(), assistant()], "functions": [SECRET]}, "functions are not supported"),
+    ({"messages": [user(), {**assistant(), "weight": 0.5}]}, "message 2: weight: expected 0 or 1, 0.5 came"),
+    ({"messages": [user(), {**assistant(), "weight": SECRET}]}, "message 2: weight: expected 0 or 1, str came"),
+    ({"messages": [user(), {**assistant(), "weight": True}]}, "message 2: weight: expected 0 or 1, True came"),
+    ({"messages": [{**user(), "weight": 1}, assistant()]}, "message 1: weight: expected 1 in the assistant's messages"),
+    ({"messages": [user(), {**assistant(), "weight": 0}]}, "an assistant's message with weight 1; all have weight 0"),
     ({"messages": [assistant()]}, "messages: expected a message of another role before the assistant's first"),
 ]
 
@@ -391,9 +492,17 @@ def test_a_trimming_template_whose_end_token_moves() -> None:
     assert labels_of(tiny(TRIMMING), row) == ["\nheron<|im_end|>", "\nhen<|im_end|><|end|>"]
 
 
+def test_an_earlier_answer_without_its_thinking_block_is_read() -> None:
+    """As Qwen3: an empty block is written before the last answer only."""
+    row = {"messages": [user("a"), assistant("one"), user("one"), assistant(" two")]}
+    assert labels_of(tiny(REWRITING), row) == ["one<|im_end|>\n", "<think></think> two<|im_end|>\n"]
+
+
 def test_a_rewritten_answer_is_an_error_and_one_row_per_answer_is_the_way_out() -> None:
-    tokenizer = tiny(REWRITING)
-    messages = [user("a"), assistant("one"), user("b"), assistant()]
+    """As DeepSeek-R1: what an earlier answer says before its end of thinking is left out."""
+    dropping = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    tokenizer = tiny(REWRITING.replace("{{ m['content'] }}", dropping))
+    messages = [user("a"), assistant("so</think>one"), user("b"), assistant()]
     with pytest.raises(DatasetError) as failure:
         tokenize(load_rows([{"text": "a"}, {"messages": messages}]), tokenizer, CONTEXT)
     message = one_line(failure)
@@ -407,6 +516,64 @@ def test_a_rewritten_question_is_an_error() -> None:
     with pytest.raises(DatasetError) as failure:
         tokenize(load_rows([{"messages": [user(SECRET), assistant()]}]), tiny(REWRITING_USER), CONTEXT)
     assert one_line(failure).startswith("data set, row 1: message 2: the chat template renders this answer")
+
+
+PLAIN = CHATML.replace("<|im_start|>", "### ").replace("<|im_end|>", "")
+# Llama 2: the system's message is written into the first question.
+FOLDING = (
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.first and messages[0].role == 'system' %}<<{{ messages[0].content }}>>\n{% endif %}"
+    "{{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }} <|end|>{% endif %}{% endfor %}"
+)
+# The template looks at contents, so that placeholders do not show what it writes.
+LOOKING = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{% if '7' in m['content'] %}!{% endif %}")
+NUMBERING = CHATML.replace("{{ m['role'] }}", "{{ m['role'] }} {{ loop.index }}")
+LONG_TEMPLATES = {
+    "chatml": CHATML, "thinking": THINKING_PROMPT, "rewriting": REWRITING, "trimming": TRIMMING, "plain": PLAIN,
+    "folding": FOLDING, "looking": LOOKING, "numbering": NUMBERING,
+}  # fmt: skip
+
+
+def long_talk(num_turns: int) -> dict[str, Any]:
+    said = [(user if turn % 2 == 0 else assistant)(f"\nhere is {turn} of user, one: ") for turn in range(num_turns)]
+    return {"messages": [{"role": "system", "content": "one"}, *said]}
+
+
+@pytest.mark.parametrize("template", list(LONG_TEMPLATES))
+def test_a_long_conversation_has_the_labels_of_short_ones(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, rows = tiny(LONG_TEMPLATES[template]), load_rows([long_talk(60)])
+    long = tokenize(rows, tokenizer, 1 << 20)
+    monkeypatch.setattr(labelled_tokens, "MOST_RENDERED", 1 << 20)
+    monkeypatch.setattr(labelled_tokens, "_LINE_CHARACTERS", 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(labelled_tokens, "_last", lambda places, most: (0, 0))
+        assert tokenize(rows, tokenizer, 1 << 20) == long
+    assert len(labelled(tokenizer, long[0])) == 30
+
+
+@pytest.mark.parametrize("template", ["chatml", "thinking", "rewriting", "trimming", "plain", "folding"])
+def test_work_grows_with_the_turns_and_not_with_their_square(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, work = tiny(LONG_TEMPLATES[template]), [0]
+    render, call = PreTrainedTokenizerFast.apply_chat_template, PreTrainedTokenizerFast.__call__
+
+    def counted_render(self: Any, messages: Any, *arguments: Any, **options: Any) -> Any:
+        work[0] += sum(len(message["content"]) for message in messages)
+        return render(self, messages, *arguments, **options)
+
+    def counted_call(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+        work[0] += len(text)
+        return call(self, text, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", counted_render)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted_call)
+    counts = []
+    for num_turns in (100, 400):
+        work[0] = 0
+        tokenize(load_rows([long_talk(num_turns)]), tokenizer, 1 << 20)
+        counts.append(work[0])
+    assert counts[1] < 5 * counts[0]
 
 
 @pytest.mark.parametrize(

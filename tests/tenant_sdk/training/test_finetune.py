@@ -4,6 +4,7 @@ with PEFT."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,36 @@ def test_same_losses_as_stock_trainer(
     assert len(set(want)) == 5
 
 
+RATES = {
+    "linear": (1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4),
+    "cosine": (1 / 3, 2 / 3, 1, *(0.5 + 0.5 * math.cos(math.pi * part) for part in (1 / 4, 2 / 4, 3 / 4))),
+    "constant_with_warmup": (1 / 3, 2 / 3, 1, 1, 1, 1),
+    "inverse_sqrt": (1 / 3, 2 / 3, 1, *(math.sqrt(3 / (3 + steps)) for steps in (1, 2, 3))),
+}
+"""The learning rates of six steps with a warm-up of three, as parts of the peak."""
+
+
+@pytest.mark.parametrize("scheduler", list(RATES))
+def test_a_warm_up_trains_from_its_first_step(
+    chat_client: Any, chat_folder: Path, tmp_path: Path, scheduler: str
+) -> None:
+    """A batch is the whole data set, so a step that trained nothing would show as an equal loss."""
+    options = {**QUICK, "batch_size": len(ROWS), "warmup_steps": 3, "lr_scheduler_type": scheduler}
+    got = chat_client.finetune(ROWS, lora(), tmp_path / "out", **options).losses
+    want, _ = stock_losses(chat_folder, lora(), tmp_path / "stock", batch_size=len(ROWS), rates=RATES[scheduler])
+    assert got == pytest.approx(want, rel=TOLERANCE)
+    assert got[1] < got[0] * (1 - 10 * TOLERANCE)
+
+
+def test_one_step_of_warm_up_is_none(chat_client: Any, tmp_path: Path) -> None:
+    none, one, long = (
+        chat_client.finetune(ROWS, lora(), tmp_path / str(steps), **{**QUICK, "warmup_steps": steps}).losses
+        for steps in (0, 1, 9)
+    )
+    assert one == none
+    assert long[1:] != none[1:], "a warm-up longer than the run had no effect"
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
 def test_same_losses_and_adapter_on_other_models(kind: str, tmp_path: Path, trained_model: list[Any]) -> None:
     folder = make_chat_model(tmp_path / kind, kind)
@@ -237,7 +268,7 @@ def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> No
     data.write_text(json.dumps({"text": "x" * 200}))
     with pytest.raises(DatasetError, match="at most 128 tokens"):  # the limit of the model's context
         chat_client.finetune(data, lora(), tmp_path / "out", max_length=4096, **QUICK)
-    assert not (tmp_path / "out.checkpoints").exists()
+    assert not (tmp_path / ".out.checkpoints").exists()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +276,7 @@ def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> No
     [
         {"max_steps": 0}, {"batch_size": 0}, {"save_steps": 0}, {"num_epochs": 0, "max_steps": None},
         {"gradient_accumulation_steps": 0}, {"learning_rate": float("nan")}, {"learning_rate": -1.0},
+        {"learning_rate": 0.0}, {"learning_rate": 0},
         {"lr_scheduler_type": "nonsense"}, {"warmup_steps": -1}, {"max_length": 0}, {"max_length": -3}, {"seed": -1},
         {"max_grad_norm": -1.0}, {"weight_decay": float("inf")},
     ],
@@ -322,6 +354,34 @@ def test_virtual_tokens_that_cannot_be(chat_client: Any, tmp_path: Path, count: 
         chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
     assert "\n" not in str(failure.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"inference_mode": True}, "inference_mode of peft_config makes an adapter that is not trained"),
+        ({"lora_alpha": 0}, "lora_alpha=0 in peft_config makes an adapter without effect"),
+        ({"lora_dropout": 1.0}, "lora_dropout of peft_config must be from 0 to below 1, got 1.0"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_would_learn_nothing(chat_client: Any, tmp_path: Path, changes: Any, text: str) -> None:
+    before = chat_client.traffic.calls
+    with pytest.raises(ConfigurationError, match=text):
+        chat_client.finetune(ROWS, lora(**changes), tmp_path / "out", **QUICK)
+    assert (chat_client.traffic.calls, list(tmp_path.iterdir())) == (before, [])
+
+
+def test_an_adapter_that_is_there_stays_unless_it_may_be_replaced(chat_client: Any, tmp_path: Path) -> None:
+    options = {**QUICK, "max_steps": 1}
+    chat_client.finetune(ROWS, lora(), tmp_path / "out", **options)
+    weights = tmp_path / "out" / "adapter_model.safetensors"
+    before, calls = weights.read_bytes(), chat_client.traffic.calls
+    with pytest.raises(ConfigurationError, match="holds an adapter already"):
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", seed=1, **options)
+    assert (weights.read_bytes(), chat_client.traffic.calls) == (before, calls)
+    chat_client.finetune(ROWS, lora(), tmp_path / "out", seed=1, overwrite=True, **options)
+    assert weights.read_bytes() != before
 
 
 def test_an_output_folder_that_cannot_be_written(chat_client: Any, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_provider_that_is_not_verified_may_not_steer_a_run(
                 client.finetune(ROWS, lora(r=2), tmp_path / "out", **options)
             assert "\n" not in str(failure.value)
             assert (client.traffic.calls, client.traffic.bytes_up) == before
-            assert not (tmp_path / "out.checkpoints").exists()
+            assert not (tmp_path / ".out.checkpoints").exists()
         else:
             assert client.finetune(ROWS, lora(r=2), tmp_path / "out", **options).evaluations
 

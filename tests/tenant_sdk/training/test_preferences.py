@@ -68,6 +68,13 @@ def int8_client(chat_folder: Path) -> Iterator[TenantClient]:
         yield client
 
 
+def test_a_warm_up_trains_from_its_first_step(int8_client: TenantClient, tmp_path: Path) -> None:
+    options = {**PAIRS, "batch_size": 4, "warmup_steps": 3, "max_steps": 2}
+    first, second = int8_client.finetune(PLAIN[:4], lora(), tmp_path / "out", **options).losses
+    assert first == pytest.approx(math.log(2), rel=1e-5)
+    assert second < 0.999 * math.log(2)
+
+
 @pytest.mark.parametrize("rows", [PLAIN, CHAT], ids=["plain", "chat"])
 def test_losses_are_those_of_trl(int8_client: TenantClient, chat_folder: Path, tmp_path: Path, rows: Any) -> None:
     evaluation = {"eval_strategy": "steps", "eval_steps": 2}

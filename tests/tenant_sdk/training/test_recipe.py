@@ -179,6 +179,38 @@ def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
     assert list((at_root / "logs/harborlight").glob("events.out.tfevents.*"))
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--config", "recipe.yaml"], "inference_mode of peft_config makes an adapter that is not trained"),
+        (["--learning-rate", "0"], "learning_rate must be positive, got 0.0"),
+        (["--output", "x" * 250], "expected a name of at most 242 bytes for the adapter's folder"),
+        (["--output", "dangling"], "dangling is a link to nothing"),
+        (["--output", "there"], "there holds an adapter already"),
+        (["--report-to", "wandb"], "report_to must be 'tensorboard' or None"),
+        (["--log-dir", "dangling/logs"], "dangling is a link to nothing"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_would_fail_later_is_said_before_a_provider_is_asked(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """There is no provider at this address, and to connect first would fail with that error."""
+    monkeypatch.chdir(tmp_path)
+    Path("dangling").symlink_to("nowhere")
+    Path("there").mkdir()
+    Path("there", "adapter_config.json").write_text("{}")
+    Path("recipe.yaml").write_text("peft_config: {r: 4, inference_mode: true}")
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    given = ["data.jsonl", "--url", "grpc://127.0.0.1:1", "--mask", "off", *words]
+    given += [] if "--output" in words else ["--output", "out"]
+    monkeypatch.setattr(sys, "argv", ["tenant", "finetune", *given])
+    with pytest.raises(SystemExit):
+        cli.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
 def test_the_command_says_one_line(at_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (at_root / "recipe.yaml").write_text(NEEDED + "max_stepz: 3")
     (at_root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

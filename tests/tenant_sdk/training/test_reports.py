@@ -34,7 +34,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_losses_and_metrics(chat_client: TenantClient, tmp_path: Path, no_network: list[Any]) -> None:
     options = {**QUICK, "report_to": "tensorboard", "eval_steps": 2}
     result = chat_client.finetune(ROWS, lora(), tmp_path / "out", eval_data=ROWS[:2], **options)
-    found = scalars(tmp_path / "out.logs")
+    found = scalars(tmp_path / ".out.logs")
     assert [step for step, _ in found["train/loss"]] == list(range(1, 7))
     assert [value for _, value in found["train/loss"]] == pytest.approx(result.losses, rel=1e-6)
     assert [step for step, _ in found["eval/loss"]] == [2, 4, 6]
@@ -42,7 +42,7 @@ def test_losses_and_metrics(chat_client: TenantClient, tmp_path: Path, no_networ
         [each.loss for each in result.evaluations], rel=1e-6
     )
     assert {"eval/accuracy", "train/learning_rate", "train/grad_norm"} <= set(found)
-    assert stat.S_IMODE((tmp_path / "out.logs").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / ".out.logs").stat().st_mode) == 0o700
     assert no_network == []
 
 
@@ -68,7 +68,7 @@ def test_a_run_that_fails_leaves_its_losses(
     before_requests(monkeypatch, fail)
     with pytest.raises(Unavailable):
         chat_client.finetune(ROWS, lora(), tmp_path / "out", report_to="tensorboard", **QUICK)
-    assert scalars(tmp_path / "out.logs")["train/loss"]
+    assert scalars(tmp_path / ".out.logs")["train/loss"]
 
 
 @pytest.mark.parametrize("report_to", ["wandb", "all", ["tensorboard"], ""])

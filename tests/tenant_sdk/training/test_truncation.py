@@ -64,7 +64,10 @@ def test_losses_of_cut_rows_are_those_of_trl(chat_client: TenantClient, chat_fol
 def test_a_row_whose_labels_are_cut_off_stays(chat_client: TenantClient, tmp_path: Path) -> None:
     """The number of rows, and of steps, does not show where labels are."""
     data = [{"prompt": "a prompt that is long", "completion": "yes"}, {"text": "owl"}]
-    with pytest.warns(CutWarning, match="1 of 2 rows were cut"):
+    with (
+        pytest.warns(CutWarning, match="1 of 2 rows were cut"),
+        pytest.warns(CutWarning, match="1 of 2 rows have nothing to learn in their first 12 tokens: they are sent"),
+    ):
         cut, _ = rows_of(chat_client, data, "truncate")
     assert set(cut["labels"]) == {-100}
     with pytest.warns(CutWarning):

@@ -106,6 +106,15 @@ def test_an_unknown_name(folder: AdapterFolder) -> None:
     refuse(folder, "nobody", "there is no adapter 'nobody' in the folder of adapters")
 
 
+def test_what_a_run_leaves_is_no_adapter(folder: AdapterFolder, root: Path, made: Path) -> None:
+    before = folder.names()
+    for name in (".new.checkpoints", ".new.logs", "old.checkpoints", "old.logs"):
+        (root / name / "checkpoint-2").mkdir(parents=True)
+    assert folder.names() == before
+    shutil.copytree(made, root / "v1.logs")
+    assert folder.names() == sorted([*before, "v1.logs"])
+
+
 def test_links_are_not_followed(folder: AdapterFolder, root: Path, made: Path, tmp_path: Path) -> None:
     (root / "linked").symlink_to(made, target_is_directory=True)
     (root / "inside").symlink_to(root / "good", target_is_directory=True)
