@@ -46,7 +46,7 @@ from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.plain_values import positive
 from tenant_sdk.serving.adapters.folder import opened_by_user
 from tenant_sdk.serving.adapters.kinds import MAX_SIZE
-from tenant_sdk.serving.adapters.patterns import bounded_pattern, bounded_patterns
+from tenant_sdk.serving.adapters.patterns import bounded_pattern, bounded_patterns, is_plain
 from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks, config_of, no_compiler
 from tenant_sdk.serving.adapters.reading import OpenAdapter, Stamp, is_settled, stamp_of
 from tenant_sdk.serving.adapters.targets import (
@@ -71,12 +71,15 @@ _NEVER = {
     "shadow_model": "it makes PEFT load a model that the file names",
 }
 """The settings that are refused if they are on, with the reasons."""
+_RUNTIME = "runtime_config"
+"""A setting that PEFT ignores in a file."""
 _SEEDS = ("seed", "prng_key")
 """Parts of the names of settings that may be any whole number."""
 _STEPS = ("total_step", "tinit", "tfinal", "deltaT")
 """Settings that count steps of training, and so change nothing here."""
 _INJECTION_S = 120.0
-"""The seconds that PEFT may take to make the modules of an adapter of a kind that the store does not serve."""
+"""The seconds of processor time that PEFT may take to make the modules of an adapter of a kind that the store does not
+serve."""
 _INJECTION_BYTES = 2 << 30
 """The bytes that PEFT may allocate for such modules, whatever the size of the file; 8 times the file's size are allowed
 if that is more."""
@@ -183,7 +186,7 @@ class _Limits(TorchDispatchMode):
 
     def __init__(self, name: str, most_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._left, self._end = name, most_bytes, time.monotonic() + _INJECTION_S
+        self._name, self._left, self._end = name, most_bytes, time.thread_time() + _INJECTION_S
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -197,7 +200,7 @@ class _Limits(TorchDispatchMode):
     def _count(self, made: Any) -> None:
         if isinstance(made, torch.Tensor) and not made._is_view():
             self._left -= made.numel() * made.itemsize
-        if self._left < 0 or time.monotonic() > self._end:
+        if self._left < 0 or time.thread_time() > self._end:
             raise ConfigurationError(f"the adapter {self._name} has settings that take too much memory or time")
 
 
@@ -283,11 +286,11 @@ def _peft_config(name: str, settings: Mapping[str, Any]) -> PeftConfig:
     of_kind = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind) if isinstance(kind, str) else None
     if of_kind is None:
         raise ConfigurationError(f"{name} is of the kind {ascii(kind)[:40]}, which this PEFT does not have")
-    fields = {field.name for field in dataclasses.fields(of_kind) if field.init} - {"runtime_config"}
+    fields = {field.name: field for field in dataclasses.fields(of_kind) if field.init and field.name != _RUNTIME}
     for setting, value in settings.items():
-        if setting in _NEVER and value:
+        if setting in _NEVER and value and (setting not in fields or value != fields[setting].default):
             raise ConfigurationError(f"{name} sets {setting}, which is refused: {_NEVER[setting]}")
-        if setting not in fields and value and setting != "runtime_config":
+        if setting not in fields and value and setting != _RUNTIME:
             raise ConfigurationError(f"{name} sets {ascii(setting)[:60]}, which this PEFT does not know")
     try:
         known = of_kind.check_kwargs(**{key: value for key, value in settings.items() if key in fields})
@@ -316,7 +319,8 @@ def _harmless(name: str, settings: Mapping[str, Any], base: Base) -> dict[str, A
     feedforward = settings.get("feedforward_modules")
     if isinstance(feedforward, str) and bounded_pattern(feedforward) is None:
         raise ConfigurationError(f"the adapter {name} has a pattern in feedforward_modules that is too intricate")
-    if isinstance(settings.get("target_modules"), str) and settings["target_modules"].lower() != ALL_LINEAR:
+    wanted = settings.get("target_modules")
+    if isinstance(wanted, str) and wanted.lower() != ALL_LINEAR and not is_plain(wanted):
         made["target_modules"] = sorted(targeted(name, {**settings, "exclude_modules": None}, base))
     if isinstance(settings.get("exclude_modules"), str):
         made["exclude_modules"] = sorted(excluded(name, settings, base.modules))

@@ -3,10 +3,13 @@ folder can harm the process that loads it, and that `generate` answers with the 
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import adapted_model
-from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters import AdapterStore, patterns
 from tests.support.saved_adapters import Bell, save_adapter, stepped
 from wire.errors import ConfigurationError
 
@@ -233,3 +236,171 @@ def test_numbers_that_are_none_are_refused_everywhere(
     for said in (generated(chat_client, folder), served(remote, folder)):
         assert isinstance(said, str)
         assert said.startswith("the adapter one holds NaN or infinite numbers")
+
+
+# ---- hostile folders -------------------------------------------------------------------------------------------------
+
+ENDLESS = r"(?:[a-z_.0-9]+)+!"
+DEEP: Any = json.loads("[" * 900 + "]" * 900)
+HOSTILE: dict[str, dict[str, Any]] = {
+    "an endless pattern of layers": {"target_modules": ENDLESS},
+    "an endless pattern of layers to leave out": {"exclude_modules": ENDLESS},
+    "an endless pattern of ranks": {"rank_pattern": {ENDLESS: 4}},
+    "an endless pattern of alphas": {"alpha_pattern": {ENDLESS: 4}},
+    "an endless pattern of numbered layers": {"layers_to_transform": [0], "layers_pattern": ENDLESS},
+    "an endless pattern of whole layers": {"modules_to_save": [ENDLESS]},
+    "a pattern that takes much memory": {"target_modules": r"(?:(?:(?:a{9999}){9999}){9999}){9999}"},
+    "a pattern that is none": {"target_modules": "("},
+    "a pattern of many ways": {"target_modules": "(" + "|".join(["[a-z_.0-9]*"] * 2000) + ")*!"},
+    "repeated layers": {"layer_replication": [[0, 1]] * 100_000},
+    "a module to import": {"megatron_config": {"x": 1}, "megatron_core": "antigravity"},
+    "a huge rank": {"r": 1 << 60},
+    "a huge rank with whole norms": {"r": 1 << 19, "modules_to_save": ["norm"]},
+    "a rank beyond all sizes with whole norms": {"r": 1 << 60, "modules_to_save": ["norm"]},
+    "no rank": {"r": None},
+    "a rank that is a text": {"r": "8"},
+    "a rank that is a table": {"r": {}},
+    "layers that are a number": {"target_modules": 7},
+    "layers that are tables": {"target_modules": [{}, 1]},
+    "layers that are deep": {"target_modules": DEEP},
+    "layers to leave out that are a number": {"exclude_modules": 7},
+    "numbers of layers that are texts": {"layers_to_transform": "x"},
+    "no kind": {"peft_type": None},
+    "a kind that is a list": {"peft_type": ["LORA"]},
+    "a kind that PEFT lacks": {"peft_type": "NOPE"},
+    "another kind": {"peft_type": "IA3"},
+    "a kind of prompts": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 1 << 60, "r": None, "lora_alpha": None},
+    "prompts that take all memory": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 1 << 20},
+    "a model to fetch": {"peft_type": "SHADOW", "shadow_model": "acme/elsewhere"},
+    "a task that PEFT lacks and whole norms": {"task_type": "NOPE", "bias": "nope"},
+    "an alpha that is none": {"lora_alpha": "x"},
+    "an alpha without end": {"lora_alpha": float("inf"), "modules_to_save": ["norm"]},
+    "a setting that nobody knows": {"something_new": 1},
+    "a setting of a long name": {"x" * 100_000: 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_folder_is_refused_in_one_line_everywhere(
+    case: str, folder: Path, chat_client: TenantClient, remote: Any
+) -> None:
+    settings(folder, **HOSTILE[case])
+    began = time.process_time()
+    for said in (generated(chat_client, folder), served(remote, folder)):
+        assert isinstance(said, str)
+        assert "\n" not in said
+        assert len(said) < 500
+    assert time.process_time() - began < 20
+
+
+RAW: dict[str, Callable[[Path], object]] = {
+    "no settings": lambda path: (path / CONFIG).unlink(),
+    "no weights": lambda path: (path / WEIGHTS).unlink(),
+    "settings that are a folder": lambda path: ((path / CONFIG).unlink(), (path / CONFIG).mkdir()),
+    "settings that are no text": lambda path: (path / CONFIG).write_bytes(b"\xff\xfe{"),
+    "settings that are deep": lambda path: (path / CONFIG).write_text("[" * 100_000),
+    "settings that are a list": lambda path: (path / CONFIG).write_text("[]"),
+    "settings that are long": lambda path: (path / CONFIG).write_text('{"a": "' + "x" * (1 << 20) + '"}'),
+    "weights that are none": lambda path: (path / WEIGHTS).write_bytes(b"garbage!" * 4),
+    "weights of a large header": lambda path: (path / WEIGHTS).write_bytes(b"\xff" * 7 + b"\x00{}"),
+    "weights that are cut": lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-5]),
+    "weights without tensors": lambda path: save_file({}, path / WEIGHTS),
+    "weights of whole numbers": lambda path: tensors(
+        path, lambda saved: {key: each.to(torch.int32) for key, each in saved.items()}
+    ),
+    "weights that are a pipe": lambda path: ((path / WEIGHTS).unlink(), os.mkfifo(path / WEIGHTS)),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_files_that_are_none_are_refused_in_one_line_everywhere(
+    case: str, folder: Path, chat_client: TenantClient, remote: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
+    RAW[case](folder)
+    said = generated(chat_client, folder), served(remote, folder)
+    assert isinstance(said[0], str)
+    assert said[0] == said[1]
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize("adapter", ["nowhere", "a\0b", "x" * 5000, "", 7, b"x", ["x"]])
+def test_what_is_no_folder_is_refused_in_one_line(adapter: Any, chat_client: TenantClient) -> None:
+    for act in (
+        lambda: chat_client.generate("who?", adapter, 2),
+        lambda: chat_client.generate_many(["who?"], adapters=[adapter], max_new_tokens=2, progress=False),
+    ):
+        with pytest.raises(ConfigurationError, match="no adapter folder|the path of a folder") as caught:
+            act()
+        assert len(str(caught.value)) < 500
+
+
+def test_a_pattern_is_ended_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MATCHING_S", 1)
+    began = time.monotonic()
+    with pytest.raises(ConfigurationError, match="the adapter one has a pattern in target_modules that is invalid or"):
+        patterns.fully_matched("one", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+    assert time.monotonic() - began < patterns._WAIT_S
+    again = time.monotonic()
+    with pytest.raises(ConfigurationError):  # it is remembered, so that many requests cost no more than one
+        patterns.fully_matched("two", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+    assert time.monotonic() - again < 0.5
+
+
+# ---- the adapter that is in the folder now ---------------------------------------------------------------------------
+
+
+def test_a_change_of_alpha_alone_counts_at_once(
+    folder: Path, chat_client: TenantClient, chat_folder: Path
+) -> None:  # fmt: skip
+    before = generated(chat_client, folder)
+    settings(folder, lora_alpha=64)
+    after, want = generated(chat_client, folder), stock(chat_folder, folder)
+    assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and want is not None
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("racy_ns", [-1, 1 << 62])
+def test_another_adapter_with_the_same_times_counts_at_once(
+    racy_ns: int, folder: Path, chat_client: TenantClient, chat_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second adapter has the sizes and the times of the first. Files of just now, whose times cannot be relied on,
+    are told by their bytes."""
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", racy_ns)
+    other = shutil.copytree(folder, folder.with_name("other"))
+    tensors(other, lambda saved: [each.neg_() for each in saved.values() if each.shape[1] == 8] and None)
+    for each in (folder, other):
+        for file in (CONFIG, WEIGHTS):
+            os.utime(each / file, ns=(1_000_000_000, 1_000_000_000))
+    before = generated(chat_client, folder)
+    folder.rename(folder.with_name("old"))
+    other.rename(folder)
+    after, want = generated(chat_client, folder), stock(chat_folder, folder)
+    assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and want is not None
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_stays_is_loaded_once(folder: Path, chat_client: TenantClient) -> None:
+    first = adapted_model(chat_client, folder)
+    (folder / CONFIG).touch()
+    shutil.copytree(folder, folder.with_name("copy"))
+    assert adapted_model(chat_client, folder) is first
+    assert adapted_model(chat_client, folder.with_name("copy")) is first
+
+
+def test_a_model_is_freed_before_the_next_one_is_loaded(
+    folder: Path, chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = weakref.ref(adapted_model(chat_client, folder))
+    load = chat_client.load_model
+
+    def load_model() -> Any:
+        gc.collect()
+        assert held() is None
+        return load()
+
+    monkeypatch.setattr(chat_client, "load_model", load_model)
+    settings(folder, lora_alpha=1)
+    assert adapted_model(chat_client, folder) is not None

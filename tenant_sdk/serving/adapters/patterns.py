@@ -94,6 +94,11 @@ def bounded_pattern(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
+def is_plain(pattern: str) -> bool:
+    """Returns whether a pattern has neither repetitions nor alternatives, so that it takes microseconds to match."""
+    return _PLAIN.fullmatch(pattern) is not None
+
+
 def fully_matched(name: str, setting: str, pattern: str, texts: Collection[str]) -> frozenset[str]:
     """Returns the texts that a pattern of any form matches from beginning to end, as `re.fullmatch` does.
 
@@ -106,7 +111,7 @@ def fully_matched(name: str, setting: str, pattern: str, texts: Collection[str])
     Raises:
         ConfigurationError: the pattern is invalid, or matching takes more than `MATCHING_S` seconds or 512 MiB.
     """
-    if _PLAIN.fullmatch(pattern) is not None:
+    if is_plain(pattern):
         compiled = re.compile(pattern)
         return frozenset(text for text in texts if compiled.fullmatch(text))
     found = _matched_elsewhere(pattern, tuple(texts))

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.boft import layer as boft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn

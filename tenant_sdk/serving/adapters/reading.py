@@ -68,6 +68,7 @@ def is_settled(stamp: Stamp) -> bool:
     """Returns True if the files' last change is long enough ago that another change would show in the stamp."""
     return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
 
+
 class OpenAdapter:
     """Reads an adapter of any kind from its open files.
 

@@ -149,6 +149,10 @@ class AdapterStore:
         """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
         return sorted({*(self._folder.names() if self._folder is not None else []), *self._entries})
 
+    def has(self, name: str) -> bool:
+        """Returns whether `names` has a name now. This looks for one subfolder only, however many there are."""
+        return name in self._entries or (self._folder is not None and self._folder.has(name))
+
     def tiers(self) -> dict[str, Tier]:
         """Returns for each name of `names` the fastest tier that has the adapter, as it was when it was last used."""
         return {name: self._tier(name) for name in self.names()}

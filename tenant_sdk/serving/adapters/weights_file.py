@@ -269,7 +269,9 @@ def _lora_layers(
         if found is None or "_orig_mod" in key:
             refusal = NotServed if ".lora_embedding_" in key else ConfigurationError
             raise refusal(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
-        if own_name == key and _PREFIX + key not in tensors:  # PEFT leaves out what does not begin so, with no more than a warning.
+        if (
+            own_name == key and _PREFIX + key not in tensors
+        ):  # PEFT leaves out what does not begin so, with no more than a warning.
             raise ConfigurationError(
                 f"the adapter {name} holds {ascii(key)[:100]}, which PEFT does not use: names begin with {_PREFIX}"
             )
