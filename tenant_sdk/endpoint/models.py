@@ -38,6 +38,9 @@ class Store(Protocol):
         """Starts to load an adapter onto the device, if it is not there. The adapter stays there until
         the ticket is released."""
 
+    def drop(self, name: str) -> None:
+        """Frees the memory that an adapter takes, once no request holds it."""
+
     def tiers(self) -> dict[str, Tier]:
         """Returns the tier of each adapter: device, host (memory), disk or network."""
 
@@ -214,7 +217,8 @@ class ModelNames:
         return rest
 
     def unload(self, name: str) -> None:
-        """Refuses further requests with this name; those under way are still answered.
+        """Refuses further requests with this name; those under way are still answered. The adapter's memory is free
+        afterwards, unless another name stands for the same adapter.
 
         Raises:
             HttpError: no adapter has this name.
@@ -226,6 +230,10 @@ class ModelNames:
             self._alias.pop(name, None)
             if is_there:
                 self._unloaded.add(name)
+            others = {subfolder for other, subfolder in self._alias.items() if other not in self._unloaded}
+            is_used = target in others or (target != name and target not in self._unloaded)
+        if self._store is not None and not is_used:
+            self._store.drop(target)
 
 
 def _unknown(model: str) -> HttpError:

@@ -10,7 +10,7 @@ import shutil
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tenant_sdk.adapters import adapted_model
+from tenant_sdk.adapters import adapted_model, say_how_little
 from tenant_sdk.serving.adapters import AdapterStore, patterns
 from tests.support.saved_adapters import Bell, save_adapter, stepped
 from wire.errors import ConfigurationError
@@ -135,11 +136,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         with_more(f"{Q}.lora_A.weight".removeprefix(PREFIX), 8, 32), "twice, with and without"
     ),
     "the name of the adapter in the names": (
-        renamed(lambda key: key.replace(".weight", ".default.weight")), "default.weight', which is no factor"
+        renamed(lambda key: key.replace(".weight", ".default.weight")), "which is no factor"
     ),
     "a layer that the model lacks": (factors_of(Q.replace("layers.0", "layers.9")), "no linear layer 'model.layers.9"),
-    "a layer that the settings do not name": (factors_of(K, 16), "k_proj.lora_A.weight', a layer that its target_mod"),
-    "the head, which the settings do not name": (factors_of(f"{PREFIX}lm_head", 101), "lm_head.lora_A.weight', a layer"),
+    "a layer that the settings do not name": (factors_of(K, 16), "k_proj.lora_A.weight', a layer that its tar"),
+    "the head, which the settings do not name": (factors_of(f"{PREFIX}lm_head", 101), "lm_head.lora_A.weight'"),
     "a copy of a base layer": (with_more(f"{Q}.base_layer.weight", 32, 32), "a copy of a base layer"),
     "a copy of the head": (with_more(f"{PREFIX}lm_head.base_layer.weight", 101, 32), "a copy of a base layer"),
     "a base layer by its own name": (with_more(f"{Q}.weight", 32, 32), "no factor of a LoRA layer"),
@@ -147,7 +148,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "an embedding": (with_more(f"{PREFIX}model.embed_tokens.weight", 101, 32), "no factor of a LoRA layer"),
     "magnitudes without use_dora": (with_more(f"{Q}.lora_magnitude_vector", 1, 32), "which is DoRA"),
     "biases without lora_bias": (with_more(f"{Q}.lora_B.bias", 1, 32), "no factor of a LoRA layer"),
-    "experts' parameters": (with_more(f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight", 8, 32), "only one of A|no lin"),
+    "experts' parameters": (with_more(f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight", 8, 32), "no linear layer"),
     "only A": (lambda path: tensors(path, lambda saved: saved.pop(f"{Q}.lora_B.weight")), "only one of A and B"),
     "only B": (lambda path: tensors(path, lambda saved: saved.pop(f"{Q}.lora_A.weight")), "only one of A and B"),
     "half of the layers": (
@@ -168,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another rank": (lambda path: settings(path, r=4), "needs A and B of rank 4"),
     "another rank for one layer": (lambda path: settings(path, rank_pattern={"q_proj": 4}), "of rank 4"),
     "a transposed factor": (
-        lambda path: tensors(path, lambda saved: saved.update({f"{Q}.lora_A.weight": torch.zeros(32, 8)})), "have the sh"
+        lambda path: tensors(path, lambda saved: saved.update({f"{Q}.lora_A.weight": torch.zeros(32, 8)})), "have the"
     ),
 }  # fmt: skip
 """Files that no reader uses: what is done to a good adapter, and the words of the refusal."""
@@ -236,6 +237,20 @@ def test_numbers_that_are_none_are_refused_everywhere(
     for said in (generated(chat_client, folder), served(remote, folder)):
         assert isinstance(said, str)
         assert said.startswith("the adapter one holds NaN or infinite numbers")
+
+
+@pytest.mark.parametrize("case", [
+    "names of a compiled model, inside", "names without the prefix", "a layer that the model lacks",
+    "a layer that the settings do not name", "a copy of the head", "biases without lora_bias",
+])  # fmt: skip
+def test_stock_peft_over_load_model_refuses_what_it_would_leave_out(
+    case: str, folder: Path, chat_client: TenantClient, chat_folder: Path
+) -> None:
+    REFUSED[case][0](folder)
+    assert stock(chat_folder, folder) is not None, "stock PEFT on a plain model answers without the tensor"
+    with pytest.raises(ConfigurationError, match="PEFT does not use: save the adapter") as caught:
+        PeftModel.from_pretrained(chat_client.load_model(), str(folder))
+    assert "\n" not in str(caught.value)
 
 
 # ---- hostile folders -------------------------------------------------------------------------------------------------
@@ -330,7 +345,7 @@ def test_what_is_no_folder_is_refused_in_one_line(adapter: Any, chat_client: Ten
         lambda: chat_client.generate("who?", adapter, 2),
         lambda: chat_client.generate_many(["who?"], adapters=[adapter], max_new_tokens=2, progress=False),
     ):
-        with pytest.raises(ConfigurationError, match="no adapter folder|the path of a folder") as caught:
+        with pytest.raises(ConfigurationError, match=r"no adapter folder|the path of a folder") as caught:
             act()
         assert len(str(caught.value)) < 500
 
@@ -356,7 +371,8 @@ def test_a_change_of_alpha_alone_counts_at_once(
     before = generated(chat_client, folder)
     settings(folder, lora_alpha=64)
     after, want = generated(chat_client, folder), stock(chat_folder, folder)
-    assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and want is not None
+    assert isinstance(before, torch.Tensor)
+    assert isinstance(after, torch.Tensor)
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
 
@@ -377,7 +393,8 @@ def test_another_adapter_with_the_same_times_counts_at_once(
     folder.rename(folder.with_name("old"))
     other.rename(folder)
     after, want = generated(chat_client, folder), stock(chat_folder, folder)
-    assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and want is not None
+    assert isinstance(before, torch.Tensor)
+    assert isinstance(after, torch.Tensor)
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
 
@@ -404,3 +421,94 @@ def test_a_model_is_freed_before_the_next_one_is_loaded(
     monkeypatch.setattr(chat_client, "load_model", load_model)
     settings(folder, lora_alpha=1)
     assert adapted_model(chat_client, folder) is not None
+
+
+# ---- adapters that do little -----------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Implements the layers of a mixture of experts whose experts are one parameter, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ParameterDict({"up": torch.zeros(2, 4, 4)})})
+        self.q_proj = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("targets", "parameters", "is_said"),
+    [("all-linear", None, True), (["q_proj", "gate"], None, True), (["q_proj"], None, False),
+     (["q_proj", "gate"], ["experts.up"], False)],
+)  # fmt: skip
+def test_an_adapter_of_only_the_gate_of_a_mixture_is_said(targets: Any, parameters: Any, is_said: bool) -> None:
+    config = LoraConfig(r=2, target_modules=targets, target_parameters=parameters)
+    model = get_peft_model(Mixture(), config)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        say_how_little(model, 2, by_default=False)
+    assert ["only the gate" in str(each.message) for each in said] == [True] * is_said
+
+
+def test_an_adapter_of_experts_that_are_not_there_is_refused(
+    folder: Path, chat_client: TenantClient, remote: Any
+) -> None:  # fmt: skip
+    """PEFT says in a warning only that it found no such parameter, and answers without it."""
+    settings(folder, target_parameters=["mlp.experts.gate_up_proj"])
+    tensors(folder, lambda saved: saved.update({
+        f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight": torch.ones(8, 32),
+        f"{PREFIX}model.layers.0.mlp.experts.lora_B.weight": torch.ones(64, 8),
+    }))  # fmt: skip
+    said = generated(chat_client, folder), served(remote, folder)
+    assert said[0] == (
+        "the adapter one holds 'base_model.model.model.layers.0.mlp.experts.lora_A.weight', which PEFT does not use"
+    )
+    assert said[1] == "the adapter one sets 'target_parameters', which is not served"
+
+
+def test_kinds_that_only_generate_takes_are_used_whole_too(
+    folder: Path, chat_client: TenantClient, chat_folder: Path
+) -> None:
+    """The norms are saved whole beside LoRA's factors, which the store does not serve."""
+    norm = f"{PREFIX}model.norm.weight"
+    settings(folder, modules_to_save=["model.norm"])
+    tensors(folder, lambda saved: saved.update({norm: torch.linspace(0.5, 2, 32)}))
+    got, want = generated(chat_client, folder), stock(chat_folder, folder)
+    assert isinstance(got, torch.Tensor), got
+    assert want is not None
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for act in (
+        lambda saved: saved.update({f"{PREFIX}_orig_mod.model.norm.weight": saved[norm].clone()}),
+        lambda saved: saved.pop(norm),
+        lambda saved: saved.pop(f"{Q}.lora_B.weight"),
+        lambda saved: saved.update({f"{K}.lora_A.weight": torch.ones(8, 32)}),
+        lambda saved: saved.update({f"{Q}.base_layer.weight": torch.ones(32, 32)}),
+        lambda saved: saved.update({norm: torch.ones(31)}),
+    ):
+        bad = shutil.copytree(folder, folder.with_name("bad"))
+        tensors(bad, lambda saved, act=act: (act(saved), None)[1])  # type: ignore[misc]
+        said = generated(chat_client, bad)
+        assert isinstance(said, str)
+        assert "\n" not in said
+        shutil.rmtree(bad)
+
+
+def test_a_loaded_adapter_leaves_the_base_and_the_next_adapter_alone(
+    folder: Path, chat_client: TenantClient, chat_folder: Path
+) -> None:
+    def base() -> torch.Tensor:
+        with torch.no_grad():
+            return adapted_model(chat_client, None)(IDS[None]).logits[0]  # type: ignore[no-any-return]
+
+    other = shutil.copytree(folder, folder.with_name("other"))
+    settings(other, lora_alpha=1)
+    before = base()
+    for each in (folder, other, folder):
+        got, want = generated(chat_client, each), stock(chat_folder, each)
+        assert isinstance(got, torch.Tensor)
+        assert want is not None
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(got, before)
+        assert torch.equal(base(), before)

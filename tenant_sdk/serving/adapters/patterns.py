@@ -117,18 +117,18 @@ def fully_matched(name: str, setting: str, pattern: str, texts: Collection[str])
     found = _matched_elsewhere(pattern, tuple(texts))
     if found is None:
         raise ConfigurationError(
-            f"the adapter {name} has a pattern in {setting} that is invalid or takes more than {MATCHING_S} s to match: "
-            "list the names of the layers in its place"
+            f"the adapter {name} has a pattern in {setting} that is invalid or takes more than {MATCHING_S} s to "
+            "match: list the names of the layers in its place"
         )
     return found
 
 
 @functools.lru_cache(maxsize=256)  # adapters of one origin share their patterns; a failure is remembered as well
 def _matched_elsewhere(pattern: str, texts: tuple[str, ...]) -> frozenset[str] | None:
-    """Returns what `fully_matched` returns, or None if it would raise. The pattern is matched in a process of its own."""
+    """Returns what `fully_matched` returns, or None if it would raise. A process of its own matches the pattern."""
     command = [sys.executable, "-I", "-S", "-c", _MATCHER, str(MATCHING_S), str(_MATCHING_BYTES)]
     try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, with a program that is fixed
+        done = subprocess.run(
             command, input=json.dumps([pattern, texts]).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             timeout=_WAIT_S, env={}, check=True,
         )  # fmt: skip

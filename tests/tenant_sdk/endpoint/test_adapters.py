@@ -124,6 +124,25 @@ def test_load_and_unload(client: TenantClient, root: Path) -> None:
         assert status(http, "support") == 200
 
 
+def test_unloading_frees_the_memory_once_no_name_is_left(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "RACY_NS", 0)
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        store: Any = endpoint.service.names._store
+        for name in ("support", "help"):
+            assert load(http, name, "support").status_code == 200
+        numbers = []
+        for name in ("help", "support"):
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+            store._loader.submit(lambda: None).result()  # after what was to be done before
+            now = store.status()
+            numbers.append((now.device_adapters, now.host_adapters, now.host_bytes > 0))
+        assert numbers == [(1, 1, True), (0, 0, False)]
+        assert load(http, "support").status_code == 200
+        assert status(http, "support") == 200
+
+
 def test_an_adapter_that_is_saved_later_is_found(client: TenantClient, root: Path) -> None:
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert status(http, "later") == 404
@@ -163,6 +182,9 @@ class TwoFolders:
 
     def has(self, name: str) -> bool:
         return name in self.names()
+
+    def drop(self, name: str) -> None:
+        pass
 
     def tiers(self) -> dict[str, Any]:
         return {}
