@@ -162,6 +162,8 @@ def _with_adapter(model: Any, name: str, opened: OpenAdapter) -> Any:
             raise ConfigurationError(f"{name} holds {copied[0]} whole, a base layer held by the provider")
         try:
             set_peft_model_state_dict(made, dict(tensors))
+        except ConfigurationError as exc:  # a kind's own check, which does not know the adapter's name
+            raise ConfigurationError(f"{name} is no adapter for this model: {exc}") from None
         except VeilbaseError:
             raise
         except Exception as exc:  # noqa: BLE001 - PEFT raises many types; their texts may quote the file
