@@ -12,8 +12,14 @@ def adapter_folder(adapter: str | Path) -> Path:
     """Returns the path of an adapter folder, whose contents are not checked.
 
     Raises:
-        ConfigurationError: there is no such folder.
+        ConfigurationError: there is no such folder, or `adapter` is no path.
     """
-    if not Path(adapter).is_dir():
-        raise ConfigurationError(f"there is no adapter folder {adapter}")
+    if not isinstance(adapter, str | Path):
+        raise ConfigurationError(f"an adapter is the path of a folder, got {type(adapter).__name__}")
+    try:
+        is_there = adapter != "" and Path(adapter).is_dir()
+    except (OSError, ValueError):  # such as a name that is too long for a path
+        is_there = False
+    if not is_there:
+        raise ConfigurationError(f"there is no adapter folder {ascii(str(adapter))[1:-1][:300] or repr(adapter)}")
     return Path(adapter)

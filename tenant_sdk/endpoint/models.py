@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,9 +31,15 @@ class Store(Protocol):
     def names(self) -> list[str]:
         """Returns the names of the adapters that requests may use."""
 
+    def has(self, name: str) -> bool:
+        """Returns whether `names` has a name now; takes no longer if there are many."""
+
     def reserve(self, name: str) -> Ticket:
         """Starts to load an adapter onto the device, if it is not there. The adapter stays there until
         the ticket is released."""
+
+    def drop(self, name: str) -> None:
+        """Frees the memory that an adapter takes, once no request holds it."""
 
     def tiers(self) -> dict[str, Tier]:
         """Returns the tier of each adapter: device, host (memory), disk or network."""
@@ -71,30 +77,43 @@ class ModelNames:
         """
         if model == self.base:
             return None
-        if model in self._names():
-            return self._target(model, self._found())
-        raise _unknown(model)
+        target = self._target(model)
+        if target is None:
+            raise _unknown(model)
+        return target
 
     def _found(self) -> list[str]:
         return [] if self._store is None else self._store.names()
 
-    def _target(self, name: str, found: Collection[str]) -> str:
-        """Returns the subfolder for which a name stands. A subfolder's own name always stands for this subfolder, even
-        if `load` gave the name to another one before this subfolder existed."""
-        return name if name in found else self._alias.get(name, name)
+    def _has(self, name: str) -> bool:
+        return self._store is not None and self._store.has(name)
 
-    def _names(self) -> list[str]:
-        found = self._found()
+    def _target(self, name: str) -> str | None:
+        """Returns the subfolder for which a name stands; None if no request may use the name. A subfolder's own name
+        always stands for this subfolder, even if `load` gave the name to another one before this subfolder existed.
+
+        Every request comes here, so that only the subfolder of this name is looked for: a folder may have 10,000."""
+        is_there = self._has(name)
         with self._lock:
-            self._unloaded &= set(found)  # what is stored under that name later, as by a job, is another adapter
-            return sorted(({*found, *self._alias} - self._unloaded) - {self.base})
+            if not is_there:
+                self._unloaded.discard(name)  # what is stored under that name later, as by a job, is another adapter
+                return self._alias.get(name)
+            return None if name in self._unloaded or name == self.base else name
+
+    def _names(self) -> dict[str, str]:
+        """Returns the names that requests may use, in order, each with the subfolder for which it stands."""
+        found = set(self._found())
+        with self._lock:
+            self._unloaded &= found  # as in `_target`
+            names = sorted(({*found, *self._alias} - self._unloaded) - {self.base})
+            return {name: name if name in found else self._alias[name] for name in names}
 
     def tiers(self) -> list[tuple[str, Tier]] | None:
         """Returns the name of each adapter that requests may use, and its tier; None without adapters."""
         if self._store is None:
             return None
-        tiers, found = self._store.tiers(), set(self._found())
-        return [(name, tiers.get(self._target(name, found), "disk")) for name in self._names()]
+        tiers = self._store.tiers()
+        return [(name, tiers.get(target, "disk")) for name, target in self._names().items()]
 
     def load_counts(self) -> dict[str, float]:
         """Returns how often adapters were copied onto the device and read from disk, for the metrics; an empty
@@ -144,22 +163,27 @@ class ModelNames:
         subfolder = self._subfolder(name if path is None else path)
         self._check_free(name, subfolder)
         self._warm(self._store, subfolder)
-        found = self._found()
+        is_there = self._has(name)
         with self._lock:
-            self._check_free_now(name, subfolder, found)  # another request may have taken the name meanwhile
+            self._check_free_now(name, subfolder, is_there)  # another request may have taken the name meanwhile
             self._unloaded.discard(name)
             if name != subfolder:
                 self._alias[name] = subfolder
 
     def _check_free(self, name: str, subfolder: str) -> None:
-        found = self._found()
+        is_there = self._has(name)
         with self._lock:
-            self._check_free_now(name, subfolder, found)
+            self._check_free_now(name, subfolder, is_there)
 
-    def _check_free_now(self, name: str, subfolder: str, found: Collection[str]) -> None:
-        """Refuses a name that stands for another adapter than `subfolder`. The lock must be held."""
-        is_alias = self._alias.get(name, subfolder) != subfolder and name not in found
-        if is_alias or (name != subfolder and name in found):
+    def _check_free_now(self, name: str, subfolder: str, is_there: bool) -> None:
+        """Refuses a name that stands for another adapter than `subfolder`. The lock must be held.
+
+        Args:
+            name, subfolder: the name, and the subfolder that it is to stand for.
+            is_there: whether there is a subfolder of this name.
+        """
+        is_alias = self._alias.get(name, subfolder) != subfolder and not is_there
+        if is_alias or (name != subfolder and is_there):
             raise bad_request("another adapter has this name: unload it first", "lora_name", "name_taken")
         if len(self._alias) >= _MOST_NAMES and name not in self._alias:
             raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
@@ -193,18 +217,23 @@ class ModelNames:
         return rest
 
     def unload(self, name: str) -> None:
-        """Refuses further requests with this name; those under way are still answered.
+        """Refuses further requests with this name; those under way are still answered. The adapter's memory is free
+        afterwards, unless another name stands for the same adapter.
 
         Raises:
             HttpError: no adapter has this name.
         """
-        if name not in self._names():
+        target, is_there = self._target(name), self._has(name)
+        if target is None:
             raise _unknown(name)
-        found = self._found()
         with self._lock:
             self._alias.pop(name, None)
-            if name in found:
+            if is_there:
                 self._unloaded.add(name)
+            others = {subfolder for other, subfolder in self._alias.items() if other not in self._unloaded}
+            is_used = target in others or (target != name and target not in self._unloaded)
+        if self._store is not None and not is_used:
+            self._store.drop(target)
 
 
 def _unknown(model: str) -> HttpError:

@@ -152,7 +152,12 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
         cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns a file's tensors by the model's own names. Those of a started layer are split into A, A₀, B and
-        B₀."""
+        B₀.
+
+        Raises:
+            ConfigurationError: the model is over a provider's layers, and a tensor has no place in it. PEFT would leave
+                this tensor out, and answer as if the file did not hold it.
+        """
         split = dict(state_dict)
         for key, saved in state_dict.items():
             module, _, last = key.removesuffix(".weight").rpartition(".")
@@ -164,6 +169,14 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
                 split[key], negative = saved.chunk(2, dim=1)
                 split[f"{module}.lora_start_B"] = -negative
         loaded: dict[str, torch.Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, split)
+        if any(is_remote(module) for module in model.modules()):
+            has_place = model.state_dict().keys()
+            unused = next((key for key in loaded if key not in has_place), None)
+            if unused is not None:
+                raise ConfigurationError(
+                    f"the adapter holds {ascii(unused)[:120]}, which PEFT does not use: save the adapter of this model "
+                    "alone, by save_pretrained(..., save_embedding_layers=False)"
+                )
         return loaded
 
     @classmethod

@@ -21,12 +21,14 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tenant_sdk.adapters import copied_base_layer, no_compiler, virtual_tokens
+from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
+from tenant_sdk.serving.adapters.peft_modules import no_compiler
+from tenant_sdk.serving.adapters.targets import linear_layers
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
@@ -319,6 +321,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
     """
     with adapter_errors():
         base = session.load_model()
+        num_linear, by_default = len(linear_layers(base)), getattr(peft_config, "target_modules", ()) is None
         with loading(), no_compiler(), DrawnFrom(seed):
             model = get_peft_model(base, for_remote_base(peft_config))
     copied = copied_base_layer(model)
@@ -330,6 +333,7 @@ def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigurationError("peft_config makes an adapter without a parameter that is trained: choose another")
+    say_how_little(model, num_linear, by_default)
     return model
 
 

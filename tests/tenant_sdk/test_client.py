@@ -268,7 +268,11 @@ def test_adapters_that_cannot_be(chat_client: TenantClient, trained: Path, tmp_p
     (damaged / "adapter_model.safetensors").write_bytes(b"garbage")
     no_config = shutil.copytree(trained, tmp_path / "no_config")
     (no_config / "adapter_config.json").unlink()
-    for adapter, text in ((other, "was trained on 'gpt2'"), (damaged, "is no adapter"), (no_config, "is no adapter")):
+    for adapter, text in (
+        (other, "was trained on 'gpt2'"),
+        (damaged, "is no such file"),
+        (no_config, "has no adapter_config"),
+    ):
         with pytest.raises(ConfigurationError, match=text) as failure:
             chat_client.generate(PROMPT, adapter)
         assert "\n" not in str(failure.value)

@@ -134,6 +134,27 @@ class DeviceTier:
             if held.holders == 0:
                 self._idle[self.numbers.place(slot)[0]][slot] = None
 
+    def drop(self, digest: str) -> bool:
+        """Empties the slot of an adapter that no request holds. Only the loading thread may call this.
+
+        Returns:
+            False if requests hold the adapter, which stays in its slot.
+        """
+        with self._lock:
+            slot = self._slot_of.get(digest)
+            if slot is None:
+                return True
+            rank, place = self.numbers.place(slot)
+            if slot not in self._idle[rank]:
+                return False
+            del self._idle[rank][slot], self._slot_of[digest]  # `acquire` and `assign` find it no more
+            del self._slots[slot]
+        for layer in self._layers.values():
+            _clear(layer, rank, place)
+        with self._lock:
+            self._free[rank].append(place)
+        return True
+
     def are_held(self, slots: Iterable[int]) -> bool:
         """Returns True if each of these slots contains an adapter and is held by a request."""
         with self._lock:

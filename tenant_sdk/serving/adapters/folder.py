@@ -90,6 +90,16 @@ class AdapterFolder:
             found = stamp_of(*files)
         return found if is_settled(found) else None
 
+    def has(self, name: str) -> bool:
+        """Returns whether the folder has an adapter of this name now, usable or not; only this adapter is looked for,
+        however many there are."""
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            return False
+        try:
+            return stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
     @contextlib.contextmanager
     def _open(self, name: str, subfolder: str) -> Iterator[tuple[int, int]]:
         """Opens both files of an adapter, each relative to its parent folder and without following links."""
@@ -102,12 +112,22 @@ class AdapterFolder:
             folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
             if folder is None:
                 raise ConfigurationError(f"there is no adapter {name!a} in the folder of adapters")
-            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-            flags = os.O_NOFOLLOW | os.O_NONBLOCK
-            config, weights = (_opened(stack, file, flags, folder) for file in (CONFIG, WEIGHTS))
-            if config is None or weights is None:
-                raise ConfigurationError(_what_is_missing(name, folder, config is None))
-            yield config, weights
+            yield _files_of(name, stack, folder, os.O_NOFOLLOW)
+
+
+@contextlib.contextmanager
+def opened_by_user(folder: Path) -> Iterator[tuple[int, int]]:
+    """Opens both files of an adapter that the user of this process names, and yields their descriptors. Links are
+    followed, since the hub's cache of downloads has links in place of files.
+
+    Raises:
+        ConfigurationError: there is no such folder, or it lacks one of the files.
+    """
+    with contextlib.ExitStack() as stack:
+        fd = _opened(stack, folder, os.O_DIRECTORY, None)
+        if fd is None:
+            raise ConfigurationError(f"there is no adapter folder {folder}")
+        yield _files_of(str(folder), stack, fd, 0)
 
 
 def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: int | None) -> int | None:
@@ -120,9 +140,17 @@ def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: i
     return fd if wanted(os.fstat(fd).st_mode) else None
 
 
+def _files_of(name: str, stack: contextlib.ExitStack, folder: int, flags: int) -> tuple[int, int]:
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    config, weights = (_opened(stack, file, flags | os.O_NONBLOCK, folder) for file in (CONFIG, WEIGHTS))
+    if config is None or weights is None:
+        raise ConfigurationError(_what_is_missing(name, folder, config is None))
+    return config, weights
+
+
 def _what_is_missing(name: str, folder: int, config: bool) -> str:
     if config:
-        return f"the adapter {name} has no {CONFIG} that is a regular file and can be read"
+        return f"the adapter {name} has no {CONFIG} that is a regular file and can be read: is it an adapter folder?"
     if any(file in os.listdir(folder) for file in _PICKLES):
         return f"the adapter {name} keeps its weights in a pickle, which is not opened: save it as safetensors"
     return f"the adapter {name} has no {WEIGHTS} that is a regular file and can be read"

@@ -182,6 +182,13 @@ class HostTier:
                 self._kept[packed.digest] = packed
                 self._used_bytes += packed.num_bytes
 
+    def drop(self, digest: str) -> None:
+        """Drops an adapter, if it is in host memory."""
+        with self._lock:
+            dropped = self._kept.pop(digest, None)
+            if dropped is not None:
+                self._used_bytes -= dropped.num_bytes
+
     def usage(self) -> tuple[int, int]:
         """Returns the number of adapters in host memory, and the bytes that they take."""
         with self._lock:

@@ -39,6 +39,11 @@ _WORD = re.compile(r"[A-Za-z0-9_.]{1,16}")
 Check = Callable[[Any], bool]
 
 
+class NotServed(ConfigurationError):
+    """Says that the store does not serve the kind of an adapter or one of its settings. `TenantClient.generate`, which
+    computes with PEFT's own modules on the whole model, may serve it all the same."""
+
+
 def _size(value: Any) -> bool:
     return type(value) is int and -1 <= value <= MAX_SIZE
 
@@ -220,11 +225,13 @@ class ModuleSettings:
         options: the settings that PEFT gets.
         feedforward: for IA3, the rule that tells which layers' inputs are scaled: the ends of the layers' names, or a
             pattern.
+        targets: the layers that the settings name.
     """
 
     peft_type: str
     options: Mapping[str, Any]
     feedforward: tuple[str, ...] | re.Pattern[str] = ()
+    targets: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> Kind:
@@ -247,15 +254,17 @@ def kept_as_modules(config: Mapping[str, Any]) -> bool:
     return config["peft_type"] != "LORA" or bool(config.get("lora_bias"))
 
 
-def module_settings(name: str, config: Mapping[str, Any]) -> ModuleSettings:
+def module_settings(name: str, config: Mapping[str, Any], targets: frozenset[str]) -> ModuleSettings:
     """Checks the settings of an adapter whose `peft_type` is in `KINDS`.
 
     Args:
         name: the adapter's name, for error messages.
         config: the contents of adapter_config.json.
+        targets: the layers that the settings name.
 
     Raises:
-        ConfigurationError: a setting is not supported, or out of its bounds.
+        NotServed: a setting is on that the store does not serve.
+        ConfigurationError: a setting is out of its bounds.
     """
     peft_type = str(config["peft_type"])
     kind, options = KINDS[peft_type], dict[str, Any]()
@@ -268,11 +277,9 @@ def module_settings(name: str, config: Mapping[str, Any]) -> ModuleSettings:
                 _checked(name, kind, setting, each, kind.patterns[setting])
             options[setting] = table
         elif setting not in _ALWAYS_TRAINING and setting not in kind.training and value:
-            raise ConfigurationError(
-                f"the adapter {name} ({kind.title}) sets {ascii(setting)[:60]}, which is not served"
-            )
+            raise NotServed(f"the adapter {name} ({kind.title}) sets {ascii(setting)[:60]}, which is not served")
     _check_training(name, kind, config)
-    return ModuleSettings(peft_type, options, _feedforward(name, config) if peft_type == "IA3" else ())
+    return ModuleSettings(peft_type, options, _feedforward(name, config) if peft_type == "IA3" else (), targets)
 
 
 def _checked(name: str, kind: Kind, setting: str, value: Any, check: Check) -> Any:
@@ -285,7 +292,7 @@ def _checked(name: str, kind: Kind, setting: str, value: Any, check: Check) -> A
 
 def _check_training(name: str, kind: Kind, config: Mapping[str, Any]) -> None:
     if config.get("bias", "none") not in ("none", None):
-        raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
+        raise NotServed(f"the adapter {name} trains biases, which are not served: expected bias='none'")
     for setting in ("init_weights", "init_ia3_weights", "init_lora_weights"):
         how = config.get(setting)
         if setting not in kind.settings and not isinstance(how, bool | None) and how not in _INITS:

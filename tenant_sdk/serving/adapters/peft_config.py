@@ -15,9 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenant_sdk.base_names import check_base_name
-from tenant_sdk.serving.adapters.kinds import KINDS, NOT_SERVED, ModuleSettings, kept_as_modules, module_settings
+from tenant_sdk.serving.adapters.kinds import (
+    KINDS,
+    NOT_SERVED,
+    ModuleSettings,
+    NotServed,
+    kept_as_modules,
+    module_settings,
+)
 from tenant_sdk.serving.adapters.patterns import bounded_patterns
-from tenant_sdk.serving.adapters.targets import Base
+from tenant_sdk.serving.adapters.targets import Base, targeted
 from wire.errors import ConfigurationError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -54,6 +61,7 @@ class LoraSettings:
             matches a layer's name counts.
         rslora: whether alpha is divided by the square root of the rank, instead of the rank.
         dora: whether each layer has magnitudes, too (DoRA).
+        targets: the layers that the settings name.
     """
 
     rank: int
@@ -62,6 +70,7 @@ class LoraSettings:
     alphas: Sequence[tuple[re.Pattern[str], float]]
     rslora: bool
     dora: bool = False
+    targets: frozenset[str] = frozenset()
 
     def rank_of(self, module: str) -> int:
         """Returns the rank that the adapter has in a layer."""
@@ -74,8 +83,8 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
-def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | ModuleSettings:
-    """Reads and checks the contents of an adapter_config.json.
+def read_settings(name: str, content: bytes, base: Base) -> dict[str, Any]:
+    """Reads the contents of an adapter_config.json, and checks what concerns adapters of every kind.
 
     Args:
         name: the adapter's name, for error messages.
@@ -83,14 +92,35 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | Modu
         base: the model that is served.
 
     Raises:
-        ConfigurationError: the file is not of an adapter for this model, or has a kind or setting that is not
-            supported.
+        ConfigurationError: the file is no JSON object, or it is of an adapter for another model.
     """
     config = _json_object(name, content)
+    check_base_name(name, config.get("base_model_name_or_path"), base.names, base.remedy)
+    return config
+
+
+def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | ModuleSettings:
+    """Reads and checks the contents of an adapter_config.json.
+
+    Args, Raises: see `read_settings`; and
+
+    Raises:
+        NotServed: the adapter's kind, or a setting that is on, is not served by the store of adapters.
+        ConfigurationError: a setting is out of its bounds, or cannot be used.
+    """
+    config = read_settings(name, content, base)
     _check_kind(name, config)
-    check_base_name(name, config.get("base_model_name_or_path"), base.names, "name it in `bases`")
     if kept_as_modules(config):
-        return module_settings(name, config)
+        settings: LoraSettings | ModuleSettings = module_settings(name, config, targeted(name, config, base))
+    else:
+        settings = _lora_settings(name, config, base)
+    others = settings.targets - base.shapes.keys()
+    if others:
+        raise NotServed(f"the adapter {name} changes {min(others)!a}, which is no linear layer: not served")
+    return settings
+
+
+def _lora_settings(name: str, config: dict[str, Any], base: Base) -> LoraSettings:
     _check_settings(name, config)
     return LoraSettings(
         rank=_rank(name, config.get("r")),
@@ -101,6 +131,7 @@ def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | Modu
         ],
         rslora=config.get("use_rslora") is True,
         dora=config.get("use_dora") is True,
+        targets=targeted(name, config, base),
     )
 
 
@@ -120,23 +151,23 @@ def _check_kind(name: str, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
         why = NOT_SERVED.get(kind) if isinstance(kind, str) else None
-        raise ConfigurationError(
+        raise NotServed(
             f"the adapter {name} is of the kind {ascii(kind)[:40]}, which is not served{f': {why}' if why else ''}"
         )
     for setting, other in _LORA_KINDS.items():
         if kind == "LORA" and config.get(setting):
-            raise ConfigurationError(f"the adapter {name} is of the kind {other}, which is not served")
+            raise NotServed(f"the adapter {name} is of the kind {other}, which is not served")
 
 
 def _check_settings(name: str, config: dict[str, Any]) -> None:
     for setting, value in config.items():
         if setting not in _HARMLESS and value:
-            raise ConfigurationError(f"the adapter {name} sets {ascii(setting)[:60]}, which is not served")
+            raise NotServed(f"the adapter {name} sets {ascii(setting)[:60]}, which is not served")
     for flag in ("use_rslora", "use_dora"):
         if not isinstance(config.get(flag), bool | None):
             raise ConfigurationError(f"the adapter {name} has a {flag} that is neither true nor false")
     if config.get("bias", "none") != "none":
-        raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
+        raise NotServed(f"the adapter {name} trains biases, which are not served: expected bias='none'")
     how = config.get("init_lora_weights")
     if how not in _KEEPS_BASE:
         shown = ascii(how)[:40]

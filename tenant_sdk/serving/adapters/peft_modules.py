@@ -10,21 +10,28 @@ request uses it, and so is an adapter that takes too long for one row. No compil
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.tuners.boft import layer as boft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from tenant_sdk.adapters import no_compiler
 from tenant_sdk.kinds.register import register
 from tenant_sdk.serving.adapters.packed_modules import PackedModules
 from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
@@ -188,8 +195,7 @@ def _injected(
     try:
         with loading(), no_compiler(), _no_random_numbers(), META if device == META else torch.device("cpu"):
             register()
-            config = PEFT_TYPE_TO_CONFIG_MAPPING[settings.peft_type](**_options(contents, layers))
-            return PeftModel(_skeleton(contents, layers, dtype, device), config)
+            return PeftModel(_skeleton(contents, layers, dtype, device), config_of(contents, layers))
     except VeilbaseError:
         raise
     except Exception as exc:  # noqa: BLE001 - PEFT raises many types; their texts may quote the file
@@ -198,8 +204,25 @@ def _injected(
         ) from None
 
 
+@contextlib.contextmanager
+def no_compiler() -> Iterator[None]:
+    """Keeps PEFT from compiling BOFT's CUDA code, which it tries for every layer; BOFT then computes with torch.
+
+    Callers must be inside `loading`.
+    """
+    before, boft._FBD_CUDA = boft._FBD_CUDA, False
+    try:
+        yield
+    finally:
+        boft._FBD_CUDA = before
+
+
+def config_of(contents: ModuleFile, layers: Mapping[str, Layer]) -> PeftConfig:
+    """Returns PEFT's config of an adapter, made of its checked settings and of the exact names of its layers."""
+    return PEFT_TYPE_TO_CONFIG_MAPPING[contents.settings.peft_type](**_options(contents, layers))
+
+
 def _options(contents: ModuleFile, layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """Returns the keyword arguments with which PEFT's config of the adapter is made."""
     settings, modules = contents.settings, contents.modules
     made: dict[str, Any] = {**settings.options, **settings.kind.always, "inference_mode": True}
     made["target_modules"] = list(modules)

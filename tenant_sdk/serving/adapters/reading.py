@@ -1,22 +1,36 @@
 """This module checks an adapter's two open files, and reads the weights once, tensor by tensor.
 
+The store of adapters and `TenantClient.generate` both read adapters by this module, so that they refuse the same files
+for the same reasons. `generate` takes more kinds of adapters than the store.
+
 Guarantees: the bytes that are checked, hashed and used are the same. Reading takes no more memory than the largest
 tensor. A file that changes during the reading is refused, if its times or size show the change.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES, parse_settings
+from tenant_sdk.serving.adapters.kinds import NotServed
+from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES, parse_settings, read_settings
 from tenant_sdk.serving.adapters.targets import Base
-from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile, StoredTensor, header_bytes, parse_weights
+from tenant_sdk.serving.adapters.weights_file import (
+    LoraFile,
+    ModuleFile,
+    OtherFile,
+    StoredTensor,
+    header_bytes,
+    parse_any_weights,
+    parse_weights,
+)
 from wire.errors import ConfigurationError
 
 RACY_NS = 100_000_000
@@ -55,11 +69,15 @@ def is_settled(stamp: Stamp) -> bool:
     return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
 
 
-class Reading:
-    """Reads one adapter from its open files."""
+class OpenAdapter:
+    """Reads an adapter of any kind from its open files.
+
+    Attributes:
+        stamp: the stamp of the files when they were opened.
+    """
 
     def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
-        """Reads and checks the adapter's settings and the header of its weights.
+        """Reads the adapter's settings and the header of its weights.
 
         Args:
             name: the adapter's name, for error messages.
@@ -68,23 +86,42 @@ class Reading:
             max_file_bytes: the largest weights file that is read.
 
         Raises:
-            ConfigurationError: the adapter cannot be used.
+            ConfigurationError: a file is too large, or cannot be an adapter's.
         """
-        self._name, self._files = name, (config, weights)
-        stamp = stamp_of(config, weights)
-        file_bytes = stamp[1][2]
-        if file_bytes > max_file_bytes:
+        self._name, self._files, self._base = name, (config, weights), base
+        self.stamp = stamp_of(config, weights)
+        self._file_bytes = self.stamp[1][2]
+        if self._file_bytes > max_file_bytes:
             raise ConfigurationError(
-                f"the adapter {name} has {file_bytes} bytes of weights: at most {max_file_bytes} fit"
+                f"the adapter {name} has {self._file_bytes} bytes of weights: at most {max_file_bytes} fit"
             )
-        settings = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
-        if len(settings) > MAX_CONFIG_BYTES:
+        self._settings = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
+        if len(self._settings) > MAX_CONFIG_BYTES:
             raise ConfigurationError(f"the adapter {name} has more than {MAX_CONFIG_BYTES} bytes of settings")
         start = os.pread(weights, 8, 0)
-        header = os.pread(weights, header_bytes(name, start, file_bytes), 8)
-        contents = parse_weights(name, header, file_bytes, parse_settings(name, settings, base), base)
-        self.found = Found(name, stamp, is_settled(stamp), contents)
-        self._digest = hashlib.sha256(settings + start + header)
+        self._header = os.pread(weights, header_bytes(name, start, self._file_bytes), 8)
+        self._digest = hashlib.sha256(self._settings + start + self._header)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns a copy of the settings in the file.
+
+        Raises:
+            ConfigurationError: the file is no JSON object, or it is of an adapter for another model.
+        """
+        return read_settings(self._name, self._settings, self._base)
+
+    @functools.cached_property
+    def contents(self) -> LoraFile | ModuleFile | OtherFile:
+        """Returns the adapter's layers; or only its tensors, if the store of adapters does not serve the adapter.
+
+        Raises:
+            ConfigurationError: the adapter cannot be used.
+        """
+        try:
+            settings = parse_settings(self._name, self._settings, self._base)
+            return parse_weights(self._name, self._header, self._file_bytes, settings, self._base)
+        except NotServed as exc:
+            return parse_any_weights(self._name, self._header, self._file_bytes, exc.with_traceback(None))
 
     def tensors(self) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
         """Reads the tensors in the order of the file, which has no gaps between them.
@@ -95,7 +132,7 @@ class Reading:
         Raises:
             ConfigurationError: the file became shorter.
         """
-        stored = self.found.contents.tensors
+        stored = self.contents.tensors
         memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
         view = memory.numpy().data
         for each in sorted(stored, key=lambda one: one.begin):
@@ -113,7 +150,7 @@ class Reading:
         Raises:
             ConfigurationError: a file has changed since it was opened.
         """
-        if stamp_of(*self._files) != self.found.stamp:
+        if stamp_of(*self._files) != self.stamp:
             raise ConfigurationError(f"the adapter {self._name} is being written: try again when it is complete")
         return self._digest.hexdigest()
 
@@ -124,3 +161,22 @@ class Reading:
             if count == 0:
                 raise ConfigurationError(f"the adapter {self._name} became shorter while it was read")
             done += count
+
+
+class Reading(OpenAdapter):
+    """Reads an adapter that the store of adapters serves.
+
+    Attributes:
+        found: the description of the adapter.
+    """
+
+    def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
+        """Does what `OpenAdapter` does.
+
+        Raises:
+            ConfigurationError: the adapter cannot be used, or the store does not serve its kind.
+        """
+        super().__init__(name, config, weights, base, max_file_bytes)
+        if isinstance(self.contents, OtherFile):
+            raise self.contents.why
+        self.found = Found(name, self.stamp, is_settled(self.stamp), self.contents)

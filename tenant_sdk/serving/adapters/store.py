@@ -104,6 +104,7 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._pending: set[AdapterTicket] = set()
         self._fetching: dict[str, list[Job]] = {}
+        self._dropped: set[str] = set()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetcher")
         self._closed = False
@@ -128,6 +129,8 @@ class AdapterStore:
         """
         origin, ticket = self._origin(name), AdapterTicket(name, self._release)
         digest = self._digest_of(origin)
+        with self._lock:
+            self._dropped.discard(digest or "")
         if digest is None or not self._placement.take(ticket, digest):
             self._start(Job(ticket, origin, digest))
         return ticket
@@ -148,6 +151,30 @@ class AdapterStore:
     def names(self) -> list[str]:
         """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
         return sorted({*(self._folder.names() if self._folder is not None else []), *self._entries})
+
+    def has(self, name: str) -> bool:
+        """Returns whether `names` has a name now. This looks for one subfolder only, however many there are."""
+        return name in self._entries or (self._folder is not None and self._folder.has(name))
+
+    def drop(self, name: str) -> None:
+        """Frees the memory that an adapter takes in host memory and on the device, now or when the last request that
+        holds it has ended. The next request for the adapter reads it from disk."""
+        entry = self._entries.get(name)
+        digest = self._known.last_digest(name) if entry is None else entry.sha256
+        with self._lock:
+            if digest is not None and not self._closed:
+                self._dropped.add(digest)
+                self._loader.submit(self._drop, digest)
+
+    def _drop(self, digest: str) -> None:
+        """Does the work of `drop`. Only the loading thread runs this."""
+        with self._lock:
+            if digest not in self._dropped:  # A request has asked for the adapter in the meantime.
+                return
+        self._host.drop(digest)
+        if self._device.drop(digest):
+            with self._lock:
+                self._dropped.discard(digest)
 
     def tiers(self) -> dict[str, Tier]:
         """Returns for each name of `names` the fastest tier that has the adapter, as it was when it was last used."""
@@ -348,7 +375,11 @@ class AdapterStore:
         rank = self._placement.release(ticket)
         with self._lock:
             self._pending.discard(ticket)
-            if rank is not None and not self._closed:
+            if self._closed:
+                return
+            if ticket.placed is not None and ticket.digest in self._dropped:
+                self._loader.submit(self._drop, ticket.digest)
+            if rank is not None:
                 self._loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:

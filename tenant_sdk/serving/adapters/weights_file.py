@@ -1,8 +1,10 @@
 """This module reads and checks the header of an adapter's safetensors file, before memory for tensors is allocated.
 
 Guarantees: before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges
-are within bounds, and agree with the file's size and with the model. Each layer of a LoRA adapter has exactly one A
-and one B, of the rank in the settings.
+are within bounds, and agree with the file's size and with the model. Every tensor of the file belongs to a layer that
+the adapter's settings name, under the name that PEFT gives it, and each of these layers has its tensors; otherwise the
+file is refused, and the error names the first tensor or layer. So no adapter is applied in part. Each layer of a LoRA
+adapter has exactly one A and one B, of the rank in the settings.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
@@ -13,13 +15,13 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tenant_sdk.serving.adapters.kinds import ModuleSettings
+from tenant_sdk.serving.adapters.kinds import ModuleSettings, NotServed
 from tenant_sdk.serving.adapters.peft_config import LoraSettings
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
@@ -30,7 +32,12 @@ MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 20_000
 """The most tensors of one adapter, enough for A and B of 10,000 layers."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes in which PEFT saves adapters."""
+"""The dtypes in which PEFT saves adapters of the kinds that the store serves."""
+EVERY_DTYPE = {
+    **DTYPES, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""The dtypes in which PEFT saves adapters of any kind; some hold whole numbers."""
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_(magnitude_vector)(?:\.weight)?")
@@ -43,6 +50,7 @@ MAX_DEPTH = 64
 MAX_DIMENSIONS = 4
 """The most dimensions of a tensor."""
 _OTHER_KINDS = {
+    "_orig_mod.": "of a compiled model (save the model that was not compiled)",
     "lora_magnitude_vector": "DoRA (use_dora is not set)", "lora_embedding_": "LoRA of an embedding",
     "prompt_embeddings": "prompt learning",
     ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
@@ -141,6 +149,24 @@ class ModuleFile:
         return sum(each.num_bytes for each in self.tensors)
 
 
+@dataclass(frozen=True)
+class OtherFile:
+    """Describes the contents of an adapter that the store does not serve, and that PEFT may load onto a whole model.
+
+    Attributes:
+        named: the tensors by the names that they have in the file, in its order.
+        why: the error that says why the store does not serve the adapter.
+    """
+
+    named: Mapping[str, StoredTensor]
+    why: NotServed
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Returns the descriptions of all tensors."""
+        return tuple(self.named.values())
+
+
 def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
     """Returns the length of a file's header in bytes.
 
@@ -170,19 +196,55 @@ def parse_weights(
     """
     only_matrices = isinstance(settings, LoraSettings) and not settings.dora
     tensors = _tensors(name, header, file_bytes, 2 if only_matrices else MAX_DIMENSIONS)
-    if not tensors:
-        raise ConfigurationError(f"the adapter {name} holds no tensors")
     if isinstance(settings, ModuleSettings):
-        modules = _modules(name, tensors, base)
-        if not modules:
-            raise ConfigurationError(f"the adapter {name} holds no tensor of a layer")
+        modules = _modules(name, tensors, settings, base)
+        _check_whole(name, modules, settings.targets)
         return ModuleFile(settings, modules, tensors)
-    return LoraFile(_lora_layers(name, tensors, settings, base))
+    layers = _lora_layers(name, tensors, settings, base)
+    _check_whole(name, [layer.module for layer in layers], settings.targets)
+    return LoraFile(layers)
 
 
-def _modules(name: str, tensors: Mapping[str, StoredTensor], base: Base) -> tuple[str, ...]:
+def parse_any_weights(name: str, header: bytes, file_bytes: int, why: NotServed) -> OtherFile:
+    """Reads the header of an adapter that the store does not serve, and checks its tensors against the file's size.
+
+    Raises:
+        ConfigurationError: a check failed; the error states the reason in one line.
+    """
+    return OtherFile(_tensors(name, header, file_bytes, MAX_DIMENSIONS, EVERY_DTYPE), why)
+
+
+def _check_whole(name: str, found: Sequence[str], targets: frozenset[str]) -> None:
+    """Refuses an adapter that lacks a layer which its settings name. PEFT would leave this layer as it is, and say so
+    in a warning only."""
+    missing = targets - frozenset(found)
+    if missing:
+        raise ConfigurationError(
+            f"the adapter {name} has no tensors for {min(missing)!a}, which its target_modules name "
+            f"({len(missing)} of {len(targets)} layers are missing): was it saved whole?"
+        )
+
+
+def _check_named(name: str, key: str, module: str, targets: frozenset[str]) -> None:
+    """Refuses a tensor of a layer that the adapter's settings do not name; PEFT would silently leave the tensor out."""
+    if module not in targets:
+        raise ConfigurationError(
+            f"the adapter {name} holds {ascii(key)[:100]}, a layer that its target_modules do not name: not used"
+        )
+
+
+def _modules(
+    name: str, tensors: Mapping[str, StoredTensor], settings: ModuleSettings, base: Base
+) -> tuple[str, ...]:  # fmt: skip
     """Returns the layers to which tensors belong, in the model's order."""
-    found = {_module_of(name, key, base) for key in tensors if _ADAPTER_WIDE.fullmatch(key) is None}
+    found = set[str]()
+    for key in tensors:
+        if _ADAPTER_WIDE.fullmatch(key) is None:
+            module = _module_of(name, key, base)
+            _check_named(name, key, module, settings.targets)
+            found.add(module)
+    if not found:
+        raise ConfigurationError(f"the adapter {name} holds no tensor of a layer")
     return tuple(module for module in base.shapes if module in found)
 
 
@@ -204,8 +266,17 @@ def _lora_layers(
     for key, tensor in tensors.items():
         own_name = key.removeprefix(_PREFIX)
         found = _FACTOR.fullmatch(own_name) or (_MAGNITUDE.fullmatch(own_name) if settings.dora else None)
-        if found is None:
-            raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
+        if found is None or "_orig_mod" in key:
+            refusal = NotServed if ".lora_embedding_" in key else ConfigurationError
+            raise refusal(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
+        if (
+            own_name == key and _PREFIX + key not in tensors
+        ):  # PEFT leaves out what does not begin so, with no more than a warning.
+            raise ConfigurationError(
+                f"the adapter {name} holds {ascii(key)[:100]}, which PEFT does not use: names begin with {_PREFIX}"
+            )
+        if found[1] in base.shapes:
+            _check_named(name, key, found[1], settings.targets)
         own = factors.setdefault(found[1], {})
         if found[2] in own:  # Two names mean the same tensor, and only one of them would be read.
             raise ConfigurationError(
@@ -219,7 +290,9 @@ def _kind(key: str) -> str:
     return next((kind for part, kind in _OTHER_KINDS.items() if part in key), "no factor of a LoRA layer")
 
 
-def _tensors(name: str, header: bytes, file_bytes: int, dimensions: int) -> dict[str, StoredTensor]:
+def _tensors(
+    name: str, header: bytes, file_bytes: int, dimensions: int, dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> dict[str, StoredTensor]:  # fmt: skip
     try:
         entries = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError):
@@ -231,7 +304,9 @@ def _tensors(name: str, header: bytes, file_bytes: int, dimensions: int) -> dict
         raise ConfigurationError(f"the adapter {name} has {len(entries)} tensors: at most {MAX_TENSORS} are read")
     data = 8 + len(header)
     ends: list[tuple[int, int]] = []
-    tensors = {key: _tensor(name, key, entry, data, ends, dimensions) for key, entry in entries.items()}
+    tensors = {key: _tensor(name, key, entry, data, ends, dimensions, dtypes) for key, entry in entries.items()}
+    if not tensors:
+        raise ConfigurationError(f"the adapter {name} holds no tensors")
     if [begin for begin, _ in sorted(ends)] + [file_bytes] != [data] + [end for _, end in sorted(ends)]:
         raise ConfigurationError(f"the adapter {name} has tensors that overlap, leave gaps or pass the file's end")
     return tensors
@@ -245,16 +320,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(
-    name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]], dimensions: int
+    name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]], dimensions: int,
+    dtypes: Mapping[str, torch.dtype],
 ) -> StoredTensor:  # fmt: skip
     """Checks one entry of the header, and adds the tensor's range of bytes in the file to `ends`.
 
     Args:
         dimensions: 2 if the tensor has to be a matrix, otherwise the most dimensions that it may have.
+        dtypes: the dtypes that the tensor may have, by the names of the format.
     """
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (
-        DTYPES.get(str(fields.get("dtype"))),
+        dtypes.get(str(fields.get("dtype"))),
         _sizes(fields, "shape"),
         _sizes(fields, "data_offsets"),
     )
@@ -265,10 +342,10 @@ def _tensor(
         or offsets is None
         or len(offsets) != 2
         or 0 in shape
-        or not (len(shape) == 2 or (dimensions > 2 and 1 <= len(shape) <= dimensions))
+        or not (len(shape) == 2 or (dimensions > 2 and (dtypes is EVERY_DTYPE or shape) and len(shape) <= dimensions))
     ):
         raise ConfigurationError(
-            f"the adapter {name} has {ascii(key)[:100]} in another form than {wanted} of {', '.join(DTYPES)}"
+            f"the adapter {name} has {ascii(key)[:100]} in another form than {wanted} of {', '.join(dtypes)}"
         )
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:

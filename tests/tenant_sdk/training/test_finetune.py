@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
+from tenant_sdk.adapters import FewLayersWarning
+from tenant_sdk.kinds.started_lora import StartedLoraModel
 from tenant_sdk.training.completion_trainer import CompletionTrainer, mean_loss
 from tenant_sdk.training.labelled_tokens import Collator
 from tests.support.chat_model import make_chat_model
@@ -323,6 +326,18 @@ def test_modules_of_the_tenant_are_trained_whole(
     assert_close(logits(stock), logits(trained_model[0]))
     for module, name in ((stock.base_model.model.model.norm, "norm"), (stock.get_input_embeddings(), "embed_tokens")):
         assert not torch.equal(module.modules_to_save["default"].weight, want[f"model.{name}.weight"]), name
+
+
+def test_default_targets_that_are_few_layers_are_said(
+    chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(StartedLoraModel.target_module_mapping, "llama", ["layers.0.self_attn.q_proj"])
+    with pytest.warns(FewLayersWarning, match="default targets for this model are 1 of its 15 linear layers"):
+        chat_client.finetune(ROWS, lora(target_modules=None), tmp_path / "out", **QUICK | {"max_steps": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FewLayersWarning)
+        named = lora(target_modules=["layers.0.self_attn.q_proj"])  # as the user says
+        chat_client.finetune(ROWS, named, tmp_path / "named", **QUICK | {"max_steps": 1})
 
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])

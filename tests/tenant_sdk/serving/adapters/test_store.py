@@ -215,6 +215,29 @@ def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) ->
     store.close()
 
 
+def test_an_adapter_that_is_dropped_stays_until_its_last_request_ends(
+    model: Any, root: Path, no_racy_files: None
+) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    first, second = held(store, bell, "a1", "a1")
+    store.drop("a1")
+    first.release()
+    store._loader.submit(lambda: None).result()
+    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert store.status().device_adapters == 1
+    second.release()
+    store._loader.submit(lambda: None).result()
+    status = store.status()
+    assert (status.device_adapters, status.host_adapters, status.host_bytes) == (0, 0, 0)
+    assert status.device_reusable == 1 + len(RANKS)
+    for name, code in (("a2", 2), ("a1", 1)):  # the slot is as good as new
+        (ticket,) = held(store, bell, name)
+        assert answers(store, model, [ticket.slot]) == [code_of(code)]
+        ticket.release()
+    store.close()
+
+
 def test_other_ranks_do_not_wait(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
