@@ -2,13 +2,13 @@
 
 `python lock.py EXTRA ...` prints the packages that Veilbase needs with these extras of pyproject.toml; without an extra
 those that it always needs. `build` stands for what setup.py needs, `model` for the package of the built-in model, and
-`torch` for torch alone, without anything else. `python lock.py --write` makes the file anew with uv, from pyproject.toml
-and the versions in constraints.txt.
+`torch` for torch alone, without anything else. `python lock.py --write` makes the file anew with uv, from
+pyproject.toml and the versions in constraints.txt.
 
 The lock holds the SHA-256 of every file of every package, for all systems and all versions of Python from 3.11. For
 torch it holds both those of the builds on the default index, which need NVIDIA's packages on Linux, and those of builds
-without CUDA that pip found where the lock was written. NVIDIA's packages are printed only if the torch that is installed
-in this Python needs them, so install torch first. Packages that torch does not need are left out then.
+without CUDA that pip found where the lock was written. NVIDIA's packages are printed only if the torch that is
+installed in this Python needs them, so install torch first. Packages that torch does not need are left out then.
 
 It needs nothing but Python's own library, since it runs before anything is installed.
 """
@@ -135,7 +135,7 @@ def installed_torch_needs() -> set[str] | None:
     return {normal(one) for one in requires if "extra ==" not in one}
 
 
-# ---- making the lock ----------------------------------------------------------------------------------------------------
+# ---- making the lock -------------------------------------------------------------------------------------------------
 
 
 def write() -> None:
