@@ -17,12 +17,15 @@ help: ## this list
 
 setup: $(READY) ## .venv with pinned dependencies and the demo's model
 
-# torch first: what it needs depends on the build that pip finds, see lock.py
-$(READY): pyproject.toml requirements.lock lock.py setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch] tenant_sdk/serving/attention/*.[ch])
+# torch first: what else is needed depends on its build, see lock.py. pip is left to choose the build without hashes, as
+# with hashes it would pass over a CPU build in a folder of wheels; then it installs only a known one
+$(READY): pyproject.toml constraints.txt requirements.lock lock.py setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch] tenant_sdk/serving/attention/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python lock.py torch > $(VENV)/torch.txt
-	$(INSTALL) $(LOCKED) $(VENV)/torch.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt --dest $(VENV)/torch torch
+	$(INSTALL) --no-index --find-links $(VENV)/torch $(LOCKED) $(VENV)/torch.txt
+	rm -r $(VENV)/torch
 	$(BIN)/python lock.py dev build model > $(VENV)/locked.txt
 	$(INSTALL) $(LOCKED) $(VENV)/locked.txt
 	$(INSTALL) --no-build-isolation --editable .

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -128,10 +131,40 @@ def test_every_installation_demands_hashes_or_takes_this_checkout(file: str) -> 
     uses = re.findall(r"\$(?:\(INSTALL\)|pip) (.*?)(?= && | \\\n|\n)", text)
     assert len(uses) == 3
     for use in uses:
-        assert re.match(r"\$(\(LOCKED\)|locked) \S+\.txt$|--no-build-isolation (--editable )?\.$", use), use
+        assert re.match(
+            r"(--no-index --find-links \S+/torch )?\$(\(LOCKED\)|locked) \S+\.txt$|--no-build-isolation (--editable )?\.$",
+            use,
+        ), use
     assert "--require-hashes --only-binary :all: --requirement" in text
 
 
 def test_setup_runs_again_when_the_lock_changes() -> None:
     (needs,) = re.findall(r"^\$\(READY\): (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {Path(lock.LOCK).name, "lock.py", "pyproject.toml"} <= set(needs.split())
+    assert {"requirements.lock", "constraints.txt", "lock.py", "pyproject.toml"} <= set(needs.split())
+
+
+def test_pip_takes_a_build_for_cpus_from_a_folder_of_wheels(tmp_path: Path) -> None:
+    """Given hashes, pip prefers a file whose hash its index tells to one of a higher version in a folder. So the build
+    is chosen first, without hashes, and is then installed from a folder with nothing else in it, if it is known."""
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    for folder, content in ((known, "known"), (unknown, "another")):
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "torch-2.13.0+cpu-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("torch/__init__.py", f"# {content}")
+            wheel.writestr(
+                "torch-2.13.0+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n"
+            )
+            wheel.writestr("torch-2.13.0+cpu.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr("torch-2.13.0+cpu.dist-info/RECORD", "")
+    hashes = sorted([hashlib.sha256(next(known.iterdir()).read_bytes()).hexdigest(), "0" * 64])
+    (tmp_path / "torch.txt").write_text(str(lock.Locked("torch", "torch==2.13.0", tuple(hashes), ("peft",))))
+    command = [
+        sys.executable, "-m", "pip", "--isolated", "install", "--disable-pip-version-check", "--dry-run", "--no-deps",
+        "--ignore-installed", "--require-hashes", "--only-binary", ":all:", "--no-index",
+        "--requirement", str(tmp_path / "torch.txt"), "--find-links",
+    ]  # fmt: skip
+    taken = subprocess.run([*command, str(known)], capture_output=True, text=True, check=False)
+    assert "Would install torch-2.13.0+cpu" in taken.stdout, taken.stderr
+    refused = subprocess.run([*command, str(unknown)], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
