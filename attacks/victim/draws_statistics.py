@@ -141,7 +141,7 @@ class Statistics:
             ("numbers, row by row", by_row[:, :_MOST_IN_ORDER]),
             ("numbers, feature by feature", by_feature[:, :_MOST_IN_ORDER]),
         ):  # fmt: skip
-            self._lagged("errors", f"other {order}", _sequence_lags(sequence), self.sigma)
+            self._lagged("errors", f"other {order}", sequence_lags(sequence), self.sigma)
 
     # ---- everything --------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Statistics:
     def _distance(self, name: str, num_tests: int, distance: float) -> None:
         self._add(name, "standard deviations", num_tests, distance, tails.sub_gaussian(distance))
 
-    def _lagged(self, what: str, others: str, lags: Iterator[_Lags], sigma: float) -> None:
+    def _lagged(self, what: str, others: str, lags: Iterator[Lags], sigma: float) -> None:
         """Adds a test for each sum of products."""
         for one in lags:
             if one.totals.numel():
@@ -225,7 +225,7 @@ class Statistics:
             balances = rows.sum(1) / (TRIT_SIGMA * math.sqrt(size))
             self._distance(f"balance of {name}", len(rows), _farthest(balances))
         for polynomial in secrets.flatten(0, 1).to(torch.float64):
-            self._lagged("trits", "others of a polynomial", _sequence_lags(polynomial[None]), TRIT_SIGMA)
+            self._lagged("trits", "others of a polynomial", sequence_lags(polynomial[None]), TRIT_SIGMA)
 
     # ---- pairs -------------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Statistics:
         """
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
-        self._lagged(what, "those made soon after", _pair_lags(wide), sigma)
+        self._lagged(what, "those made soon after", pair_lags(wide), sigma)
         lengths = (there @ wide.square().t()).sqrt()
         distances = ((wide @ wide.t()) / (sigma * lengths)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         relations = _relations(owners)
@@ -354,7 +354,7 @@ def _items(rows: torch.Tensor, most: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class _Lags:
+class Lags:
     """Holds sums of products of numbers at many distances, or mirrored about many centres.
 
     Attributes:
@@ -369,7 +369,7 @@ class _Lags:
     is_mirrored: bool
 
 
-def _sequence_lags(sequence: torch.Tensor) -> Iterator[_Lags]:
+def sequence_lags(sequence: torch.Tensor) -> Iterator[Lags]:
     """Computes the correlations of a sequence with itself, at each distance above 0 and mirrored about each centre.
 
     Args:
@@ -381,16 +381,16 @@ def _sequence_lags(sequence: torch.Tensor) -> Iterator[_Lags]:
     squares = sequence.square().sum(0)
     shifted = torch.fft.irfft(transform.abs().square().sum(0), size)[1:length]
     counts = torch.arange(length - 1, 0, -1) * channels
-    yield _Lags(shifted, squares.cumsum(0)[: length - 1].flip(0), counts, False)
+    yield Lags(shifted, squares.cumsum(0)[: length - 1].flip(0), counts, False)
     mirrored = torch.fft.irfft(transform.square().sum(0), size)[: 2 * length - 1]
     sums, counts = _mirrored_sums(squares[None])[0], _mirrored_sums(torch.full((1, length), channels))[0]
     # the number in the centre is its own image; the products of all other ones are there twice
     for each, centre in ((mirrored, squares), (sums, squares), (counts, channels)):
         each[::2] -= centre
-    yield _Lags(mirrored[1:-1] / 2, sums[1:-1] / 2, counts[1:-1] / 2, True)
+    yield Lags(mirrored[1:-1] / 2, sums[1:-1] / 2, counts[1:-1] / 2, True)
 
 
-def _pair_lags(rows: torch.Tensor) -> Iterator[_Lags]:
+def pair_lags(rows: torch.Tensor) -> Iterator[Lags]:
     """Computes the correlations of pairs of rows, at each distance and mirrored about each centre. A row is paired with
     those after it, with as many of them as `_MOST_LAGGED` allows.
 
@@ -407,8 +407,8 @@ def _pair_lags(rows: torch.Tensor) -> Iterator[_Lags]:
     for gap in range(1, min(num_rows, 1 + max(1, _MOST_LAGGED // (num_rows * size)))):
         one, other = transforms[:-gap], transforms[gap:]
         shifted = torch.fft.irfft(one.conj() * other, size).roll(length - 1, 1)[:, : 2 * length - 1]
-        yield _Lags(shifted, behind[:-gap], counts, False)
-        yield _Lags(torch.fft.irfft(one * other, size)[:, : 2 * length - 1], before[:-gap], counts, True)
+        yield Lags(shifted, behind[:-gap], counts, False)
+        yield Lags(torch.fft.irfft(one * other, size)[:, : 2 * length - 1], before[:-gap], counts, True)
 
 
 def _mirrored_sums(numbers: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 NEVER = -math.inf
 """The logarithm of a probability of zero."""
-_RATE = 8.0
+RATE = 8.0
 """The distance, in standard deviations, for which `products` gives the best bound: that of the alarms of a report with
 10^6 to 10^8 tests. The bound holds for any number."""
 
@@ -43,7 +43,7 @@ def products(totals: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, 
     Let M = Σ w·x, where each x is σ²-sub-Gaussian and independent of its own weight w and of all products before it.
     Then exp(λ·M − λ²σ²·V/2) with V = Σ w² is a supermartingale that starts at 1, so by Markov's inequality
     λ·|M| − λ²σ²·V/2 is at least t with probability 2·exp(−t) at most, for any λ that is chosen beforehand. Here
-    λ = `_RATE`/(σ²·√n) for n products. If the pairs (w, x) are disjoint and w is σ²-sub-Gaussian too, V may also be
+    λ = `RATE`/(σ²·√n) for n products. If the pairs (w, x) are disjoint and w is σ²-sub-Gaussian too, V may also be
     Σ (w² + x²)/2: by the inequality of Cauchy and Schwarz, E exp(λwx − λ²σ²(w² + x²)/4) is at most the root of
     E exp(λwx − λ²σ²w²/2) · E exp(λwx − λ²σ²x²/2), and either factor is at most 1.
 
@@ -56,7 +56,7 @@ def products(totals: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, 
     Source: de la Peña, Klass, Leung Lai, "Self-normalized processes: exponential inequalities, moment bounds and
     iterated logarithm laws", 2004, section 1.
     """
-    rate = _RATE / (sigma**2 * counts.to(torch.float64).sqrt())
+    rate = RATE / (sigma**2 * counts.to(torch.float64).sqrt())
     return (math.log(2) - (rate * totals.abs() - (rate * sigma).square() * squares / 2)).clamp(max=0.0)
 
 

@@ -66,7 +66,6 @@ def test_a_file_that_changes_after_the_name_is_resolved_is_refused(package: Path
     package.write_bytes(CONTENT[:-1] + b"?")
     for use in (
         lambda: checkpoint.layer("any", "linear"),
-        checkpoint._tokenizer,
         lambda: named_text(tokenizer, tmp_path),
         lambda: load(served),
     ):
@@ -114,7 +113,6 @@ def test_a_file_that_cannot_be_read_is_one_line(known: BuiltIn, tmp_path: Path) 
 def test_a_file_with_a_name_of_its_own_is_any_file(package: Path) -> None:
     """A path names what lies there, even if the file is called like the built-in model."""
     own = package.rename(package.with_name(f"{NAME}.gguf"))
-    assert TrustedCheckpoint.open(own)._source.known is None
     assert find_tokenizer(own).known is None
     assert resolve(str(own)).known is None
 

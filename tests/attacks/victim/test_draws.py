@@ -8,16 +8,15 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from attacks.controls.weak_lattice import WEAKNESSES, Weakness, changed
-from attacks.victim import check, draws_statistics
+from attacks.victim import check
 from attacks.victim.check import Check
 from attacks.victim.draws import Errors, Watch
-from attacks.victim.draws_statistics import Statistics
+from attacks.victim.draws_statistics import Lags, Statistics, pair_lags, sequence_lags
 from noise import sampling
 from noise.hints.store import HintStore
 from noise.lattice import Lattice
@@ -230,7 +229,7 @@ def test_a_block_that_is_an_earlier_one_turned_round_is_caught(tmp_path: Path) -
 def test_every_distance_and_every_centre_is_tested() -> None:
     """The sums that are computed by Fourier transform are those of a plain loop."""
     numbers = torch.randint(-5, 6, (3, 11)).to(torch.float64)
-    shifted, mirrored = draws_statistics._sequence_lags(numbers)
+    shifted, mirrored = sequence_lags(numbers)
     for distance in range(1, 11):
         one, other = numbers[:, :-distance], numbers[:, distance:]
         check_sums(shifted, distance - 1, (one * other).sum(), one.square().sum(), one.numel())
@@ -240,7 +239,7 @@ def test_every_distance_and_every_centre_is_tested() -> None:
         squares = (one.square() + other.square()).sum() / 2
         check_sums(mirrored, centre - 1, (one * other).sum(), squares, one.numel())
     rows = torch.randint(-5, 6, (4, 7)).to(torch.float64)
-    found = list(draws_statistics._pair_lags(rows))
+    found = list(pair_lags(rows))
     assert [one.is_mirrored for one in found] == [False, True] * 3
     for index, distance in itertools.product(range(2), range(-6, 7)):  # pairs of rows with one row between them
         places = [i for i in range(7) if 0 <= i + distance < 7]
@@ -251,7 +250,7 @@ def test_every_distance_and_every_centre_is_tested() -> None:
         check_sums(found[3], (index, distance + 6), one @ other, one.square().sum(), len(images))
 
 
-def check_sums(lags: Any, at: int | tuple[int, int], total: torch.Tensor, squares: torch.Tensor, count: int) -> None:
+def check_sums(lags: Lags, at: int | tuple[int, int], total: torch.Tensor, squares: torch.Tensor, count: int) -> None:
     assert float(lags.totals[at]) == pytest.approx(float(total), abs=1e-9)
     assert float(lags.squares[at]) == pytest.approx(float(squares), abs=1e-9)
     assert float(lags.counts.expand(lags.totals.shape)[at]) == count

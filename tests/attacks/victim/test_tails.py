@@ -117,7 +117,7 @@ SMALL: dict[str, Distribution] = {"trits": TRITS, "signs": {-1.0: 0.5, 1.0: 0.5}
 @pytest.mark.parametrize("rate", [0.7, 1.0, 1.4])
 def test_sums_of_products(name: str, is_mirrored: bool, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks every sample of eight numbers, for products with the number two places on, and with the mirror image."""
-    monkeypatch.setattr(tails, "_RATE", rate)
+    monkeypatch.setattr(tails, "RATE", rate)
     values, chances = (torch.tensor(list(each), dtype=torch.float64) for each in zip(*SMALL[name].items(), strict=True))
     chosen = torch.cartesian_prod(*[torch.arange(len(values))] * 8)
     samples, weights = values[chosen], chances[chosen].prod(1)
