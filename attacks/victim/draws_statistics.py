@@ -2,17 +2,24 @@
 alarms.
 
 Every test gives an upper bound on the probability that chance gives such a value (`attacks.victim.tails`, which uses no
-limit theorem). A test raises an alarm if its bound is at most `FALSE_ALARM`/T, where T is the number of tests in a
-report. Then an honest run raises any alarm with probability at most `FALSE_ALARM`, however the tests depend on each
-other. Within a test, numbers that have to be independent are so: in a sum over pairs, a number and its weight come from
-different draws.
+limit theorem). Of K kinds of tests, each gets an equal share of `FALSE_ALARM`, and so does each of the T tests of one
+kind: a test raises an alarm if its bound is at most `FALSE_ALARM`/(K·T). Then an honest run raises any alarm with
+probability at most `FALSE_ALARM`, however the tests depend on each other. Within a test, numbers that have to be
+independent are so: in a sum over pairs, a number and its weight come from different draws.
 
 The tests look at:
 - numbers outside of the support;
 - the number of non-zero trits and the sum of trits, for each secret, and for each position over all secrets;
 - mean, mean square and distribution of errors, for each block, feature and row;
-- correlation of errors with the next number, and with every other block, group, direction and piece;
-- equal rows of errors and equal runs of trits, anywhere.
+- correlation of the errors of a block or piece with each other, at every distance and mirrored about every centre, by
+  rows, by features and in both orders of all numbers; the same for the trits of each polynomial;
+- correlation of errors with every other block, group, direction and piece, and of polynomials with every other one; for
+  those that were made soon after each other also at every distance and mirrored;
+- equal rows of errors and equal runs of trits, anywhere, also with the sign or the order turned round.
+
+What depends on other numbers without correlation at a distance or mirrored is not seen: for example, errors that are
+others in a permuted order, or a function of others that is not correlated with them. Between blocks and pieces only the
+first errors are compared at every distance, and equal rows are found by their ends.
 """
 
 from __future__ import annotations
@@ -42,6 +49,15 @@ _HASH_BYTES = 16
 _MOST_POLYNOMIALS, _MOST_UNITS = 6144, 4096
 """The most polynomials, and the most blocks or pieces, that are compared with each other. If there are more, only the
 first ones are compared."""
+_MOST_IN_ORDER = 2**17
+"""The most errors of a block or piece that are correlated with each other in one order of all its numbers. The
+correlations of whole rows and of whole features have no such limit."""
+_MOST_LAGGED = 2**23
+"""The size of all Fourier transforms for the correlations of pairs at every distance, for each kind of numbers, which
+bounds their time. If they would be larger, each one is compared with fewer of those that were made after it."""
+_TURNED = 8
+"""The number of ways in which two rows, or two runs of trits, count as equal: the start or the reversed end of the one,
+with either sign, against the start or the reversed end of the other."""
 
 
 @dataclass
@@ -110,8 +126,8 @@ class Statistics:
         self._rows.squares[rows] += squares.sum(1)
         self._rows.counts[rows] += width
         self._least_features = min(self._least_features, width)
-        for row in numbers[:, :CORNER_FEATURES].contiguous().numpy():
-            self._rows_seen.add(row.tobytes(), unit.place, unit.secret, unit.first_row)
+        for item in _items(numbers, CORNER_FEATURES):
+            self._rows_seen.add(item, unit.place, unit.secret, unit.first_row)
 
     def _test_unit(self, wide: torch.Tensor) -> None:
         size = wide.numel()
@@ -119,10 +135,13 @@ class Statistics:
         self._distance("mean of a block's errors", 1, mean)
         ratio = float(wide.square().mean()) / self.sigma**2
         self._add("mean square of a block's errors", "of σ²", 1, ratio, tails.mean_square(ratio, size))
-        for name, turned in (("feature", wide.t()), ("row", wide)):
-            for one, other in _neighbours(turned):
-                value = tails.correlation(one, other, self.sigma)
-                self._distance(f"errors against those of the next {name}", 1, value)
+        by_row, by_feature = wide.reshape(1, -1), wide.t().reshape(1, -1)
+        for order, sequence in (
+            ("rows", wide.t()), ("features", wide),
+            ("numbers, row by row", by_row[:, :_MOST_IN_ORDER]),
+            ("numbers, feature by feature", by_feature[:, :_MOST_IN_ORDER]),
+        ):  # fmt: skip
+            self._lagged("errors", f"other {order}", sequence_lags(sequence), self.sigma)
 
     # ---- everything --------------------------------------------------------------------------------------------------
 
@@ -136,12 +155,11 @@ class Statistics:
             self._test_secrets(torch.stack(watch.secrets))
             self._test_pairs(watch)
             self._test_repeats(watch)
-        total = sum(family.num_tests for family in self.families.values())
-        limit = math.log(FALSE_ALARM / total)
+        share = math.log(FALSE_ALARM / len(self.families))
         return [
             Check(
                 name, one.num_tests, one.value, one.unit, one.log_p / math.log(10) if math.isfinite(one.log_p)
-                else one.log_p, one.log_p <= limit,
+                else one.log_p, one.log_p <= share - math.log(one.num_tests),
             )
             for name, one in self.families.items()
         ]  # fmt: skip
@@ -154,6 +172,16 @@ class Statistics:
 
     def _distance(self, name: str, num_tests: int, distance: float) -> None:
         self._add(name, "standard deviations", num_tests, distance, tails.sub_gaussian(distance))
+
+    def _lagged(self, what: str, others: str, lags: Iterator[Lags], sigma: float) -> None:
+        """Adds a test for each sum of products."""
+        for one in lags:
+            if one.totals.numel():
+                log_p = tails.products(one.totals, one.squares, one.counts, sigma).flatten()
+                at = int(log_p.argmin())
+                distance = float((one.totals / (sigma**2 * one.counts.to(torch.float64).sqrt())).flatten()[at])
+                name = f"{what} against {others}{', mirrored' if one.is_mirrored else ', at every distance'}"
+                self._add(name, "standard deviations", log_p.numel(), distance, float(log_p[at]))
 
     def _never(self, name: str, count: int) -> None:
         """Adds a test for something that an honest tenant never does. A count above zero is an alarm."""
@@ -196,9 +224,8 @@ class Statistics:
                 self._add(f"weight of {name}", "of what is expected", 1, weight / size * 1.5, log_p)
             balances = rows.sum(1) / (TRIT_SIGMA * math.sqrt(size))
             self._distance(f"balance of {name}", len(rows), _farthest(balances))
-        for secret in secrets.to(torch.float64):
-            for one, other in _neighbours(secret.t()):
-                self._distance("trits against the next", 1, tails.correlation(one, other, TRIT_SIGMA))
+        for polynomial in secrets.flatten(0, 1).to(torch.float64):
+            self._lagged("trits", "others of a polynomial", sequence_lags(polynomial[None]), TRIT_SIGMA)
 
     # ---- pairs -------------------------------------------------------------------------------------------------------
 
@@ -225,7 +252,7 @@ class Statistics:
         sigma: float,
     ) -> None:
         """Adds tests of the correlation of every pair of rows of `numbers`, one test for each relation between the
-        owners of two rows.
+        owners of two rows. Adds tests of correlations at every distance, and mirrored, for rows that are near.
 
         The correlation is the sum of products over the positions at which both rows have a number, in units of σ·‖b‖,
         where b holds the second row's numbers at these positions.
@@ -239,6 +266,7 @@ class Statistics:
         """
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
+        self._lagged(what, "those made soon after", pair_lags(wide), sigma)
         lengths = (there @ wide.square().t()).sqrt()
         distances = ((wide @ wide.t()) / (sigma * lengths)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         relations = _relations(owners)
@@ -250,15 +278,17 @@ class Statistics:
 
     def _test_repeats(self, watch: Watch) -> None:
         for number, (secret, place) in enumerate(zip(watch.secrets, watch.places, strict=True)):
-            for run in secret.reshape(-1, min(_RUN, secret.shape[1])).numpy():
-                self._runs_seen.add(run.tobytes(), place, number, 0)
+            run_length = min(_RUN, secret.shape[1])
+            for item in _items(secret.reshape(-1, run_length), run_length):
+                self._runs_seen.add(item, place, number, 0)
         run_length = min(_RUN, self.parameters.ring_degree)
         equal = math.log(sum(each * each for each in self.distribution.values())) * self._least_features
         for what, seen, log_equal in (
             ("equal rows of errors", self._rows_seen, equal),
             (f"equal runs of {run_length} trits", self._runs_seen, -math.log(3) * run_length),
         ):
-            chance = tails.collisions(seen.num_items, math.log(math.exp(log_equal) + 2.0 ** (-8 * _HASH_BYTES)))
+            log_equal = math.log(_TURNED * math.exp(log_equal) + 2.0 ** (-8 * _HASH_BYTES))
+            chance = tails.collisions(seen.num_items, log_equal)
             for name in (_SAME, *_RELATIONS):
                 count = seen.repeats[name]
                 self._add(f"{what} in {name}", "pairs", 1, float(count), chance if count else 0.0)
@@ -314,14 +344,90 @@ def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
     return found
 
 
-def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the odd rows, each with the row before it, and then the even rows in the same way. So no row is on both
-    sides of one pair of tensors. Yields nothing for a single row."""
-    for first in (0, 1):
-        pairs = (len(rows) - first) // 2
-        if pairs:
-            both = rows[first : first + 2 * pairs].unflatten(0, (pairs, 2))
-            yield both[:, 1], both[:, 0]
+def _items(rows: torch.Tensor, most: int) -> Iterator[bytes]:
+    """Yields an item for each row, from the first `most` numbers of the row or of its reverse. A row has the same item
+    as its negative, its reverse, and its reverse's negative."""
+    starts = rows[:, :most], rows.flip(1)[:, :most]
+    turned = [one.contiguous().numpy() for start in starts for one in (start, -start)]
+    for each in zip(*turned, strict=True):
+        yield min(one.tobytes() for one in each)
+
+
+@dataclass(frozen=True)
+class Lags:
+    """Holds sums of products of numbers at many distances, or mirrored about many centres.
+
+    Attributes:
+        totals: the sums, float64.
+        squares: bounds on the sums of the squared weights, as `tails.products` takes them; the same shape.
+        counts: the number of products of each sum; a shape that broadcasts to that of `totals`.
+    """
+
+    totals: torch.Tensor
+    squares: torch.Tensor
+    counts: torch.Tensor
+    is_mirrored: bool
+
+
+def sequence_lags(sequence: torch.Tensor) -> Iterator[Lags]:
+    """Computes the correlations of a sequence with itself, at each distance above 0 and mirrored about each centre.
+
+    Args:
+        sequence: float64, shape (channels, length); the sums run over all channels.
+    """
+    channels, length = sequence.shape
+    size = _transform_size(length)
+    transform = torch.fft.rfft(sequence, size)
+    squares = sequence.square().sum(0)
+    shifted = torch.fft.irfft(transform.abs().square().sum(0), size)[1:length]
+    counts = torch.arange(length - 1, 0, -1) * channels
+    yield Lags(shifted, squares.cumsum(0)[: length - 1].flip(0), counts, False)
+    mirrored = torch.fft.irfft(transform.square().sum(0), size)[: 2 * length - 1]
+    sums, counts = _mirrored_sums(squares[None])[0], _mirrored_sums(torch.full((1, length), channels))[0]
+    # the number in the centre is its own image; the products of all other ones are there twice
+    for each, centre in ((mirrored, squares), (sums, squares), (counts, channels)):
+        each[::2] -= centre
+    yield Lags(mirrored[1:-1] / 2, sums[1:-1] / 2, counts[1:-1] / 2, True)
+
+
+def pair_lags(rows: torch.Tensor) -> Iterator[Lags]:
+    """Computes the correlations of pairs of rows, at each distance and mirrored about each centre. A row is paired with
+    those after it, with as many of them as `_MOST_LAGGED` allows.
+
+    Args:
+        rows: float64, shape (num_rows, length).
+    """
+    num_rows, length = rows.shape
+    size = _transform_size(length)
+    transforms = torch.fft.rfft(rows, size)
+    squares, ones = rows.square(), torch.ones(1, length)
+    # the places of a later row that a row has at a distance are the mirrored ones, with the row turned round
+    behind, before = _mirrored_sums(squares.flip(1)), _mirrored_sums(squares)
+    counts = _mirrored_sums(ones)
+    for gap in range(1, min(num_rows, 1 + max(1, _MOST_LAGGED // (num_rows * size)))):
+        one, other = transforms[:-gap], transforms[gap:]
+        shifted = torch.fft.irfft(one.conj() * other, size).roll(length - 1, 1)[:, : 2 * length - 1]
+        yield Lags(shifted, behind[:-gap], counts, False)
+        yield Lags(torch.fft.irfft(one * other, size)[:, : 2 * length - 1], before[:-gap], counts, True)
+
+
+def _mirrored_sums(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns, for each c from 0, the sum of the numbers that have an image if place i is mirrored to place c − i.
+
+    Args:
+        numbers: shape (num_rows, length).
+
+    Returns:
+        float64, shape (num_rows, 2·length − 1).
+    """
+    sums = numbers.to(torch.float64).cumsum(1)
+    return torch.cat([sums, sums[:, -1:] - sums[:, :-1]], 1)
+
+
+def _transform_size(length: int) -> int:
+    """Returns a size of at least 2·length that has no large prime factor, so that a Fourier transform is fast."""
+    step = 1 << max(0, (2 * length).bit_length() - 4)
+    return -(-2 * length // step) * step
 
 
 def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

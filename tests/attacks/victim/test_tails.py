@@ -108,7 +108,35 @@ def test_distributions_are_those_of_the_parameters() -> None:
         assert sum(value**2 * chance for value, chance in distribution.items()) == pytest.approx(variance, rel=1e-9)
 
 
-def test_a_correlation_is_in_standard_deviations() -> None:
-    one, other = torch.tensor([3.0, -4.0]), torch.tensor([3, -4])
-    assert tails.correlation(one, other, 2.0) == pytest.approx(25 / (2 * 5))
-    assert tails.correlation(one, torch.zeros(2), 2.0) == 0.0
+SMALL: dict[str, Distribution] = {"trits": TRITS, "signs": {-1.0: 0.5, 1.0: 0.5}}
+"""Distributions with so few values that all samples can be listed; each is sub-Gaussian with its own variance."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("is_mirrored", [False, True])
+@pytest.mark.parametrize("rate", [0.7, 1.0, 1.4])
+def test_sums_of_products(name: str, is_mirrored: bool, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks every sample of eight numbers, for products with the number two places on, and with the mirror image."""
+    monkeypatch.setattr(tails, "RATE", rate)
+    values, chances = (torch.tensor(list(each), dtype=torch.float64) for each in zip(*SMALL[name].items(), strict=True))
+    chosen = torch.cartesian_prod(*[torch.arange(len(values))] * 8)
+    samples, weights = values[chosen], chances[chosen].prod(1)
+    if is_mirrored:
+        totals = (samples[:, :4] * samples.flip(1)[:, :4]).sum(1)
+        squares = samples.square().sum(1) / 2
+    else:
+        totals, squares = (samples[:, 2:] * samples[:, :-2]).sum(1), samples[:, :-2].square().sum(1)
+    sigma = math.sqrt(float(chances @ values.square()))
+    bounds = tails.products(totals, squares, torch.tensor(4 if is_mirrored else 6), sigma)
+    assert float(bounds.min()) < 0, "some sample has a bound that says something"
+    for bound in bounds.unique().tolist():
+        assert float(weights[bounds <= bound].sum()) <= math.exp(bound) * SLACK
+
+
+def test_sums_of_products_are_not_far_from_the_truth_where_it_counts() -> None:
+    """At eight standard deviations, the bound is that for weights which are independent of the numbers."""
+    squares = torch.tensor(10_000.0, dtype=torch.float64)
+    (at_eight,) = tails.products(torch.tensor([800.0]), squares, torch.tensor(10_000), 1.0).tolist()
+    assert at_eight == pytest.approx(tails.sub_gaussian(8.0))
+    (far,) = tails.products(torch.tensor([5_000.0]), squares, torch.tensor(10_000), 1.0).tolist()
+    assert far < -300

@@ -136,7 +136,7 @@ def test_the_containerfile_is_made_of_instructions() -> None:
     structure = DockerfileParser(fileobj=io.BytesIO((DEPLOY / "Containerfile").read_bytes())).structure
     words = [one["instruction"] for one in structure if one["instruction"] != "COMMENT"]
     assert words[0] == "FROM"
-    assert set(words) <= {"FROM", "ARG", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
+    assert set(words) <= {"FROM", "ARG", "COPY", "RUN", "WORKDIR", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
     assert words.index("USER") > words.index("RUN")  # the user that runs the provider installs nothing
 
 
