@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from noise.blocks.pool import DEFAULT_BYTES
+from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
@@ -136,9 +136,11 @@ def _lattice(
     hints: str = "disk",
     hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
     hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
-    pool_bytes: int = DEFAULT_BYTES,
+    pool_bytes: int | None = None,
     background: bool = True,
 ) -> MaskScheme:
+    if pool_bytes is None:
+        pool_bytes = DEFAULT_BYTES if setting.mask_device is None else DEFAULT_DEVICE_BYTES
     chosen = choose(parameters, allow_toy)
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
