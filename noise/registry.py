@@ -108,7 +108,10 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         "lattice": _lattice, "pad": _pad, "shares": _shares, "gaussian-pool": _gaussian_pool,
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
-    return makers[mask](setting, **check_options(mask, options))
+    given = check_options(mask, options)
+    if mask == "lattice" and setting.mask_device is not None:  # Masks stay in the device's memory.
+        given = {"pool_bytes": DEFAULT_DEVICE_BYTES, **given}
+    return makers[mask](setting, **given)
 
 
 def _gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
@@ -136,11 +139,9 @@ def _lattice(
     hints: str = "disk",
     hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
     hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
-    pool_bytes: int | None = None,
+    pool_bytes: int = DEFAULT_BYTES,
     background: bool = True,
 ) -> MaskScheme:
-    if pool_bytes is None:
-        pool_bytes = DEFAULT_BYTES if setting.mask_device is None else DEFAULT_DEVICE_BYTES
     chosen = choose(parameters, allow_toy)
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)

@@ -30,7 +30,7 @@ from wire.frame import ITEM_BYTES, Direction
 from wire.ring.threads import all_cores
 
 DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20
-"""The default budget of a pool in the CPU's memory, and of one in a GPU's, which the model shares with it."""
+"""The default budgets of a pool in the CPU's memory and of one in a GPU's, where the model needs room too."""
 _LEAVE_S = 10.0
 """The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""

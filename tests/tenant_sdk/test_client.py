@@ -76,6 +76,8 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
     assert "int8 or native" in refused(inproc, weights="int4")
     for number in ("", "0", "two", "-1", "2&x"):
         assert "with N from 1" in refused(f"{inproc}?shards={number}"), number
+    for device in ("", "gpu", "cuda:", "cuda:x", "cuda:123", "cpu ", "cuda&x", "cuda?shards=2", "x" * 5000):
+        assert "expected inproc:MODEL?device=cuda" in refused(f"{inproc}?device={device}"), device
     assert "needs an identity" in refused("grpcs://127.0.0.1:1")
     for options in ({"mask": "invisible"}, {"arithmetic": "complex"}, {"mask_options": {"pool_size": 3}}):
         assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
