@@ -91,7 +91,7 @@ def _sample(key: bytes | bytearray, place: int, num_blocks: int) -> int:
     # The library's nonce is the counter of the first block, and then RFC 8439's nonce.
     nonce = block.to_bytes(4, "little") + bytes(12)
     stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update(bytes(64))
-    words = struct.unpack_from("<2I", stream, 8 * number)
+    words: tuple[int, int] = struct.unpack_from("<2I", stream, 8 * number)
     return sum((word & 0x1FFFFF).bit_count() for word in words) - 21
 
 
