@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import multiprocessing
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, MOST_STACKED_ROW
 
 CPU = torch.device("cpu")
 FORMS: tuple[Form, ...] = ("described", "horner", "planes", "digits")
+FEW: Form = "planes"
+"""Any form: up to MOST_STACKED_ROWS rows are multiplied by one kernel for all."""
 
 
 @pytest.fixture
@@ -60,20 +63,12 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, bits: int) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bits", [32, 24])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "form"),
     [
-        (1, 1, 1),
-        (4, 17, 5),
-        (5, 129, 65),
-        (16, 256, 64),
-        (17, 9, 8),
-        (64, 128, 64),
-        (65, 130, 67),
-        (65, 144, 96),
-        (130, 40, 24),
-        (3, 1100, 7),
+        *((shape, FEW) for shape in [(1, 1, 1), (4, 17, 5), (5, 129, 65), (16, 256, 64), (17, 9, 8), (64, 128, 64)]),
+        ((3, 1100, 7), FEW),
+        *itertools.product([(65, 130, 67), (65, 144, 96), (130, 40, 24)], FORMS),
     ],
 )
 def test_equals_int64_on_odd_shapes(shape: tuple[int, int, int], form: Form, bits: int) -> None:
@@ -105,8 +100,10 @@ def test_equals_int64(
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [1, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
+@pytest.mark.parametrize(
+    ("num_rows", "form"),
+    [(1, FEW), (MOST_FEW_ROWS + 1, FEW), *((MOST_STACKED_ROWS + 1, form) for form in FORMS)],
+)
 def test_extremes(num_rows: int, form: Form) -> None:
     weight = torch.empty(300, 4, dtype=torch.int8)
     weight[:, 0], weight[:, 1], weight[:, 2], weight[:, 3] = -128, 127, 0, 127
@@ -119,8 +116,10 @@ def test_extremes(num_rows: int, form: Form) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [2, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
+@pytest.mark.parametrize(
+    ("num_rows", "form"),
+    [(2, FEW), (MOST_FEW_ROWS + 1, FEW), *((MOST_STACKED_ROWS + 1, form) for form in FORMS)],
+)
 def test_an_inner_width_past_the_largest_is_multiplied_in_pieces(
     num_rows: int, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
