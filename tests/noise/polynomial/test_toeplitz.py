@@ -163,7 +163,7 @@ def test_a_device_that_draws_no_error_makes_no_mask(fault: str, monkeypatch: pyt
                 samples = device_error.samples_of(words)[:count]
                 if fault == "adds one more":
                     samples = samples + 1
-                numbers += 0 if fault == "adds nothing" else samples.roll(fault == "adds elsewhere")
+                numbers += 0 if fault == "adds nothing" else samples.roll(int(fault == "adds elsewhere"))
 
             return add
 
