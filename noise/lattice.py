@@ -4,10 +4,11 @@ of the public matrix and the int8 weight, which the provider computes once. The 
 of the size of an activation's rounding.
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32, for the encoded row x̃. Secret and error are drawn for this
-group, direction and block alone, from a CSPRNG that the operating system keys (noise/sampling.py). Every mask row is
-used at most once. Scales leave room for the error and for the hint's rounding, so that no unmasked result overflows.
-The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
-replies are right (verification does), and it does not hide row counts and timing.
+group, direction and block alone, from a CSPRNG that the operating system keys (noise/sampling.py, and
+noise/polynomial/device_error.py for errors that a GPU draws). Every mask row is used at most once. Scales leave room
+for the error and for the hint's rounding, so that no unmasked result overflows. The rows are confidential under
+decision Module-LWE with the stated parameters. This module does not guarantee that replies are right (verification
+does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
@@ -58,10 +59,9 @@ counted."""
 MOST_BLOCKS_AT_ONCE = 8
 """The most blocks that share the transforms of A and H, the hint. Sharing among more blocks gained nothing.
 docs/benchmarks_history.md, "Making masks", has figures for one and for eight."""
-
-_CPU = torch.device("cpu")
 MOST_PIECES = 8
 """The most pieces of a block, since each piece costs the work of a whole block."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +150,11 @@ class Lattice:
         # This raises an error before a mask row is used up.
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
+        if mask.is_cuda:
+            for each in (mask, effect):  # The caller's stream may be another one than that of the pool's thread.
+                each.record_stream(torch.cuda.current_stream(each.device))
 
-        # Where the masks are, rows are masked. This adds in place, since fresh pages cost time. The rows of the pool are
+        # Rows are masked where the masks are. This adds in place, since fresh pages cost time. The rows of the pool are
         # used up, so nothing else reads them.
         with on_host(encoded) if mask.is_cpu else on_device(encoded, mask.device) as here:
             masked = mask.add_(here)
@@ -169,8 +172,12 @@ class Lattice:
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
         """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""
-        mask, effect = (each.to(_CPU) for each in self.pool.take(group, direction, 1))
+        taken = self.pool.take(group, direction, 1)
+        mask, effect = (each.to(_CPU) for each in taken)
         row.codec.add(mask, row.payload.numbers)
+        for each in taken:
+            if not each.is_cpu:
+                each.zero_()  # What stays on the device would unmask the row.
         return Masked(
             (Message(row.call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale, effect)
         )
@@ -192,6 +199,8 @@ class Lattice:
             made = self._make_pieces(group, direction, self.pool.rounded(rest))
             rest -= sum(each.slots.remaining for each in made)
             blocks += made
+        if isinstance(self.polynomials, DeviceProducts):
+            self.polynomials.finish()
         return blocks
 
     def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
@@ -365,9 +374,12 @@ class Lattice:
         """Returns scheme, assumption, parameters, secrets used and storage, for the user."""
         chosen = self.parameters
         rounded = 32 - self._hints.dropped_bits
+        generators = "AES-256-CTR keyed by the operating system"
+        if isinstance(self.polynomials, DeviceProducts) and self.polynomials.draws_errors(chosen):
+            generators += "; for errors on the GPU ChaCha20, keyed by the same"
         described = {
             "scheme": "lattice: a fresh Module-LWE sample masks every row",
-            "assumption": "decision Module-LWE with a ternary secret; AES-256-CTR keyed by the operating system",
+            "assumption": f"decision Module-LWE with a ternary secret; {generators}",
             "parameters": f"{chosen.name}: q=2^32, {chosen.rank}x{chosen.ring_degree}, sigma={chosen.sigma}",
             "bits": f"{chosen.bits} estimated ({chosen.source})",
             "pool": self.pool.describe("masks"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from noise import gaussian_pool, off
-from noise.blocks.pool import DEFAULT_BYTES
+from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
@@ -115,7 +115,10 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         "lattice": _lattice, "pad": _pad, "shares": _shares, "gaussian-pool": _gaussian_pool,
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
-    return makers[mask](setting, **check_options(mask, options))
+    given = check_options(mask, options)
+    if mask == "lattice" and setting.mask_device is not None:  # Masks stay in the device's memory.
+        given = {"pool_bytes": DEFAULT_DEVICE_BYTES, **given}
+    return makers[mask](setting, **given)
 
 
 def _gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:

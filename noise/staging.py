@@ -3,7 +3,7 @@ afterwards.
 
 The driver copies to and from a pinned buffer directly, without a buffer of its own. torch keeps pinned buffers for
 later use, so the rows in a buffer are overwritten before the buffer is released. Rows that are on the CPU and stay
-there pass through no buffer. This code has not been run on a GPU.
+there pass through no buffer. Of GPUs this was run on one H100.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from provider.engine.replica import ReplicaLost
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import PreparedModel, WeightsKind, serve_model
-from wire.errors import RemoteFault
+from wire.errors import ConfigurationError, RemoteFault
 from wire.frame import Call
 from wire.loading import quiet_transformers
 from wire.ring.seeded_rows import Rows
@@ -37,8 +37,11 @@ def serve_in_process(
         processes.
 
     Raises:
-        ConfigurationError: the model is unknown, it has no layer to serve, or there are more shards than layer groups.
+        ConfigurationError: the model is unknown, it has no layer to serve, there are more shards than layer groups, or
+            the device cannot be used.
     """
+    if device != "cpu" and num_shards != 1:
+        raise ConfigurationError("one process computes on a device: leave out the shards, or the device")
     with quiet_transformers():  # This restores the tenant's own log level and progress bars at its end.
         served = serve_model(load(resolve(model)), weights, base_layers)
     if device != "cpu":

@@ -47,18 +47,18 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
         model, "native" if weights == "native" else "int8", num_shards=int(given or 1), device=device or "cpu"
     )
     there = served_model.device if isinstance(served_model, ModelOnDevice) else None
-    return (
-        _Owner(served_model, served_model.close, there) if has_shards or has_device else InprocConnection(served_model)
-    )
+    if has_shards or has_device:
+        return _Owner(served_model, served_model.close, there)
+    return InprocConnection(served_model)
 
 
 class _Owner(InprocConnection):
-    """Calls a provider that is ended when the connection is closed."""
+    """Calls a provider that ends with the connection."""
 
     def __init__(self, handler: Handler, end: Callable[[], None], device: torch.device | None) -> None:
         super().__init__(handler, device)
         self._end = end
 
     def close(self) -> None:
-        """Ends the provider's processes."""
+        """Ends the provider: its processes, or what it holds on a device."""
         self._end()

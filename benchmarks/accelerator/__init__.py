@@ -1,13 +1,13 @@
 """Measures providers and tenants on an accelerator, in parts that each have a time limit and a result of their own.
 
-`python -m benchmarks.accelerator --out DIR` runs these parts, the most valuable first, each in a process of its own, and
-writes DIR/PART.json when a part ends, or when it had to be ended:
+`python -m benchmarks.accelerator --out DIR` runs these parts, the most valuable first, each in a process of its own.
+Each part writes DIR/PART.json as it goes on, so that what was measured stays if the part has to be ended:
 
 - products.py: whether the ring product is exact, and its time against bf16, for a large product and for decode;
 - sides.py: a fine-tuning step, prefill, decode and 16 requests, with the tenant on the CPU and on the same device; what
   masks cost; and the shapes of Figures 11, 12 and 19 of the Symbiosis paper;
 - replica.py: the provider's replica by rows and tenants, and the share of its time that copies take;
-- sweep.py: the ring product's kernels with other block sizes.
+- sweep.py: the ring product's kernels with other block sizes, which the part `compile` compiles beforehand.
 
 Models have the shape of real ones and random weights, so that a machine without a network can make them. Without a CUDA
 device nothing is measured. `--device cpu --quick` runs the same code on the CPU with small shapes, which says nothing
@@ -87,8 +87,11 @@ def _setting(given: Any) -> Setting:
 
 
 def run_parts(given: Any) -> int:
-    """Runs each part in a process of its own, within its limit and what is left of the whole. Returns the command's exit
-    code."""
+    """Runs each part in a process of its own, within its limit and what is left of the whole.
+
+    Returns:
+        The command's exit code: 1 if a part failed, was ended or could not begin.
+    """
     began, failed = time.monotonic(), 0
     for part in given.parts.split(","):
         left_s = given.limit_s - (time.monotonic() - began)
@@ -125,7 +128,8 @@ def run_part(part: str, setting: Setting) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of a part are ended with it
     runs: dict[str, Callable[[Setting], dict[str, Any]]] = {
-        "products": products.run, "replica": replica.run, "sweep": sweep.run, "compile": sweep.compile_all, "models": sides.run,
+        "products": products.run, "replica": replica.run, "models": sides.run,
+        "sweep": sweep.run, "compile": sweep.compile_all,
     }  # fmt: skip
     results = runs[part](setting)
     setting.note(results)

@@ -143,8 +143,8 @@ class _Products:
 
 
 def exact_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the product mod 2^32 by float64 products of 16-bit halves, which are exact and fast: their sums stay below
-    2^53. Rows are int32 and weights int8, on the CPU."""
+    """Returns the product mod 2^32 by float64 products of 16-bit halves, which are exact and fast: their sums stay
+    below 2^53. Rows are int32 and weights int8, on the CPU."""
     import torch
 
     low, high, wide = (rows & 0xFFFF).double(), (rows >> 16).double(), weight.double()

@@ -160,7 +160,7 @@ def context(setting: Setting, folder: Path, results: dict[str, Any], note: Note)
     _measure(setting, folder, sides, tuple(f"context {length}" for length in lengths), results, note)
 
 
-# ---- a side ------------------------------------------------------------------------------------------------------------
+# ---- a side ---------------------------------------------------------------------------------------------------------
 
 
 class Side:
@@ -169,7 +169,7 @@ class Side:
     def __init__(self, setting: Setting, folder: Path, told: Mapping[str, Any]) -> None:
         began = time.monotonic()
         given = {"folder": str(folder), "device": "cpu", "quick": setting.is_quick, "url": "", "name": "bench0", **told}
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `leave` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, json.dumps(given)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -197,6 +197,7 @@ class Side:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._log.close()
 
     def _answer(self, word: str) -> Any:
         while self._process.stdout is not None:
@@ -291,7 +292,8 @@ def _model(told: Mapping[str, Any], stack: contextlib.ExitStack) -> tuple[Any, A
     }  # fmt: skip
     client = stack.enter_context(
         tenant_sdk.TenantClient(
-            urls[told["url"]], identity=None if told["url"] == "inproc" else folder / told["name"], mask=told["mask"], arithmetic="ring", cache=cache, device=told["device"],
+            urls[told["url"]], identity=None if told["url"] == "inproc" else folder / told["name"],
+            mask=told["mask"], arithmetic="ring", cache=cache, device=told["device"],
             mask_options={"background": False, "pool_bytes": 8 << 30} if lattice else {},
             trust_same_gpu=told.get("trust", False), progress=False,
         )

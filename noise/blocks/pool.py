@@ -29,7 +29,8 @@ from wire.errors import MaskError
 from wire.frame import ITEM_BYTES, Direction
 from wire.ring.threads import all_cores
 
-DEFAULT_BYTES = 2 << 30
+DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20
+"""The default budgets of a pool in the CPU's memory and of one in a GPU's, where the model needs room too."""
 _LEAVE_S = 10.0
 """The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""
@@ -190,7 +191,11 @@ class MaskPool:
             none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
             return none.view(0, request_cols), none.view(0, reply_cols)
         masks, effects = zip(*parts, strict=True)
-        return torch.cat(masks), torch.cat(effects)
+        joined = torch.cat(masks), torch.cat(effects)
+        for each in (*masks, *effects):
+            if not each.is_cpu:
+                each.zero_()  # A device's memory may come to another process.
+        return joined
 
     def _collect(
         self, group: GroupSpec, direction: Direction, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]

@@ -6,8 +6,8 @@ functions of noise/polynomial/negacyclic.py, and gives the same numbers to the l
 the device, where rows are masked and replies unmasked.
 
 Guarantees: secrets are drawn on the CPU and come to the device for one product. Memory of the device that held a
-secret, its matrix or a product that was copied is overwritten before it is released. Of every product, some
-numbers at random places are compared with the CPU's, so that no row is sent without a mask if the
+secret, its matrix or a product that was copied is overwritten before it is released. Of every product and of every
+drawn error, some numbers at random places are compared with the CPU's, so that no row is sent without a mask if the
 device computes nothing. Matrices are public; those of hints are kept on the device, within a bound (`kept_bytes`).
 """
 
@@ -103,15 +103,33 @@ class DeviceProducts:
         with torch.inference_mode(False), self.matrix_of(secrets_hat) as weight:
             made = _products(matrix_hat.rows, weight, secrets_hat.shape[0])
             _compare(matrix_hat.rows, secrets_hat, made)
-            return made if error is None else made.add_(error.to(self._device))
+            if error is not None:
+                with on_device(error, self._device) as drawn:
+                    made += drawn
+            return made
+
+    def draws_errors(self, parameters: LatticeParameters) -> bool:
+        """Tells whether the device draws the errors of masks itself (noise/polynomial/device_error.py)."""
+        return parameters.sigma == NOMINAL_SIGMA and device_error.is_exact(self._device)
 
     def add_error(self, masks: torch.Tensor, rng: sampling.Csprng, parameters: LatticeParameters) -> None:
-        """Adds a fresh error to masks on the device, which draws it where it can (noise/polynomial/device_error.py)."""
-        if parameters.sigma == NOMINAL_SIGMA and device_error.is_exact(masks.device):
-            device_error.add_centred_binomial(masks)
-        else:
+        """Adds a fresh error to masks on the device, contiguous, which draws it where it can.
+
+        Raises:
+            MaskError: the device drew something else, has no memory left, or failed.
+        """
+        with self._faults():
+            if self.draws_errors(parameters):
+                device_error.add_centred_binomial(masks)
+                return
             with on_device(sampling.error(rng, masks.shape, parameters), self._device) as drawn:
                 masks += drawn
+
+    def finish(self) -> None:
+        """Waits until what was made is complete, since another thread may read it on another stream."""
+        if self._device.type == "cuda":
+            with self._faults():
+                torch.cuda.current_stream(self._device).synchronize()
 
     def product(
         self, matrix: torch.Tensor | Columns, secrets_hat: torch.Tensor, parameters: LatticeParameters
@@ -174,21 +192,28 @@ class DeviceProducts:
             MaskError: the device has no memory left, or failed.
         """
         there: torch.Tensor | None = None
+        with self._faults():
+            try:
+                with on_device(secrets, self._device) as moved:
+                    there = toeplitz(moved)
+                # The weight's inner width is contiguous, so kernels make no copy of it.
+                yield there.t()
+            finally:
+                if there is not None:
+                    with contextlib.suppress(RuntimeError):  # A device that is lost overwrites nothing.
+                        there.zero_()
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Turns errors of the device into `MaskError`, without their texts, which may hold numbers."""
         try:
-            with on_device(secrets, self._device) as moved:
-                there = toeplitz(moved)
-            # The weight's inner width is contiguous, so kernels make no copy of it.
-            yield there.t()
-        except torch.OutOfMemoryError:  # `from None`, here and below: the cause's text may hold numbers.
+            yield
+        except torch.OutOfMemoryError:
             raise MaskError(
                 f"{self._device} has no memory left to make masks: free some, or make masks on the CPU"
             ) from None
         except RuntimeError as exc:
             raise MaskError(f"{self._device} failed while it made masks: {type(exc).__name__}") from None
-        finally:
-            if there is not None:
-                with contextlib.suppress(RuntimeError):  # A device that is lost overwrites nothing.
-                    there.zero_()
 
 
 def _products(rows: torch.Tensor, weight: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -206,8 +231,8 @@ def toeplitz(secrets: torch.Tensor) -> torch.Tensor:
         secrets: int8, shape (B, k, N), any device.
 
     Returns:
-        int8, shape (B·N, k·N), contiguous, on that device. In row b·N + t, the entry of column i·N + j is coefficient t of
-        X^j · s_{b,i} mod X^N + 1: s_{b,i} at t − j, or its negative at N + t − j if t < j.
+        int8, shape (B·N, k·N), contiguous, on that device. In row b·N + t, the entry of column i·N + j is coefficient t
+        of X^j · s_{b,i} mod X^N + 1: s_{b,i} at t − j, or its negative at N + t − j if t < j.
     """
     num_blocks, rank, degree = secrets.shape
     # Entry N − 1 − (t − j) of `line` is the coefficient for the difference t − j, from N − 1 down to −(N − 1).
@@ -238,16 +263,17 @@ def _compare(rows: torch.Tensor, secrets: torch.Tensor, made: torch.Tensor) -> N
     Raises:
         MaskError: the device computed something else. The product is overwritten.
     """
-    num_blocks, _, degree = secrets.shape
     columns = [system_random.randbelow(rows.shape[0]) for _ in range(COMPARED)]
-    places = [system_random.randbelow(degree) for _ in range(COMPARED)]
+    places = [system_random.randbelow(secrets.shape[2]) for _ in range(COMPARED)]
     matrix = rows[columns].to("cpu").to(torch.float64)  # (4, k·N)
-    found = made[:, places][:, :, columns].to("cpu")  # (B, 4, 4)
+    # One step picks rows and columns, so that no other number of the mask is copied: (B, 4, 4)
+    there = made[:, torch.tensor(places, device=made.device)[:, None], torch.tensor(columns, device=made.device)]
+    found = there.to("cpu")
     turned = toeplitz_rows(secrets, places).to(torch.float64)  # (B, 4, k·N)
     # The sums are below 2^43 in size, so float64 is exact; the conversion from int64 keeps the low 32 bits.
     expected = (turned @ matrix.t()).to(torch.int64).to(torch.int32)
     is_right = torch.equal(expected, found)
-    _overwrite(expected, found, turned)
+    _overwrite(expected, found, there, turned)
     if not is_right:
         _overwrite(made)
         raise MaskError("the device computed a wrong mask: make masks on the CPU")

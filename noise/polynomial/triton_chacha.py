@@ -1,5 +1,6 @@
-"""This module holds the Triton kernels of noise/polynomial/device_error.py: ChaCha20 (RFC 8439) with a key in the device's
-memory and a nonce of zeros, one block of the key stream for each lane, and centred binomial samples made from it."""
+"""This module holds the Triton kernels of noise/polynomial/device_error.py: ChaCha20 (RFC 8439) with a key in the
+device's memory and a nonce of zeros, one block of the key stream for each lane, and centred binomial samples made from
+it. Nothing here branches on a drawn word or uses one as an index."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ model is on a device such as a GPU.
 KV of long requests may take more memory than the device has, and host memory is larger. With `kv_device="cpu"` all KV
 is in host memory. Attention of a few rows, such as an answer's row, is computed there: it reads each number only once,
 so on a host with enough cores, sending the numbers to the device would take longer. Attention of many rows, such as a
-prompt's, is computed on the device, to which the KV of one request and layer is sent. None of this was tested on a GPU.
+prompt's, is computed on the device, to which the KV of one request and layer is sent. The tests passed on one H100; no
+time was measured there.
 
 Source: "Symbiosis: Multi-Adapter Inference and Fine-Tuning" (2025), section 3.4, keeps KV on the host in this way.
 """

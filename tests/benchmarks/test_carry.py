@@ -41,3 +41,17 @@ def test_the_versions_are_those_of_the_constraints(monkeypatch: pytest.MonkeyPat
             assert pinned[name] == version
     assert (tmp_path / "run.sh").read_text().startswith("#!/bin/bash")
     assert subprocess.check_call(["bash", "-n", str(tmp_path / "run.sh")]) == 0
+
+
+def test_the_tests_of_the_other_machine_are_there() -> None:
+    """run.sh names folders and files of tests; pytest stops at a name that does not exist."""
+    named = [word for word in carry.RUN.split() if word.startswith("tests/")]
+    assert named
+    assert all((ROOT / name).exists() for name in named)
+    marked = {
+        file.relative_to(ROOT)
+        for file in set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
+        if "mark.gpu" in file.read_text() or "cpu_and(" in file.read_text()
+    }
+    left_out = {str(file) for file in marked if not any(file.is_relative_to(name) for name in named)}
+    assert not left_out, "tests marked gpu that run.sh does not run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_options_that_fit(mask: str, options: dict[str, Any], tmp_path: Path) ->
         scheme = make_scheme(mask, None, options, setting(mask, tmp_path))
     assert scheme.name == mask
     scheme.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "size"), [(None, {}, 2 << 30), ("cpu", {}, 512 << 20), ("cpu", {"pool_bytes": 9}, 9)]
+)
+def test_masks_that_stay_on_a_device_take_less_of_its_memory(
+    device: str | None, options: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's `cpu` device stands in for a GPU."""
+    made: list[Any] = []
+    monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
+    where = None if device is None else torch.device(device)
+    make_scheme("lattice", None, options, replace(setting("lattice", tmp_path), mask_device=where))
+    assert size in made[0]
+    assert made[0][-1] == where
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -10,10 +10,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from noise.polynomial import triton_chacha
 from wire.ring import triton_kernels
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-POINTERS = {"planes", "rows", "weight", "reply"}
+POINTERS = {
+    "planes",
+    "rows",
+    "weight",
+    "reply",
+    "alpha",
+    "encoded",
+    "scales",
+    "is_bad",
+    "effect",
+    "out",
+    "masks",
+    "key",
+}
+FLOATS = {"budget", "smallest"}
 
 
 def compile_kernel(
@@ -29,19 +44,25 @@ def compile_kernel(
         cache: the folder in which Triton keeps what it compiled.
     """
     triton.knobs.cache.dir = cache
-    function = getattr(triton_kernels, kernel)
+    function = getattr(triton_kernels, kernel, None) or getattr(triton_chacha, kernel)
     options = {name: value for name, value in settings if name in OPTIONS}
     constants = {name: value for name, value in settings if name not in OPTIONS}
     kinds = iter(types)
     signature = {
-        name: "constexpr" if name in constants else next(kinds) if name in POINTERS else "i32"
+        name: "constexpr"
+        if name in constants
+        else next(kinds)
+        if name in POINTERS
+        else "fp32"
+        if name in FLOATS
+        else "i32"
         for name in function.arg_names
     }
     # All sizes and strides of real layers are multiples of 16, for which Triton makes code of its own.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(function.arg_names)
-        if name not in constants and name != "num_rows"
+        if name not in constants and name not in {"num_rows", "num_blocks", *FLOATS}
     }
     source = ASTSource(function, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)

@@ -26,6 +26,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         inner = min(blocks["BLOCK_K"], SMALL["BLOCK_K"])
         monkeypatch.setitem(product_triton.BLOCKS, form, {**blocks, **SMALL, "BLOCK_K": inner})
     monkeypatch.setattr(product_triton, "SMALL_BLOCKS", {})
+    stacked = {**product_triton.STACKED_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"], "BLOCK_K": SMALL["BLOCK_K"]}
+    monkeypatch.setattr(product_triton, "STACKED_BLOCKS", stacked)
     monkeypatch.setattr(product_triton, "FEW_BLOCKS", {**product_triton.FEW_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"]})
 
 

@@ -22,12 +22,15 @@ from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, cli
+from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
 from tests.support.chat_model import character_tokenizer, make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, Unauthenticated, Unavailable, VeilbaseError
+from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 
 PROMPT = "who?"
 
@@ -76,6 +79,8 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
     assert "int8 or native" in refused(inproc, weights="int4")
     for number in ("", "0", "two", "-1", "2&x"):
         assert "with N from 1" in refused(f"{inproc}?shards={number}"), number
+    for device in ("", "gpu", "cuda:", "cuda:x", "cuda:123", "cpu ", "cuda&x", "cuda?shards=2", "x" * 5000):
+        assert "expected inproc:MODEL?device=cuda" in refused(f"{inproc}?device={device}"), device
     assert "needs an identity" in refused("grpcs://127.0.0.1:1")
     for options in ({"mask": "invisible"}, {"arithmetic": "complex"}, {"mask_options": {"pool_size": 3}}):
         assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
@@ -83,6 +88,17 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
         TenantClient(inproc, device="abacus")
     with pytest.raises(ConfigurationError, match="background of mask='lattice' is True or False, got 'no'"):
         TenantClient("grpcs://127.0.0.1:1", identity=identity, mask_options={"background": "no"})  # before the network
+
+
+def test_a_model_in_this_process_computes_on_the_device_that_the_url_names(chat_folder: Path) -> None:
+    named, plain = (connect_inproc(f"inproc:{chat_folder}{end}") for end in ("?device=cpu", ""))
+    assert named.manifest() == plain.manifest()
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    group = plain.manifest().groups[0]
+    payload = RowsPayload(torch.arange(3 * group.in_features, dtype=torch.int32).view(3, -1))
+    replies = [each.submit(call, payload, group.out_features).result() for each in (named, plain)]
+    assert torch.equal(*replies)
+    named.close()
 
 
 def test_an_identity_that_cannot_be(tmp_path: Path, identity: Path) -> None:

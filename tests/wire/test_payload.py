@@ -88,3 +88,16 @@ def test_a_row_is_sent_from_where_it_was_written() -> None:
     assert bytes(message[HEADER_BYTES : HEADER_BYTES + 4]) == b"\x01\x00\x00\x00"
     assert MessagePayload.fits(CHUNK_BYTES // 4)
     assert not MessagePayload.fits(CHUNK_BYTES // 4 + 1)
+
+
+def test_rows_cross_only_if_they_are_elsewhere() -> None:
+    """Torch's `meta` device stands in for a GPU: its tensors have no numbers that could cross."""
+    there, here = torch.zeros(2, 3, dtype=torch.int32, device="meta"), torch.zeros(2, 3, dtype=torch.int32)
+    for payload in (RowsPayload(there), RowsPayload(there.t().contiguous().t())):
+        on_it = payload.rows_on(torch.device("meta"))
+        assert on_it is not None
+        assert on_it.device.type == "meta"
+        assert payload.rows_on(torch.device("cpu")) is None
+    assert RowsPayload(here).rows_on(torch.device("cpu")) is here
+    assert in_message(3).rows_on(torch.device("cpu")) is None
+    assert SeedPayload(SeededRows(bytes(32), 0, 2), 3).rows_on(torch.device("cpu")) is None

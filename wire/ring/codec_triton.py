@@ -1,8 +1,9 @@
 """This module encodes rows into the ring and decodes replies on an NVIDIA GPU, each with one kernel in place of ten.
 
 Guarantees: the numbers are those of `wire.ring.coding`'s own form on a device, but for the order in which a norm's
-squares are added in float64. Callers must ask `is_usable` first; without Triton, or where the self-test fails,
-wire/ring/coding.py computes with torch's operations.
+squares are added in float64, and for the budget, which the kernel gets as float32. Both move a scale by less than 2^-22
+of it, which `coding._ROUND_OFF` allows for. Callers must ask `is_usable` first; without Triton, or where the self-test
+fails, wire/ring/coding.py computes with torch's operations.
 """
 
 from __future__ import annotations
@@ -49,13 +50,23 @@ def encode(
 def decode(
     reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None, effect: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns the real product of a reply; see `wire.ring.coding.decode`. All are on one device for which `is_usable` is
-    True."""
+    """Returns the real product of a reply; see `wire.ring.coding.decode`.
+
+    Args:
+        reply: int32, shape (num_rows, m), on a device for which `is_usable` is True; the others are on it, too.
+        beta: float32, shape (num_rows, 1).
+        alpha: float32, shape (m,), or None.
+        effect: int32, shape (num_rows, m), or None.
+
+    Returns:
+        float32, shape (num_rows, m), contiguous.
+    """
     num_rows, m = reply.shape
     out = torch.empty(num_rows, m, dtype=torch.float32, device=reply.device)
     if num_rows and m:
         reply = reply if reply.stride(1) == 1 else reply.contiguous()
         other = reply if effect is None else effect if effect.stride(1) == 1 else effect.contiguous()
+        beta = beta.contiguous()  # The kernel reads one scale after another.
         with product_triton.on(reply.device):
             product_triton.kernels().decode_rows[(num_rows, -(-m // _DECODE["BLOCK"]))](
                 reply, other, beta if alpha is None else alpha.contiguous(), beta, out, m, reply.stride(0),

@@ -23,8 +23,8 @@ import torch
 from wire.ring.product_cuda import prepared
 
 Form = Literal["described", "horner", "planes", "digits"]
-"""How planes are multiplied: `horner` in one int32 sum that wraps, `described` the same by tensor descriptors, which the
-chip's copy engine reads, `planes` in an int32 sum for each plane, `digits` in float16."""
+"""How planes are multiplied: `horner` in one int32 sum that wraps, `described` the same by tensor descriptors, which
+the chip's copy engine reads, `planes` in an int32 sum for each plane, `digits` in float16."""
 WRAPPING = ((9, 0),)
 """The compute capabilities for which every Triton from 3.6 on compiles an int8 product that wraps. For sm_100, 3.7.1
 compiles one that saturates, and 3.9.0 one that wraps. tests/wire/ring/test_triton_compiled.py reads this
@@ -94,12 +94,20 @@ def exact_form(device: torch.device) -> Form | None:
     error of its compiler or of the driver."""
     suited = form_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "planes"
     for form in dict.fromkeys((suited, _SAFEST)):
-        if passes_self_test(functools.partial(product, form=form), device):
+        # Products of the self-test are too small for `_blocks_of` to choose the large blocks, so all are tried.
+        tables = [table[form] for table in (BLOCKS, SMALL_BLOCKS) if form in table]
+        if all(passes_self_test(functools.partial(product, form=form, blocks=each), device) for each in tables):
             return form
     return None
 
 
-def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form | None = None) -> torch.Tensor:
+def product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bits: int = 32,
+    form: Form | None = None,
+    blocks: dict[str, int] | None = None,
+) -> torch.Tensor:
     """Returns the matrix product rows · weight mod 2^bits, on a device for which `is_exact` is True.
 
     Args:
@@ -109,6 +117,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
         bits: 32; or 24, which takes three planes in place of four. No message of wire/SPEC.md has 24 bits yet, so no
             caller outside tests and benchmarks sets it.
         form: see `Form`; None takes that of `exact_form`, or `planes` if that is None.
+        blocks: the block sizes and launch options for many rows; None for those that suit the shape.
 
     Returns:
         int32, shape (num_rows, m), contiguous. With 24 bits only the low 24 bits of each number are the product's.
@@ -127,7 +136,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bits: int = 32, form: Form
             if num_rows <= MOST_STACKED_ROWS:
                 _multiply_few(rows[:, inner], right[inner], reply, bits)
             else:
-                _multiply_many(rows[:, inner], right[inner], reply, bits, chosen, start > 0)
+                _multiply_many(rows[:, inner], right[inner], reply, bits, chosen, start > 0, blocks)
     return reply
 
 
@@ -168,14 +177,20 @@ def _split(rows: torch.Tensor, bits: int, form: Form) -> torch.Tensor:
 
 
 def _multiply_many(
-    rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor, bits: int, form: Form, adds: bool
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    reply: torch.Tensor,
+    bits: int,
+    form: Form,
+    adds: bool,
+    blocks: dict[str, int] | None,
 ) -> None:
     (num_rows, d), m = rows.shape, reply.shape[1]
-    if form == "described" and weight.stride(1) % _ALIGNED:
+    if form == "described" and (weight.stride(1) % _ALIGNED or weight.data_ptr() % _ALIGNED):
         form = "horner"  # The copy engine wants rows of whole 16 bytes.
     planes = _split(rows, bits, form)
     count, _, width = planes.shape
-    blocks = _blocks_of(form, num_rows, m, rows.device)
+    blocks = blocks or _blocks_of(form, num_rows, m, rows.device)
     programs = (-(-num_rows // blocks["BLOCK_M"]) * -(-m // blocks["BLOCK_N"]),)
     given: dict[str, Any] = {"NUM_PLANES": count, "ADDS": adds, "GROUP_M": 8, **blocks}
     if form == "described":
@@ -190,23 +205,25 @@ def _multiply_many(
     kernels().multiply_planes[programs](*operands, SUM_PER_PLANE=form == "planes", **given)
 
 
-def _blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[str, Any]:
+def _blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[str, int]:
     """Returns the block sizes of a form: large or small ones, whichever keep the chip's units busy for less time. Small
     blocks take `_SMALL_COST` times as long for the same work."""
     large, small = BLOCKS[form], SMALL_BLOCKS.get(form)
     if small is None:
         return large
 
-    def rounds(blocks: dict[str, Any]) -> int:
+    def busy(blocks: dict[str, int]) -> int:
+        """Returns how many numbers of the reply a unit computes one after another, if each does a block at a time."""
         height, width = blocks["BLOCK_M"], blocks["BLOCK_N"]
-        return -(-(-(-num_rows // height) * -(-m // width)) // _num_units(device)) * height * width
+        num_blocks = -(-num_rows // height) * -(-m // width)
+        return -(-num_blocks // _num_units(device)) * height * width
 
-    return small if _SMALL_COST * rounds(small) < rounds(large) else large
+    return small if _SMALL_COST * busy(small) < busy(large) else large
 
 
 @functools.cache
 def _num_units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def _described(matrix: torch.Tensor, height: int, width: int) -> Any:
@@ -218,8 +235,9 @@ def _described(matrix: torch.Tensor, height: int, width: int) -> Any:
 
 # The self-test
 
-_TESTED = ((1, 8, 8), (3, 40, 24), (16, 300, 130), (17, 100, 30), (130, 2048, 264))
-"""The shapes (num_rows, d, m) that the self-test multiplies: few rows and many, with and without padding."""
+_TESTED = ((1, 8, 8), (3, 40, 24), (16, 300, 130), (17, 100, 30), (70, 40, 24), (130, 2048, 264))
+"""The shapes (num_rows, d, m) that the self-test multiplies: few rows and many, with and without padding, and with a
+weight that `described` leaves to `horner`."""
 _TESTED_EXTREMES = (3, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1)
 """The numbers of rows of `extreme_operands` in the self-test: few, those that are split and stacked, and many."""
 

@@ -141,7 +141,7 @@ def test_the_key_stream_is_the_standards() -> None:
 
 def test_errors_drawn_on_a_device_have_the_right_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_chacha(monkeypatch)
-    masks = torch.full((2, 100, 97), 1000, dtype=torch.int32)
+    masks = torch.full((2, 20, 97), 1000, dtype=torch.int32)
     device_error.add_centred_binomial(masks)
     found = (masks - 1000).double().flatten()
     assert abs(float(found.mean())) < 5 * (10.5 / found.numel()) ** 0.5
@@ -150,6 +150,48 @@ def test_errors_drawn_on_a_device_have_the_right_distribution(monkeypatch: pytes
     again = torch.full_like(masks, 1000)
     device_error.add_centred_binomial(again)
     assert not torch.equal(masks, again), "each call has a key of its own"
+
+
+@pytest.mark.parametrize("fault", ["adds nothing", "adds one more", "adds elsewhere"])
+def test_a_device_that_draws_no_error_makes_no_mask(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask without its error is a linear function of the secret."""
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            def add(numbers: torch.Tensor, key: torch.Tensor, count: int, num_blocks: int, **_: int) -> None:
+                words = device_error.key_stream(key, num_blocks)
+                samples = device_error.samples_of(words)[:count]
+                if fault == "adds one more":
+                    samples = samples + 1
+                numbers += 0 if fault == "adds nothing" else samples.roll(int(fault == "adds elsewhere"))
+
+            return add
+
+    kernels = type("Kernels", (), {"add_centred_binomial": Kernel()})
+    monkeypatch.setattr(device_error, "kernels", lambda: kernels)
+    monkeypatch.setattr(device_error, "COMPARED", 30)
+    masks = torch.full((3, 40), 7, dtype=torch.int32)
+    with pytest.raises(MaskError, match="the device drew a wrong error"):
+        device_error.add_centred_binomial(masks)
+    assert not masks.any()
+
+
+def test_a_call_that_is_longer_than_a_key_stream_has_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_error, "MOST_SAMPLES", 50)
+    parts: list[int] = []
+    monkeypatch.setattr(device_error, "_add", lambda numbers: parts.append(numbers.numel()) or True)
+    device_error.add_centred_binomial(torch.zeros(11, 11, dtype=torch.int32))
+    assert parts == [50, 50, 21]
+    for wrong in (torch.zeros(4, 3, dtype=torch.int32).t(), torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="contiguous int32"):
+            device_error.add_centred_binomial(wrong)
+
+
+def test_errors_on_a_device_are_named_in_the_description(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lattice = make(TOY, device=CPU)
+    assert "ChaCha20" not in lattice.describe()["assumption"]
+    monkeypatch.setattr(device_error, "is_exact", lambda device: True)
+    assert "ChaCha20" in lattice.describe()["assumption"]
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from provider.device import few_rows, on_device
 from provider.device.lane import Multiply
 from provider.device.on_device import FLOAT_ROWS, OnDevice
 from provider.device.weights import Moved
-from provider.embedded import serve_in_process
+from provider.embedded import ModelOnDevice, serve_in_process
 from provider.engine.executor import Executor
 from provider.engine.job import Job
 from provider.engine.profile import latency_model
@@ -32,10 +32,12 @@ from tests.support.executor_gate import Answer
 from tests.support.ring_rows import ring_rows
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import until
-from wire.errors import ConfigurationError, InvalidTensor, Unavailable, UnknownLayer
+from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.payload import RowsPayload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
+from wire.transport.inproc import InprocConnection
 
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 FORWARD = Call(0, Direction.FORWARD, RING)
@@ -138,6 +140,53 @@ def test_rows_on_the_device_are_answered_there(
             for reply, given, mine in zip(replies, there, rows, strict=False):
                 assert reply.device == given.device
                 assert torch.equal(reply.cpu(), served_model.compute(call, mine))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_requests_that_are_all_on_the_device_share_a_product_there(
+    served_model: ServedModel, device: str, waits: bool
+) -> None:
+    replica = OnDevice(copies(served_model), torch.device(device))
+    replica.waits = waits
+    for num_rows in (1, 70):
+        parts = [rows_for(served_model, FORWARD, count, seed=count) for count in (num_rows, 0, 5)]
+        replies = replica.products(FORWARD, [rows.to(device) for rows in parts])
+        for reply, rows in zip(replies, parts, strict=True):
+            assert reply.device == replica.device
+            assert torch.equal(reply.cpu(), served_model.compute(FORWARD, rows))
+    replica.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_on_a_device_in_the_tenants_process(
+    served_model: ServedModel, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = replace(served_model.served, groups=copies(served_model))
+    model = ModelOnDevice(prepared, torch.device(device))
+    assert model.manifest() == served_model.manifest()
+    connection = InprocConnection(model, model.device)
+    for call in calls(served_model):
+        for num_rows in (1, 9):
+            rows = rows_for(served_model, call, num_rows)
+            expected = served_model.compute(call, rows)
+            assert_agree(call, connection.submit(call, RowsPayload(rows), expected.shape[1]).result(), expected)
+            if call.arithmetic is RING:
+                reply = connection.submit(call, RowsPayload(rows.to(device)), expected.shape[1]).result()
+                assert reply.device == model.device
+                assert torch.equal(reply.cpu(), expected)
+    monkeypatch.setattr(coding, "product", lambda *given: (_ for _ in ()).throw(torch.AcceleratorError("numbers")))
+    with pytest.raises(RemoteFault, match="the device was lost: start again"):
+        model.compute(FORWARD, rows_for(served_model, FORWARD, 20))
+    model.close()
+    monkeypatch.undo()
+    with pytest.raises((UnknownLayer, RemoteFault)):
+        model.compute(FORWARD, rows_for(served_model, FORWARD, 20))
+
+
+def test_a_device_and_shards_in_one_process_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leave out the shards, or the device"):
+        serve_in_process("smollm2-135m", device="cuda", num_shards=2)
 
 
 def test_a_float_reply_does_not_depend_on_companions_or_on_cuts(served_model: ServedModel, replica: OnDevice) -> None:

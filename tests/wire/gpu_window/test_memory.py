@@ -74,6 +74,16 @@ def test_what_one_end_writes_the_other_reads(driver: Driver) -> None:
     assert mine.matrix(UNIT - 4, 1, 1).item() == -7
 
 
+def test_a_reply_that_stays_on_the_device_is_a_copy(driver: Driver) -> None:
+    """The provider can change the window after the tenant has read it, and the copy is what the tenant checks."""
+    mine, theirs = shared(driver)
+    mine.write(64, torch.ones(2, 3, dtype=torch.int32))
+    kept = mine.read(64, 2, 3, stays=True)
+    theirs.write(64, torch.zeros(2, 3, dtype=torch.int32))
+    assert kept.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert kept.device == mine.device
+
+
 def test_memory_begins_as_zeros(driver: Driver) -> None:
     """The stand-in's fresh memory holds what another process has left."""
     mine, theirs = shared(driver)

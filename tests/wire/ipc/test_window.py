@@ -373,7 +373,7 @@ def test_a_reader_that_is_interrupted_leaves_no_other_waiting(stream: Stream, mo
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise error
 
     return fail

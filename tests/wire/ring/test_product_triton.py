@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import multiprocessing
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, MOST_STACKED_ROW
 
 CPU = torch.device("cpu")
 FORMS: tuple[Form, ...] = ("described", "horner", "planes", "digits")
+FEW: Form = "planes"
+"""Any form: up to MOST_STACKED_ROWS rows are multiplied by one kernel for all."""
 
 
 @pytest.fixture
@@ -60,20 +63,12 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, bits: int) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bits", [32, 24])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "form"),
     [
-        (1, 1, 1),
-        (4, 17, 5),
-        (5, 129, 65),
-        (16, 256, 64),
-        (17, 9, 8),
-        (64, 128, 64),
-        (65, 130, 67),
-        (65, 144, 96),
-        (130, 40, 24),
-        (3, 1100, 7),
+        *((shape, FEW) for shape in [(1, 1, 1), (4, 17, 5), (5, 129, 65), (16, 256, 64), (17, 9, 8), (64, 128, 64)]),
+        ((3, 1100, 7), FEW),
+        *itertools.product([(65, 130, 67), (65, 144, 96), (130, 40, 24)], FORMS),
     ],
 )
 def test_equals_int64_on_odd_shapes(shape: tuple[int, int, int], form: Form, bits: int) -> None:
@@ -105,8 +100,10 @@ def test_equals_int64(
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [1, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
+@pytest.mark.parametrize(
+    ("num_rows", "form"),
+    [(1, FEW), (MOST_FEW_ROWS + 1, FEW), *((MOST_STACKED_ROWS + 1, form) for form in FORMS)],
+)
 def test_extremes(num_rows: int, form: Form) -> None:
     weight = torch.empty(300, 4, dtype=torch.int8)
     weight[:, 0], weight[:, 1], weight[:, 2], weight[:, 3] = -128, 127, 0, 127
@@ -119,8 +116,10 @@ def test_extremes(num_rows: int, form: Form) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_rows", [2, MOST_FEW_ROWS + 1, MOST_STACKED_ROWS + 1])
+@pytest.mark.parametrize(
+    ("num_rows", "form"),
+    [(2, FEW), (MOST_FEW_ROWS + 1, FEW), *((MOST_STACKED_ROWS + 1, form) for form in FORMS)],
+)
 def test_an_inner_width_past_the_largest_is_multiplied_in_pieces(
     num_rows: int, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +150,8 @@ def test_the_self_test_accepts_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     blocks = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 1 << 12}
     monkeypatch.setitem(product_triton.BLOCKS, "planes", {**product_triton.BLOCKS["planes"], **blocks})
     few = {"BLOCK_N": 16, "BLOCK_K": 1 << 12}
-    monkeypatch.setattr(product_triton, "FEW_BLOCKS", {**product_triton.FEW_BLOCKS, **few})
+    for name in ("FEW_BLOCKS", "STACKED_BLOCKS"):
+        monkeypatch.setattr(product_triton, name, {**getattr(product_triton, name), **few})
     assert product_triton.is_exact(CPU)
 
 
@@ -243,6 +243,48 @@ def test_a_form_that_fails_its_self_test_is_replaced_by_the_safest(
     gpu = torch.device("cuda", 0)
     assert product_triton.exact_form(gpu) == chosen
     assert product_triton.is_exact(gpu) is (chosen is not None)
+
+
+@pytest.mark.usefixtures("_fresh_self_test")
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_all_block_sizes_of_a_form_pass_the_self_test(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-test's own products are too small for the large blocks to be chosen."""
+    tested: list[dict[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        product_triton, "passes_self_test", lambda multiply, device: not tested.append(multiply.keywords["blocks"])
+    )
+    form = product_triton.exact_form(torch.device("cuda", 0))
+    assert form is not None
+    small = product_triton.SMALL_BLOCKS.get(form)
+    assert tested == [product_triton.BLOCKS[form], *([small] if small else [])]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "m", "is_small"),
+    [(4096, 4096, False), (512, 12_288, True), (512, 4096, True), (512, 22_016, False), (128, 4096, True),
+     (128, 22_016, False), (70, 24, True)],
+)  # fmt: skip
+def test_blocks_keep_all_units_of_a_chip_busy(
+    num_rows: int, m: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the 132 units of an H100, each choice is the faster one of docs/accelerators.md's measurements."""
+    monkeypatch.setattr(product_triton, "_num_units", lambda device: 132)
+    chosen = product_triton._blocks_of("described", num_rows, m, CPU)
+    assert chosen is (product_triton.SMALL_BLOCKS if is_small else product_triton.BLOCKS)["described"]
+    assert product_triton._blocks_of("planes", num_rows, m, CPU) is product_triton.BLOCKS["planes"]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_weight_that_the_copy_engine_cannot_read_is_read_otherwise() -> None:
+    """Its rows are no whole 16 bytes, or it begins between two of them."""
+    rows, _ = draw(70, 24, 8, seed=1)
+    for width, start in ((24, 0), (32, 8)):
+        weight = torch.zeros(8 * width + 16, dtype=torch.int8)[start : start + 8 * width].view(8, width)[:, :24].t()
+        weight.copy_(draw(70, 24, 8, seed=2)[1])
+        assert torch.equal(product_triton.product(rows, weight, 32, "described"), exact(rows, weight))
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 import triton.backends.nvidia
 
+from noise.polynomial import device_error
 from tests.support.compiled_kernels_ptx import compile_kernel
-from wire.ring import product_triton
+from wire.ring import codec_triton, product_triton
 from wire.ring.product_triton import (
     BLOCKS,
     FEW_BLOCKS,
+    SMALL_BLOCKS,
     SPLIT_BLOCKS,
     STACKED_BLOCKS,
     WRAPPING,
@@ -133,6 +135,13 @@ def test_the_chips_form_spills_nothing(chip: int, bits: int, tmp_path: Path) -> 
     assert spilled_bytes(code_of(form_of(divmod(chip, 10)), chip, bits), tmp_path) == 0
 
 
+@pytest.mark.parametrize("bits", [32, 24])
+def test_small_blocks_spill_nothing_and_wrap(bits: int, tmp_path: Path) -> None:
+    code = code_of("described", 90, bits, **SMALL_BLOCKS["described"])
+    assert spilled_bytes(code, tmp_path) == 0
+    assert not saturates(code)
+
+
 @pytest.mark.parametrize("height", [4, 16, 64])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_few_rows_spill_nothing(chip: int, height: int, tmp_path: Path) -> None:
@@ -159,3 +168,23 @@ def test_digits_sums_of_a_block_are_exact_in_float32() -> None:
         largest_block = 64 if bits == 12 else 128
         assert BLOCKS["digits"]["BLOCK_K"] <= largest_block
         assert 2 ** (bits - 1) * 128 * largest_block == 2**24
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_encodes_and_decodes_compiles(chip: int, tmp_path: Path) -> None:
+    codec = (("HAS_ALPHA", True), *codec_triton._ENCODE.items())
+    encoder = compiled("encode_rows", chip, ("*fp32", "*fp32", "*i32", "*fp32", "*i32"), codec)
+    codec = (("HAS_EFFECT", True), ("HAS_ALPHA", True), *codec_triton._DECODE.items())
+    decoder = compiled("decode_rows", chip, ("*i32", "*i32", "*fp32", "*fp32", "*fp32"), codec)
+    assert spilled_bytes(encoder, tmp_path) == spilled_bytes(decoder, tmp_path) == 0
+    assert not re.search(r"(fma|div\.full|div\.approx|sqrt\.approx)\S*", encoder + decoder), "rounded as on the CPU"
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_draws_errors_compiles_without_a_branch_on_what_is_drawn(chip: int, tmp_path: Path) -> None:
+    """The only loop is that over rounds, whose bound is a constant."""
+    settings = (("BLOCK", device_error._BLOCK), *device_error._OPTIONS.items())
+    code = compiled("add_centred_binomial", chip, ("*i32", "*i32"), settings)
+    assert spilled_bytes(code, tmp_path) == 0
+    branches = re.findall(r"^.*\bbra\S*\s.*$", code, re.MULTILINE)
+    assert len(branches) <= 1, branches
