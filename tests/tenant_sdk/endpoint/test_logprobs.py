@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -85,6 +85,7 @@ def test_each_token_of_a_character_has_its_own_bytes(tokenizer: Any) -> None:
         assert each["top_logprobs"][0]["bytes"] == each["bytes"]
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("abcdé €😊\n中\u0301\ufffd"), min_size=1, max_size=20))
 def test_the_bytes_of_all_tokens_are_those_of_the_text(text: str) -> None:
     for tokenizer in TOKENIZERS.values():
