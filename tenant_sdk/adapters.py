@@ -55,6 +55,7 @@ from tenant_sdk.serving.adapters.targets import (
     Base,
     base_of,
     excluded,
+    layers_patterns,
     linear_layers,
     names_of,
     shape_of,
@@ -316,10 +317,10 @@ def _harmless(name: str, settings: Mapping[str, Any], base: Base) -> dict[str, A
             _check_numbers(name, setting, value)
         if setting.endswith("_pattern") and setting != "layers_pattern":
             bounded_patterns(name, settings, setting)
-    for setting in ("modules_to_save", "layers_pattern"):
-        if settings.get(setting):
-            given = settings[setting]
-            names_of(name, setting, [given] if isinstance(given, str) else given)
+    layers_patterns(name, settings.get("layers_pattern"))
+    if settings.get("modules_to_save"):
+        given = settings["modules_to_save"]
+        names_of(name, "modules_to_save", [given] if isinstance(given, str) else given)
     feedforward = settings.get("feedforward_modules")
     if isinstance(feedforward, str) and bounded_pattern(feedforward) is None:
         raise ConfigurationError(f"the adapter {name} has a pattern in feedforward_modules that is too intricate")

@@ -15,7 +15,7 @@ from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
-from tenant_sdk.endpoint.logprobs import StreamedLogprobs, completion_logprobs
+from tenant_sdk.endpoint.logprobs import StreamedLogprobs, TextOffsets, completion_logprobs
 from tenant_sdk.endpoint.options import engine_options
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
 from tenant_sdk.endpoint.service import Service
@@ -100,15 +100,22 @@ class Completions:
         logprobs = self._write(prepared.records[index], answer.token_ids) if prepared.records else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(answer)}
 
-    def _write(self, record: LogprobRecord, token_ids: Sequence[int], start: int = 0) -> dict[str, Any]:
-        return completion_logprobs(record, token_ids, self._service.token_texts, self._service.released, start)
+    def _write(
+        self, record: LogprobRecord, token_ids: Sequence[int], start: int = 0, offsets: TextOffsets | None = None
+    ) -> dict[str, Any]:
+        service = self._service
+        return completion_logprobs(record, token_ids, service.token_texts, service.released, start, offsets)
 
     async def _chunks(self, prepared: _Prepared) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a streamed response."""
         usage: dict[str, Any] = {"usage": None} if prepared.request.includes_usage else {}
         async with Answering() as answering:
             await answering.submit(self._submits(prepared))
-            logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
+            texts = self._service.token_texts
+            logprobs = [
+                StreamedLogprobs(partial(self._write, record, offsets=TextOffsets(texts)))
+                for record in prepared.records
+            ]
             async for event in answering.events():
                 text, reason = (event.text, None) if isinstance(event, Piece) else ("", _reason(event.answer))
                 choice = {"index": event.index, "text": text, "logprobs": None, "finish_reason": reason}

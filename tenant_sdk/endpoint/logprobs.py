@@ -8,7 +8,6 @@ completions with `bytes:` before them. Different tokens thus have different keys
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -96,16 +95,29 @@ def _key(token: bytes) -> str:
     return _name(token) if _is_whole(token) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def _offsets(tokens: Sequence[bytes]) -> list[int]:
-    """Returns for each token how many characters of the text are before the character in which the token begins."""
-    firsts = [
-        sum(byte & 0xC0 != 0x80 for byte in token) for token in tokens
-    ]  # a character's further bytes are 10xxxxxx
-    counts = [0, *itertools.accumulate(firsts)]
-    return [
-        max(0, count - 1) if token and token[0] & 0xC0 == 0x80 else count
-        for count, token in zip(counts, tokens, strict=False)
-    ]
+class TextOffsets:
+    """Counts the characters of one answer's text. Each token is counted once, however many chunks the answer has."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        """Begins before the first token."""
+        self._texts, self._counts = texts, [0]
+
+    def of(self, token_ids: Sequence[int], start: int) -> list[int]:
+        """Returns, for each token from the index `start` on, how many characters of the text are before the character
+        in which the token begins.
+
+        Args:
+            token_ids: the first tokens of the answer; those of an earlier call again, and perhaps further ones.
+            start: the index of the first token that is returned.
+        """
+        for token_id in token_ids[len(self._counts) - 1 :]:
+            num_begun = sum(byte & 0xC0 != 0x80 for byte in self._texts[token_id])  # further bytes are 10xxxxxx
+            self._counts.append(self._counts[-1] + num_begun)
+        tokens = [self._texts[token_id] for token_id in token_ids[start:]]
+        return [
+            max(0, count - 1) if token and token[0] & 0xC0 == 0x80 else count
+            for count, token in zip(self._counts[start:], tokens, strict=False)
+        ]
 
 
 def chat_logprobs(
@@ -125,9 +137,11 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0
+    record: LogprobRecord, token_ids: Sequence[int], texts: TokenTexts, released: Released, start: int = 0,
+    offsets: TextOffsets | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the field `logprobs` of one choice of a plain completion, for the tokens from the index `start` on."""
+    """Returns the field `logprobs` of one choice of a plain completion, for the tokens from the index `start` on.
+    `offsets` are those of the choice if it has several chunks."""
     steps = record.steps(token_ids, start)
     tokens = [texts[token_id] for token_id, _, _ in steps]
     # Two tokens of one text, if a vocabulary has them, share a key: the likelier one keeps it, which comes last here.
@@ -136,7 +150,7 @@ def completion_logprobs(
         "tokens": [_key(token) for token in tokens],
         "token_logprobs": [_shown(logprob, released) for _, logprob, _ in steps],
         "top_logprobs": [dict(reversed(each.items())) for each in top],
-        "text_offset": _offsets([texts[token_id] for token_id in token_ids])[start:],
+        "text_offset": (offsets or TextOffsets(texts)).of(token_ids, start),
     }
 
 

@@ -73,7 +73,7 @@ def _arguments_of(function: FunctionTool) -> dict[str, Any]:
     given = function.parameters or {"type": "object", "properties": {}}
     if given.get("properties") == {} and not given.get("required") and given.keys() <= _ONLY_DESCRIBE:
         return {**given, "additionalProperties": False}
-    is_open = given.keys().isdisjoint(_RESTRICTS_TYPE)
+    is_open = given.keys().isdisjoint(_RESTRICTS_TYPE) or isinstance(given.get("type"), list)  # null is no call
     return {**given, "type": "object"} if is_open else given
 
 

@@ -9,6 +9,7 @@ row's contents. The libraries are optional (the extra `parquet`), and are import
 from __future__ import annotations
 
 import csv
+import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -191,20 +192,35 @@ def _read_saved_dataset(path: str, keys: Collection[str]) -> Iterator[Numbered]:
             "such a folder"
         )
     try:
-        from datasets import DatasetDict, load_from_disk
+        from datasets import Dataset
     except ImportError:
         raise ConfigurationError(f"a saved data set needs the library datasets: {_INSTALL}") from None
     try:
-        found: Any = load_from_disk(path)
-        if isinstance(found, DatasetDict):
-            splits = ", ".join(map(one_line, found))
-            raise DatasetError(f"{shown}: expected one data set, found the splits {splits}: name {shown}/SPLIT")
+        _check_files(Path(path), shown)
+        found: Any = Dataset.load_from_disk(path)
         for number, row in enumerate(_text_columns(shown, found, keys), start=1):
             yield "row", number, row
     except DatasetError:
         raise
     except Exception:  # noqa: BLE001 - Arrow, JSON and the file system raise errors of their own, which may quote rows
         raise DatasetError(f"{shown}: expected a readable data set of the library datasets") from None
+
+
+def _check_files(folder: Path, shown: str) -> None:
+    """Refuses a saved data set that names files elsewhere, and several splits, of which none is opened.
+
+    Raises:
+        DatasetError: the data set is refused.
+        OSError, ValueError, LookupError, TypeError: a file of the folder is missing or damaged.
+    """
+    if not all((folder / name).is_file() for name in ("dataset_info.json", "state.json")):
+        named = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = ", ".join(map(one_line, named))
+        raise DatasetError(f"{shown}: expected one data set, found the splits {splits}: name {shown}/SPLIT")
+    for each in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+        name = each["filename"]
+        if os.path.basename(name) != name or not (folder / name).is_file():
+            raise DatasetError(f"{shown}: expected the data set's files in this folder, another one is named: copy it")
 
 
 def _text_columns(where: str, dataset: Any, keys: Collection[str]) -> Any:

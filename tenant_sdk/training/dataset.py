@@ -28,7 +28,7 @@ _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
 _CONVERSATIONS = ("conversations", "conversation")
 """ShareGPT's keys for a list of messages; data sets have either."""
 _OTHER_KEYS = (*_CONVERSATIONS, "system", "instruction", "input", "output", "preferred_output", "non_preferred_output")
-_USED_KEYS = frozenset((*_FORM_KEYS, *_OTHER_KEYS, *_UNSUPPORTED_KEYS, "functions", "history", "label"))
+_USED_KEYS = frozenset((*_FORM_KEYS, *_OTHER_KEYS, *_UNSUPPORTED_KEYS, "functions", "history", "context", "label"))
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"), "system": "system",
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot", "bard", "bing"), "assistant"),
@@ -280,6 +280,8 @@ def _hint(value: Mapping[str, object]) -> str:
         return ": put the messages of a conversation into one row, as a list under messages"
     if {"chosen", "rejected"} <= has and "prompt" not in has:
         return ": give what both answers follow as prompt"
+    if {"instruction", "context", "response"} <= has:
+        return ": rename context and response to input and output"
     for prompt, completion in _PAIRS:
         if {prompt, completion} <= has:
             return f": rename {prompt} and {completion} to prompt and completion"
@@ -308,7 +310,9 @@ def _of_alpaca(where: str, value: Mapping[str, object]) -> Conversation | Prefer
         return None
     if value.get("history"):
         raise DatasetError(f"{where}: history is not supported: give the conversation as messages")
-    asked = [_string(f"{where}: {key}", value.get(key) or "") for key in ("instruction", "input")]
+    if value.get("context"):
+        raise DatasetError(f"{where}: context is not read beside instruction: make it the input")
+    asked = [_text_or_nothing(where, value, key) for key in ("instruction", "input")]
     question = _Message({"role": "user", "content": "\n\n".join(filter(None, asked))})
     given = [*_system(where, value), question]
     if is_preference:
@@ -328,8 +332,14 @@ def _of_openai(where: str, value: Mapping[str, object]) -> Preference | None:
 
 
 def _system(where: str, value: Mapping[str, object]) -> list[_Message]:
-    content = _string(f"{where}: system", value.get("system") or "")
+    content = _text_or_nothing(where, value, "system")
     return [_Message({"role": "system", "content": content})] if content else []
+
+
+def _text_or_nothing(where: str, value: Mapping[str, object], key: str) -> str:
+    """Returns the text under a key; an empty one if the key is absent."""
+    found = value.get(key)
+    return "" if found is None else _string(f"{where}: {key}", found)
 
 
 def _preference(where: str, given: list[_Message], value: Mapping[str, object], better: str, worse: str) -> Preference:

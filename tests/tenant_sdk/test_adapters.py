@@ -257,12 +257,17 @@ def test_stock_peft_over_load_model_refuses_what_it_would_leave_out(
 
 ENDLESS = r"(?:[a-z_.0-9]+)+!"
 DEEP: Any = json.loads("[" * 900 + "]" * 900)
+MANY_NAMES = [f"n{number}" for number in range(60_000)]
 HOSTILE: dict[str, dict[str, Any]] = {
     "an endless pattern of layers": {"target_modules": ENDLESS},
     "an endless pattern of layers to leave out": {"exclude_modules": ENDLESS},
     "an endless pattern of ranks": {"rank_pattern": {ENDLESS: 4}},
     "an endless pattern of alphas": {"alpha_pattern": {ENDLESS: 4}},
     "an endless pattern of numbered layers": {"layers_to_transform": [0], "layers_pattern": ENDLESS},
+    "many names of numbered layers": {"layers_to_transform": [0], "layers_pattern": MANY_NAMES},
+    "many names of numbered layers, and whole norms": {
+        "layers_to_transform": [0], "layers_pattern": MANY_NAMES, "modules_to_save": ["norm"]
+    },
     "an endless pattern of whole layers": {"modules_to_save": [ENDLESS]},
     "a pattern that takes much memory": {"target_modules": r"(?:(?:(?:a{9999}){9999}){9999}){9999}"},
     "a pattern that is none": {"target_modules": "("},

@@ -96,7 +96,8 @@ class AdapterFolder:
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             return False
         try:
-            return stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
+            is_folder = stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
+            return is_folder and not self._is_of_a_run(name)
         except OSError:
             return False
 

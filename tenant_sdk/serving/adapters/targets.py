@@ -21,6 +21,8 @@ from wire.errors import ConfigurationError
 
 MAX_NAMES = 1 << 16
 """The most names in one list of an adapter's settings."""
+MAX_LAYERS_PATTERNS = 16
+"""The most names of `layers_pattern`. A model has one or a few, and PEFT compiles each of them for every layer."""
 ALL_LINEAR = "all-linear"
 """The value of `target_modules` that stands for all linear layers but the output head, in small or capital letters."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
@@ -136,6 +138,20 @@ def names_of(name: str, setting: str, given: Any) -> list[str]:
     return given
 
 
+def layers_patterns(name: str, given: Any) -> list[str]:
+    """Returns the setting `layers_pattern` as a list of names.
+
+    Raises:
+        ConfigurationError: the setting is no name and no list of names, or has too many of them.
+    """
+    names = names_of(name, "layers_pattern", [given] if isinstance(given, str) and given else given or [])
+    if len(names) > MAX_LAYERS_PATTERNS:
+        raise ConfigurationError(
+            f"the adapter {name} has {len(names)} names in layers_pattern: expected at most {MAX_LAYERS_PATTERNS}"
+        )
+    return names
+
+
 def _is_name(given: Any) -> bool:
     return isinstance(given, str) and _NAME.fullmatch(given) is not None
 
@@ -155,12 +171,12 @@ def _in_layers(name: str, config: Mapping[str, Any], modules: frozenset[str]) ->
     if wanted is None or wanted == []:
         return modules
     numbers = wanted if isinstance(wanted, list) else [wanted]
-    patterns = [pattern] if isinstance(pattern, str) and pattern else pattern or []
+    patterns = layers_patterns(name, pattern)
     if len(numbers) > MAX_NAMES or not all(type(each) is int for each in numbers):
         raise ConfigurationError(
             f"the adapter {name} has {ascii(wanted)[:60]} for layers_to_transform: expected the numbers of layers"
         )
-    held = [re.compile(rf"(?:^|.*?\.){each}\.(\d+)\.") for each in names_of(name, "layers_pattern", patterns)]
+    held = [re.compile(rf"(?:^|.*?\.){each}\.(\d+)\.") for each in patterns]
     chosen = frozenset(numbers)
 
     def number_of(module: str) -> int | None:

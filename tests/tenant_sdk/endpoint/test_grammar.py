@@ -213,6 +213,13 @@ def test_references_in_a_tool_are_to_its_own_schema(grammars: Grammars, schema: 
     assert read(grammar.hook(), '{"name":"f2","arguments":{"v') == '{"name":"f2","arguments":{"'
 
 
+def test_the_arguments_of_a_forced_tool_are_an_object_also_where_its_schema_allows_null(grammars: Grammars) -> None:
+    forced = asked([{"parameters": {**SURE, "type": ["object", "null"]}}])
+    assert forced is not None
+    hook = grammars.of_call(forced, "p").hook()
+    assert read(hook, '{"name":"f0","arguments":null}') == '{"name":"f0","arguments":'
+
+
 def test_a_recursive_tool_does_not_take_the_call_itself(grammars: Grammars) -> None:
     schema = object_of(v={"type": "integer"}, next={"$ref": "#"})
     beginning = '{"name":"f","arguments":{"v":1,"next":{"'

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tenant_sdk.endpoint.hooks import LogprobRecord
-from tenant_sdk.endpoint.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from tenant_sdk.endpoint.logprobs import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs
 from tenant_sdk.endpoint.privacy import Released
 
 FACE = "😊"
@@ -85,6 +85,7 @@ def test_each_token_of_a_character_has_its_own_bytes(tokenizer: Any) -> None:
         assert each["top_logprobs"][0]["bytes"] == each["bytes"]
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("abcdé €😊\n中\u0301\ufffd"), min_size=1, max_size=20))
 def test_the_bytes_of_all_tokens_are_those_of_the_text(text: str) -> None:
     for tokenizer in TOKENIZERS.values():
@@ -123,6 +124,22 @@ def test_completions_have_a_key_for_each_token_and_offsets_into_the_text(tokeniz
     for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
         assert len(top) == 1 + len(rivals)  # as one text, all parts of characters had one key
         assert next(iter(top.items())) == (token, value)  # the likeliest comes first
+
+
+def test_the_offsets_of_chunks_are_those_of_the_whole_and_each_token_is_counted_once(tokenizer: Any) -> None:
+    asked: list[int] = []
+
+    class Counting(TokenTexts):
+        def __getitem__(self, token_id: int) -> bytes:
+            asked.append(token_id)
+            return super().__getitem__(token_id)
+
+    ids = ids_of(tokenizer, f"a{FACE}b" * 50)
+    whole = TextOffsets(TokenTexts(tokenizer)).of(ids, 0)
+    offsets = TextOffsets(Counting(tokenizer))
+    chunks = [offsets.of(ids[: place + 1], place) for place in range(len(ids))]
+    assert [each for chunk in chunks for each in chunk] == whole
+    assert len(asked) == 2 * len(ids)
 
 
 def test_a_key_that_two_tokens_share_is_that_of_the_likelier_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import csv
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_a_saved_data_set_with_a_damaged_file_is_one_line(tmp_path: Path) -> Non
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes()[:-300])
     with pytest.raises(DatasetError, match="expected a readable data set") as failure:
+        load_rows(tmp_path / "saved")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("name", ["../private/{0}", "{1}/private/{0}", "", "..", "none.arrow", "a\0b"])
+def test_a_saved_data_set_opens_no_file_of_another_folder(name: str, tmp_path: Path) -> None:
+    Dataset.from_list([{"text": SECRET}]).save_to_disk(tmp_path / "private")
+    (arrow,) = (tmp_path / "private").glob("*.arrow")
+    Dataset.from_list(MIXED).save_to_disk(tmp_path / "saved")
+    state = tmp_path / "saved" / "state.json"
+    named = {"_data_files": [{"filename": name.format(arrow.name, tmp_path)}]}
+    state.write_text(json.dumps(json.loads(state.read_text()) | named))
+    with pytest.raises(DatasetError, match="expected the data set's files in this folder") as failure:
         load_rows(tmp_path / "saved")
     assert "\n" not in str(failure.value)
 

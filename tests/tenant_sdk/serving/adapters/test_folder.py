@@ -110,8 +110,10 @@ def test_what_a_run_leaves_is_no_adapter(folder: AdapterFolder, root: Path, made
     before = folder.names()
     for name in (".new.checkpoints", ".new.logs", "old.checkpoints", "old.logs"):
         (root / name / "checkpoint-2").mkdir(parents=True)
+        assert not folder.has(name)
     assert folder.names() == before
     shutil.copytree(made, root / "v1.logs")
+    assert all(map(folder.has, [*before, "v1.logs"]))
     assert folder.names() == sorted([*before, "v1.logs"])
 
 
