@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from provider.config import NO_JOINING, STATE_HELP, ProviderSettings, load_settings
+from provider.config import NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
@@ -40,6 +41,9 @@ def serve(flags: dict[str, Any], config: Path | None) -> None:
 
     settings = load_settings(flags, config)
     configure(settings.log_format)
+    ignored = service_variables()
+    if ignored:
+        logging.getLogger(__name__).info("%d variables of Kubernetes' Services are not settings: ignored", len(ignored))
     run(settings)
 
 

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BeforeValidator, ByteSize, Field, JsonValue, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -52,8 +53,14 @@ class _Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Returns the sources of settings, by falling precedence: flags, environment and YAML file.
 
-        A .env file is not read, since another user could have written it into the working folder.
+        A .env file is not read, since another user could have written it into the working folder. The variables of
+        `service_variables` are no settings.
         """
+        if isinstance(env_settings, EnvSettingsSource):
+            ignored = {name.lower() for name in service_variables()}
+            env_settings.env_vars = {
+                name: value for name, value in env_settings.env_vars.items() if name.lower() not in ignored
+            }
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
 
@@ -348,10 +355,40 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     return made
 
 
+def service_variables() -> set[str]:
+    """Returns the names of the environment variables with the prefix that Kubernetes made, and that are no settings.
+
+    In every container, Kubernetes describes each Service of the namespace by variables that begin with the Service's
+    name (`enableServiceLinks`). So a Service `veilbase-provider` makes VEILBASE_PROVIDER_PORT=tcp://10.0.0.1:8443
+    beside VEILBASE_PROVIDER_SERVICE_HOST and others. A variable of a setting's name counts as Kubernetes' own only if its
+    value is such a URL, which no port is; a pod's own variable of the same name takes the place of Kubernetes'.
+
+    Source: Kubernetes 1.37, pkg/kubelet/envvars/envvars.go, `FromServices` and `makeLinkVariables`.
+    """
+    services = {
+        name.removesuffix("_SERVICE_HOST")
+        for name in os.environ
+        if name.startswith(ENV_PREFIX) and name.endswith("_SERVICE_HOST")
+    }
+    return {
+        name
+        for name, value in os.environ.items()
+        for service in services
+        if name.startswith(service) and _is_of_service(name.removeprefix(service), value)
+    }
+
+
+def _is_of_service(rest: str, value: str) -> bool:
+    """Returns whether a variable describes a Service, by the part of its name after the Service's."""
+    if rest == "_PORT":
+        return re.match(r"(tcp|udp|sctp)://", value) is not None
+    return re.fullmatch(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?", rest) is not None
+
+
 def _check_environment(kind: type[_Settings]) -> None:
     """Raises ConfigurationError if an environment variable with the prefix names no setting; pydantic ignores these."""
     prefix = str(kind.model_config["env_prefix"])
-    known = {f"{prefix}{name}".upper() for name in kind.model_fields}
+    known = {f"{prefix}{name}".upper() for name in kind.model_fields} | service_variables()
     for name in sorted(os.environ):
         if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic ignores upper and lower case.
             names = ", ".join(each.upper() for each in kind.model_fields)

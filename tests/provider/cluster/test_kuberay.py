@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from provider.config import load_settings
+from tests.support import kubelet
 from tests.support.repository import ROOT
 
 CLUSTER, SERVICE, CONFIG, POLICY = yaml.safe_load_all((ROOT / "docs/deploy/kuberay.yaml").read_text())
@@ -112,6 +113,43 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path, monkeypatch: p
                 assert str(Path(variables[name]).parent) in folders
     start = CLUSTER["spec"]["headGroupSpec"]["rayStartParams"]
     assert start["include-dashboard"] == "false"
+
+
+@pytest.mark.parametrize("links", [False, True], ids=["as written", "with the variables of Services"])
+def test_settings_are_read_in_the_environment_of_a_container(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "provider.yaml").write_text(CONFIG["data"]["provider.yaml"])
+    head = pods()[0]["spec"]
+    assert all(template["spec"]["enableServiceLinks"] is False for template in pods())
+    if links:
+        head = {**head, "enableServiceLinks": True}
+    for name, value in kubelet.environment(head, head["containers"][1], [SERVICE]).items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings({}, tmp_path / "provider.yaml")
+    opened = {port["name"]: port["containerPort"] for port in head["containers"][1]["ports"]}
+    assert opened == {"grpcs": settings.port, "tensors": settings.tensor_port}
+
+
+@pytest.mark.parametrize("template", pods(), ids=["head", "workers"])
+def test_keys_of_secrets_are_the_users_alone_at_every_start(template: Any, tmp_path: Path) -> None:
+    """Kubernetes shows each file of a secret as a link, and opens it to the group."""
+    spec = template["spec"]
+    places: dict[str, Path] = {}
+    for container in spec["initContainers"]:
+        for place in container["volumeMounts"]:
+            folder = places.setdefault(place["mountPath"], tmp_path / place["name"])
+            (folder / "..data").mkdir(parents=True, exist_ok=True)
+            if place.get("readOnly"):
+                (folder / "..data" / "key.pem").write_text(place["name"])
+                (folder / "key.pem").symlink_to("..data/key.pem")
+    for _ in range(2):
+        for folder in places.values():
+            kubelet.mount(folder, spec["securityContext"])
+        kubelet.run_init_containers(spec, places)
+        keys = [folder / "key.pem" for path, folder in places.items() if not path.startswith("/secrets/")]
+        assert keys
+        assert all(key.stat().st_mode & 0o777 == 0o600 for key in keys)
 
 
 def test_a_new_registry_copy_reaches_the_provider_without_a_restart() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
-from provider.config import is_loopback, load_settings
+from provider.config import is_loopback, load_settings, service_variables
 from provider.embedded import serve_in_process
 from provider.model.load import LoadedModel, resolve
 from provider.model.served_model import ServedModel
@@ -24,6 +24,7 @@ from provider.net.admission import Admission
 from provider.operations.recording import Recorder
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
+from tests.support import kubelet
 from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction
@@ -278,6 +279,28 @@ def test_settings_that_go_together(tmp_path: Path, text: str) -> None:
     path = tmp_path / "provider.yaml"
     path.write_text(text)
     load_settings({}, path).check_conflicts()
+
+
+@pytest.mark.parametrize("name", ["veilbase-provider", "veilbase-provider-tensor", "veilbase-provider-metrics"])
+def test_variables_of_a_service_are_no_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = [{"name": "grpcs", "port": 8443}, {"name": "streams-2", "port": 8444, "protocol": "UDP"}]
+    made = kubelet.service_variables({"metadata": {"name": name}, "spec": {"ports": ports}})
+    for variable, value in made.items():
+        monkeypatch.setenv(variable, value)
+    assert service_variables() == set(made)
+    settings = load_settings({})
+    assert (settings.port, settings.tensor_port, settings.metrics_port) == (8443, 0, None)
+    monkeypatch.setenv("VEILBASE_PROVIDER_PORT", "9000")  # the pod's own, in place of Kubernetes'
+    assert load_settings({}).port == 9000
+    monkeypatch.setenv("VEILBASE_PROVIDER_PROT", "1")
+    with pytest.raises(ConfigurationError, match="'VEILBASE_PROVIDER_PROT' is no setting"):
+        load_settings({})
+
+
+def test_a_url_as_a_port_is_refused_where_no_service_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_PROVIDER_PORT", "tcp://10.0.0.1:8443")
+    with pytest.raises(ConfigurationError, match="setting port"):
+        load_settings({})
 
 
 def test_tenants_limits_come_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from provider.cli import app
 from provider.config import load_settings
+from provider.identity.authority import StateDamaged, StateDir
 from provider.operations.meter import Meter
 from provider.operations.metrics import ProviderCollector, registry
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
+from tests.support import kubelet
 from tests.support.repository import ROOT
 from wire.errors import WireCode
 
@@ -54,8 +57,13 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path) -> None:
     settings = load_settings({}, tmp_path / "provider.yaml")
     pod = workload["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    assert settings.port == container["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"]
-    assert policy["spec"]["ingress"][0]["ports"][0]["port"] == settings.port
+    ports = {settings.port, settings.tensor_port}
+    assert settings.tensor_port == 8444  # a fixed port: tenants connect to the number that the provider tells them
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert set(named.values()) == ports
+    assert {port["port"] for port in service["spec"]["ports"]} == ports
+    assert all(named[port["targetPort"]] == port["port"] for port in service["spec"]["ports"])
+    assert {port["port"] for port in policy["spec"]["ingress"][0]["ports"]} == ports
     assert settings.drain_s < pod["spec"]["terminationGracePeriodSeconds"]
     labels = pod["metadata"]["labels"]
     for selector in (service["spec"]["selector"], workload["spec"]["selector"]["matchLabels"]):
@@ -64,9 +72,107 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path) -> None:
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert mounted == volumes | {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    for starts in pod["spec"]["initContainers"]:
+        assert {mount["name"] for mount in starts["volumeMounts"]} <= mounted
     for probe in ("startupProbe", "livenessProbe"):
         _, name, *arguments = container[probe]["exec"]["command"]
         typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("links", [False, True], ids=["as written", "with the variables of Services"])
+def test_settings_are_read_in_the_environment_of_a_container(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second case is that of a pod without `enableServiceLinks: false`, such as one of `kubectl run`."""
+    config, service, workload, _ = MANIFESTS
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False
+    if links:
+        pod = {**pod, "enableServiceLinks": True}
+    (tmp_path / "provider.yaml").write_text(config["data"]["provider.yaml"])
+    variables = kubelet.environment(pod, pod["containers"][0], [service])
+    assert ("VEILBASE_PROVIDER_PORT" in variables) is links
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings({}, tmp_path / "provider.yaml")
+    assert (settings.port, settings.tensor_port) == (8443, 8444)
+    assert load_settings({"state": None}).state == Path("/var/lib/veilbase/provider")  # as the probes read it
+
+
+@pytest.mark.parametrize("knows_policy", [True, False], ids=["driver knows the policy", "driver does not"])
+def test_the_state_stays_closed_when_its_volume_is_mounted_again(knows_policy: bool, tmp_path: Path) -> None:
+    pod = MANIFESTS[2]["spec"]["template"]["spec"]
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    places = {"/var/lib/veilbase": volume}
+    serials = set()
+    for _ in range(3):
+        kubelet.mount(volume, pod["securityContext"], knows_policy)
+        kubelet.run_init_containers(pod, places)
+        state = StateDir(volume / "provider")
+        serials.add(state.ca.certificate.serial_number)
+        (volume / "provider" / "tensors").mkdir(exist_ok=True)
+    assert len(serials) == 1
+    if knows_policy:  # kubelet itself was started again, and no init container runs
+        kubelet.mount(volume, pod["securityContext"], knows_policy)
+        StateDir(volume / "provider")
+    kubelet.mount(volume, {"fsGroup": 10001}, knows_policy)
+    with pytest.raises(StateDamaged, match="run chmod"):
+        StateDir(volume / "provider")
+
+
+def copied() -> set[str]:
+    """Returns the paths that the Containerfile copies from the repository."""
+    structure = DockerfileParser(fileobj=io.BytesIO((DEPLOY / "Containerfile").read_bytes())).structure
+    return {path for one in structure if one["instruction"] == "COPY" for path in one["value"].split()[:-1]}
+
+
+def is_sent(path: str) -> bool:
+    """Returns whether a builder reads a file of the repository: the last line of .dockerignore that matches the path or
+    a folder above it decides."""
+    parts = path.split("/")
+    sent = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!")
+        expression = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if pattern and not pattern.startswith("#"):
+            above = ("/".join(parts[: end + 1]) for end in range(len(parts)))
+            sent = line.startswith("!") if any(re.fullmatch(expression, one) for one in above) else sent
+    return sent
+
+
+def test_an_image_holds_what_the_installation_needs() -> None:
+    find = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    packages = {pattern.rstrip("*") for pattern in find["include"]}
+    beside = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "lock.py", "constraints.txt", "requirements.lock"}
+    assert copied() == packages | beside
+    files = [path for name in copied() for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
+    needed = [path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".so", ".pyc")]
+    assert len(needed) > 400
+    assert [path for path in needed if not is_sent(path)] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/config", ".venv/bin/python", ".demo/state/ca_key.pem", "acme/key.pem", "acme/ca.pem", "key.pem",
+        "provider/state/ca_key.pem", "wire/ring/_kernels.so", "wire/ring/__pycache__/coding.cpython-311.pyc",
+        "noise/.env", "adapters/support/adapter_model.safetensors", "report/victim.json", "veilbase.egg-info/PKG-INFO",
+        "tests/conftest.py",
+    ],
+)  # fmt: skip
+def test_an_image_holds_nothing_else_of_a_checkout(path: str) -> None:
+    assert not is_sent(path)
+
+
+def test_every_image_is_one_that_the_containerfile_says_how_to_build() -> None:
+    builds = re.findall(r"^# +podman build (.*)$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
+    assert all("--file docs/deploy/Containerfile " in one and one.endswith(" .") for one in builds)
+    tags = {tag for one in builds for tag in re.findall(r"--tag (\S+)", one)}
+    texts = [(DEPLOY / name).read_text() for name in ("kubernetes.yaml", "kuberay.yaml")]
+    assert tags == {image for text in texts for image in re.findall(r"image: (\S+)", text)}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {tag.rpartition(":")[2] for tag in tags} == {version}
 
 
 def exported() -> set[str]:
