@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from noise.registry import DEFAULT_MASK
+from noise.options import DEFAULT_MASK
 from tenant_sdk import embedded
 from tenant_sdk.explain import explain, problem_of_text
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model

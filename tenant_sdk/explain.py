@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from noise.off import READABLE
-from noise.registry import RING_ONLY, readable
+from noise.options import RING_ONLY
+from noise.registry import readable
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
