@@ -356,6 +356,9 @@ def explain(
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
     peer_uid: PeerUid = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Tell also what DoRA, other kinds of adapters and fine-tuning show.")
+    ] = False,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     client = _client(
@@ -363,7 +366,7 @@ def explain(
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
-        client.explain()
+        client.explain(everything)
 
 
 def main() -> None:
