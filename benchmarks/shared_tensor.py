@@ -51,6 +51,7 @@ from wire.transport.busy_poll import SMALL_BYTES, BusyPoll, tenants_most_s
 from wire.transport.connection import Pending
 from wire.transport.ipc import connection as ipc
 from wire.transport.ipc import credentials
+from wire.transport.ipc.folder import SCHEME as IPC_SCHEME
 from wire.transport.ipc.folder import check_folder
 
 SCHEME = "shared:"
@@ -292,7 +293,7 @@ def reach(url: str) -> str:
     if not url.startswith(SCHEME):
         return url
     use()
-    return ipc.SCHEME + url.removeprefix(SCHEME)
+    return IPC_SCHEME + url.removeprefix(SCHEME)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,8 @@ def _connect(url: str, identity: TlsIdentity) -> StreamConnection:
     from benchmarks.shared_tensor import SCHEME as SHARED
     from benchmarks.shared_tensor import SharedTensorConnection
     from wire.transport.grpc_connection import GrpcConnection
-    from wire.transport.ipc.connection import SCHEME, IpcConnection
+    from wire.transport.ipc.connection import IpcConnection
+    from wire.transport.ipc.folder import SCHEME
 
     if url.startswith(SHARED):
         return SharedTensorConnection(SCHEME + url.removeprefix(SHARED), identity)

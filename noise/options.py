@@ -1,4 +1,5 @@
-"""This module lists the options of each mask, and refuses a wrong option before anything is opened for the mask.
+"""This module lists the masks and the options of each, and refuses a wrong option before anything is opened for the
+mask.
 
 Guarantees: the error names an option that the mask does not have, or whose value is not allowed, and says what was
 expected and what was given. Of a value that is long, or neither a number nor a word, only the size or type is shown. A
@@ -17,6 +18,9 @@ from typing import Any
 from noise.params import LatticeParameters
 from wire.errors import ConfigurationError
 
+MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
+DEFAULT_MASK = "lattice"
+RING_ONLY = frozenset({"lattice", "pad", "shares"})
 _MOST_CHARACTERS = 40
 """The most characters of a word that are shown. A longer word is shown by its length, since users have passed whole
 files in place of a name."""
@@ -105,6 +109,15 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
         if not known[name].fits(value):
             raise ConfigurationError(f"{name} of mask={mask!r} is {known[name].expected}, got {_shown(value)}")
     return dict(options)
+
+
+def check_num_providers(mask: str, num_providers: int) -> None:
+    """Raises ConfigurationError if a mask does not take so many providers."""
+    if num_providers != (2 if mask == "shares" else 1):
+        raise ConfigurationError(
+            "mask='shares' takes exactly two provider URLs, every other mask one: "
+            f"mask={mask!r} was given {num_providers}"
+        )
 
 
 def _shown(value: object) -> str:

@@ -17,7 +17,7 @@ from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, Hi
 from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.off import Off
-from noise.options import check_options
+from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
 from noise.pad import Pad, WeightOf
 from noise.params import LatticeParameters, choose
 from noise.scheme import MaskScheme
@@ -26,9 +26,6 @@ from wire.errors import ConfigurationError
 from wire.frame import Arithmetic
 from wire.limits import Limits
 
-MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
-DEFAULT_MASK = "lattice"
-RING_ONLY = frozenset({"lattice", "pad", "shares"})
 _HIDES_NOTHING = {"off": off.HIDES_NOTHING, "gaussian-pool": gaussian_pool.HIDES_NOTHING}
 _ARITHMETIC = {"ring": Arithmetic.RING, "float": Arithmetic.FLOAT}
 
@@ -84,11 +81,7 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
         raise ConfigurationError("mask='gaussian-pool' runs on float arithmetic only")
     if mask in RING_ONLY and arithmetic == "float":
         raise ConfigurationError(f"mask={mask!r} runs on ring arithmetic only")
-    if setting.num_providers != (2 if mask == "shares" else 1):
-        raise ConfigurationError(
-            "mask='shares' takes exactly two provider URLs, every other mask one: "
-            f"mask={mask!r} was given {setting.num_providers}"
-        )
+    check_num_providers(mask, setting.num_providers)
     suits = "float" if mask == "gaussian-pool" or (mask == "off" and setting.weights == "native") else "ring"
     chosen = arithmetic or suits
     if chosen not in setting.offered:

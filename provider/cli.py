@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from provider.config import NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
+from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
+from wire.command_line import Command, show_version
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -23,16 +24,27 @@ DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 """The URL where `provider serve --tls` listens if no address or port is given."""
 
 app = typer.Typer(
-    help="Hosts a base model's linear layers for tenants that keep everything else.",
+    help="Serve a base model's linear layers to tenants that keep everything else, and let tenants in.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 _State = Annotated[Path | None, typer.Option(help=STATE_HELP, show_default="~/.veilbase/provider")]
 
 
-@app.command()
-@takes_settings(ProviderSettings)
+@app.command(cls=Command)
+@takes_settings(ProviderSettings, GROUPS)
 def serve(flags: dict[str, Any], config: Path | None) -> None:
     """Serve a model; print `ready URL` once requests are accepted."""
     _prepare_libraries()
@@ -47,13 +59,13 @@ def serve(flags: dict[str, Any], config: Path | None) -> None:
     run(settings)
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(cls=Command, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def shard() -> None:
     """Say what has taken this command's place."""
     raise ConfigurationError(NO_JOINING)
 
 
-@app.command()
+@app.command(cls=Command)
 def enroll(
     name: Annotated[str, typer.Argument(help="Tenant: a-z 0-9 . _ -")],
     out: Annotated[Path, typer.Option(help="Folder for the identity: key, certificate, CA, endpoint.")],
@@ -83,7 +95,7 @@ def enroll(
     typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")
 
 
-@app.command()
+@app.command(cls=Command)
 def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State = None) -> None:
     """Refuse all requests of a tenant from now on, also on streams that are open."""
     from provider.identity.authority import StateDir
@@ -93,7 +105,7 @@ def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State =
     typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
 
 
-@app.command()
+@app.command(cls=Command)
 def tenants(state: _State = None) -> None:
     """List every certificate issued: name, status, expiry, serial number."""
     from provider.identity.authority import StateDir
@@ -106,7 +118,7 @@ def tenants(state: _State = None) -> None:
         typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}{role}")
 
 
-@app.command()
+@app.command(cls=Command)
 def export_server(
     out: Annotated[Path, typer.Option(help="Folder for server_cert.pem and server_key.pem.")],
     host: Annotated[str, typer.Option(help="Address or name under which tenants reach the provider.")],
@@ -122,7 +134,7 @@ def export_server(
     typer.echo(f"wrote {out / 'server_cert.pem'} and {out / 'server_key.pem'}")
 
 
-@app.command()
+@app.command(cls=Command)
 def export_registry(
     out: Annotated[Path, typer.Option(help="File of the copy; an older copy is replaced.")], state: _State = None
 ) -> None:
@@ -134,7 +146,7 @@ def export_registry(
     typer.echo(f"wrote {num_certificates} certificate{'' if num_certificates == 1 else 's'} to {out}")
 
 
-@app.command()
+@app.command(cls=Command)
 def status(
     state: _State = None,
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.1)] = None,
@@ -151,12 +163,19 @@ def status(
             table.show(path, watch)
 
 
-@app.command()
+@app.command(cls=Command)
 def usage(state: _State = None) -> None:
     """Print each tenant's totals as JSON: requests and rows by class, bytes, seconds of the executor, errors."""
     from provider.operations.usage import FILE_NAME, read_usage
+    from provider.serve import ENDPOINT_FILE
 
-    totals = read_usage(_state_path(state) / FILE_NAME)
+    path = _state_path(state)
+    if not any((path / name).exists() for name in (FILE_NAME, ENDPOINT_FILE, "ca_key.pem")):
+        raise ConfigurationError(
+            f"expected --state to be a provider's state directory, found no provider at {str(path)!r}: name that of "
+            "`provider serve --tls`"
+        )
+    totals = read_usage(path / FILE_NAME)
     typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from pydantic_settings import (
 
 from provider.flags import SHOWN
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
+from wire.command_line import nearest
 from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
@@ -306,6 +308,21 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(f"without --tls only loopback is served, got --host {self.host}: add --tls")
 
 
+GROUPS = {
+    "Addresses and certificates": (
+        "tls", "host", "port", "tensor_port", "ipc", "names", "state", "server_cert", "server_key", "registry",
+        "registry_max_age_s",
+    ),
+    "What computes": (
+        "threads", "device", "gpu_windows", "shards", "replicas", "engine", "ray_address", "ray_gpus", "remote_shards",
+        "parallel", "parallel_timeout_s",
+    ),
+    "How requests are answered": ("batching", "slo_ms", "max_wait_ms", "busy_poll_ms", "drain_s"),
+    "Watching": ("metrics_port", "health_port", "log_format", "record", "record_limit", "record_layers"),
+}  # fmt: skip
+"""The settings by the heading under which the help lists their flags; the model, its weights and --config have none."""
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether an address reaches this machine only; false for all names but localhost, since a name
     could resolve to any address."""
@@ -342,6 +359,11 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except ValidationError as exc:  # `from None`: the exception's text quotes the value.
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
+        if first["type"] == "extra_forbidden":
+            known = kind.model_fields if len(first["loc"]) == 1 else TenantLimits.model_fields
+            raise ConfigurationError(
+                f"{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
+            ) from None
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
     except SettingsError:  # A variable is not JSON; the exception's text quotes it.
         raise ConfigurationError(
@@ -391,10 +413,16 @@ def _check_environment(kind: type[_Settings]) -> None:
     known = {f"{prefix}{name}".upper() for name in kind.model_fields} | service_variables()
     for name in sorted(os.environ):
         if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic ignores upper and lower case.
-            names = ", ".join(each.upper() for each in kind.model_fields)
-            raise ConfigurationError(
-                f"the environment variable {name[:80]!r} is no setting: after {prefix} comes one of {names}"
+            instead = _instead(
+                name[len(prefix) :], [each.upper() for each in kind.model_fields], f"after {prefix} comes "
             )
+            raise ConfigurationError(f"the environment variable {name[:80]!r} is no setting{instead}")
+
+
+def _instead(given: str, known: Collection[str], before: str = "") -> str:
+    """Returns the end of an error text, which names the setting that was meant, or all if none is near."""
+    meant = nearest(given, known)
+    return f": {before}one of {', '.join(known)}" if meant is None else f": the nearest is {meant}"
 
 
 _Kind = TypeVar("_Kind", bound=_Settings)

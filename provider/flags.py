@@ -8,7 +8,7 @@ flags, environment variables and the YAML file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -31,11 +31,15 @@ _BEFORE_CONFIG = "threads"
 settings after it choose how."""
 
 
-def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_settings(
+    settings: type[BaseSettings],
+    groups: Mapping[str, Collection[str]] = {},
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that turns a function into a typer command with --config and the flags of `settings`.
 
     Args:
         settings: the class whose described fields become flags.
+        groups: the settings' names by the heading under which the help lists their flags; the others have none.
 
     Returns:
         A decorator for `run(flags, config)`. `flags` maps each setting's name to the flag's value, or to None if the
@@ -48,26 +52,30 @@ def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None
             run(given, config)
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
-        command.__signature__ = inspect.Signature(_parameters(settings))  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(_parameters(settings, groups))  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _parameters(settings: type[BaseSettings]) -> list[inspect.Parameter]:
+def _parameters(settings: type[BaseSettings], groups: Mapping[str, Collection[str]]) -> list[inspect.Parameter]:
     """Returns the command's parameters: one for each described setting, in their order, and --config."""
     parameters = []
+    headings = {name: heading for heading, names in groups.items() for name in names}
     for name, field in settings.model_fields.items():
         if name == _BEFORE_CONFIG:
             parameters.append(_CONFIG)
         if field.description is not None:
-            parameters.append(_flag(name, field))
+            parameters.append(_flag(name, field, headings.get(name)))
     return parameters
 
 
-def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+def _flag(name: str, field: FieldInfo, heading: str | None) -> inspect.Parameter:
     option = typer.Option(
-        f"--{name.replace('_', '-')}", help=field.description, show_default=_shown_default(field) or True
+        f"--{name.replace('_', '-')}",
+        help=field.description,
+        show_default=_shown_default(field) or True,
+        rich_help_panel=heading,
     )
     annotation = Annotated[_type_of_word(field.annotation) | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -15,40 +15,85 @@ import typer
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.training.recipe import takes_recipe
+from wire.command_line import Command, show_version
 from wire.errors import VeilbaseError, printable
 
 if TYPE_CHECKING:
     from tenant_sdk import TenantClient
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app = typer.Typer(
+    help="Fine-tune and use adapters on a base model that a provider holds; data, text and adapters stay here.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+_PROVIDER, _PRIVACY, _OVER_HTTP, _LIMITS = "Provider", "Privacy", "Address and access", "Limits"
+"""Headings under which the help lists options."""
 
 Url = Annotated[
-    list[str] | None, typer.Option(help="grpcs://host:port, ipc:DIR or inproc:MODEL; default: the identity's endpoint.")
+    list[str] | None,
+    typer.Option(
+        help="grpcs://host:port, ipc:DIR or inproc:MODEL; default: the identity's endpoint.", rich_help_panel=_PROVIDER
+    ),
 ]
-Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
+Identity = Annotated[
+    list[Path] | None,
+    typer.Option(help="Folder made by `provider enroll`; one for each provider.", rich_help_panel=_PROVIDER),
+]
 Mask = Annotated[
     str,
     typer.Option(
-        help="lattice, pad, shares (two providers); gaussian-pool or off: rows go readable.", show_default="lattice"
+        help="lattice, pad, shares (two providers); gaussian-pool or off: rows go readable.",
+        show_default="lattice",
+        rich_help_panel=_PRIVACY,
     ),
 ]
 Verify = Annotated[
-    str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")
+    str | None,
+    typer.Option(
+        help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.", rich_help_panel=_PRIVACY
+    ),
 ]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="Tokenizer you trust (folder, GGUF, hub id, smollm2-135m): it makes rows of text.")
+    str | None,
+    typer.Option(
+        help="Tokenizer you trust (folder, GGUF, hub id, smollm2-135m): it makes rows of text.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
 PadRows = Annotated[
-    int | None, typer.Option(help="Pad prompts and rows to so many tokens; costs as many.", metavar="TOKENS")
+    int | None,
+    typer.Option(
+        help="Pad prompts and rows to so many tokens; costs as many.", metavar="TOKENS", rich_help_panel=_PRIVACY
+    ),
 ]
 AcceptChange = Annotated[
     list[str] | None,
-    typer.Option(help="Accept that model, tokenizer, template or config changed since first use; may be repeated."),
+    typer.Option(
+        help="Accept that model, tokenizer, template or config changed since first use; may be repeated.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
 PeerUid = Annotated[
-    int | None, typer.Option(help="For ipc: the provider's user id; default: that of DIR's owner.", metavar="UID")
+    int | None,
+    typer.Option(
+        help="For ipc: the provider's user id; default: that of DIR's owner.", metavar="UID", rich_help_panel=_PROVIDER
+    ),
 ]
-Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
+Parameters = Annotated[
+    str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.", rich_help_panel=_PRIVACY)
+]
 
 
 def _client(
@@ -67,7 +112,9 @@ def _client(
     tune()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints two lines before our error
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
+    from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import read_endpoint
+    from tenant_sdk.plan import check_early
     from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
 
@@ -77,9 +124,15 @@ def _client(
     for folder in folders:
         load_identity(folder)  # checked first, because a wrong folder is a likelier mistake than a missing endpoint
     urls = url or [read_endpoint(folder) for folder in folders]
+    if len(folders) > 1 and len(folders) != len(urls):
+        raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
+    check_early(
+        urls=urls, identities=folders if len(folders) > 1 else [next(iter(folders), None)] * len(urls),
+        mask=mask or DEFAULT_MASK, parameters=parameters, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
+        accept_changes=accept_change or (), peer_uid=peer_uid,
+    )  # fmt: skip
 
     # imported after the checks above, because torch and transformers take seconds to load
-    from noise.registry import DEFAULT_MASK
     from tenant_sdk import TenantClient
 
     options = {"parameters": parameters} if parameters else {}
@@ -103,7 +156,7 @@ _CONNECTION: dict[str, Any] = {
 """The types of the options of `_client`, by name."""
 
 
-@app.command()
+@app.command(cls=Command)
 @takes_recipe(_CONNECTION)
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
@@ -132,7 +185,7 @@ def _until_ctrl_c() -> Iterator[None]:
         raise
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
     url: Url = None,
@@ -149,7 +202,12 @@ def generate(
         int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
     ] = None,
     fixed_length: Annotated[
-        bool, typer.Option("--fixed-length", help="Send the calls of the longest answer, whatever the text is.")
+        bool,
+        typer.Option(
+            "--fixed-length",
+            help="Send the calls of the longest answer, whatever the text is.",
+            rich_help_panel=_PRIVACY,
+        ),
     ] = False,
 ) -> None:
     """Answer a prompt, and print the answer piece by piece."""
@@ -167,7 +225,7 @@ def generate(
     typer.echo()
 
 
-@app.command()
+@app.command(cls=Command)
 def chat(
     url: Url = None,
     identity: Identity = None,
@@ -213,7 +271,7 @@ def _typed_lines() -> Iterator[str]:
         yield line
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     url: Url = None,
     identity: Identity = None,
@@ -225,33 +283,46 @@ def serve(
     accept_change: AcceptChange = None,
     peer_uid: PeerUid = None,
     adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
-    host: Annotated[str, typer.Option(help="Address; beyond this machine it needs TLS, a key and --verify.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str,
+        typer.Option(help="Address; beyond this machine it needs TLS, a key and --verify.", rich_help_panel=_OVER_HTTP),
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535, rich_help_panel=_OVER_HTTP)
+    ] = 8000,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key of clients; without one, a key is made and printed.")
+        Path | None,
+        typer.Option(
+            help="File with the key of clients; without one, a key is made and printed.", rich_help_panel=_OVER_HTTP
+        ),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", rich_help_panel=_OVER_HTTP)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", rich_help_panel=_OVER_HTTP)] = None,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Serve on this machine although replies are not verified.")
+        bool,
+        typer.Option(
+            "--unverified", help="Serve on this machine although replies are not verified.", rich_help_panel=_PRIVACY
+        ),
     ] = False,
     release_values: Annotated[
         float | None,
         typer.Option(
             help="Give logprobs, rounded to this step, and embeddings, to four times it, also under the lattice mask.",
             metavar="STEP",
+            rich_help_panel=_PRIVACY,
         ),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
-    max_waiting: Annotated[int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1)] = 64,
+    max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1, rich_help_panel=_LIMITS)] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1, rich_help_panel=_LIMITS)
+    ] = 64,
     default_max_tokens: Annotated[
         int | None,
         typer.Option(
             help="Length limit of answers to requests without max_tokens; by default the checkpoint's own, or what the "
             "context leaves.",
             min=1,
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
 ) -> None:
@@ -274,7 +345,7 @@ def serve(
         )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=Command)
 def explain(
     url: Url = None,
     identity: Identity = None,
@@ -285,6 +356,9 @@ def explain(
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
     peer_uid: PeerUid = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Tell also what DoRA, other kinds of adapters and fine-tuning show.")
+    ] = False,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     client = _client(
@@ -292,7 +366,7 @@ def explain(
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
-        client.explain()
+        client.explain(everything)
 
 
 def main() -> None:

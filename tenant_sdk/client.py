@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from noise.registry import DEFAULT_MASK
+from noise.options import DEFAULT_MASK
 from tenant_sdk import embedded
-from tenant_sdk.explain import explain, problem_of_text
+from tenant_sdk.explain import explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.plan import make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
@@ -350,15 +350,23 @@ class TenantClient(Trains):
         with session.executor.in_session():
             prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
-    def explain(self) -> str:
+    def explain(self, everything: bool = True) -> str:
         """Prints, and returns as text, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 
-        This method also works after a reply failed its check, and then says that the session has ended.
+        This method also works after a reply failed its check, and then says that the session has ended. In a terminal,
+        what is printed is wrapped to its width; the text that is returned has one line for each subject.
+
+        Args:
+            everything: whether lines about DoRA, about other kinds of adapters and about fine-tuning are there although
+                this session has used none of them.
         """
         session = self._open()
         problem = None if session.verifier is not None else problem_of_text(self, self._plan, self._bundle)
-        text = explain(session, self._plan, problem)
-        print(text)
+        model = None if self.loaded is None else self.loaded[1]
+        configs = getattr(model, "peft_config", {})
+        left_out = () if everything else not_in_use(configs.values(), has_trained=self.has_trained)
+        text = explain(session, self._plan, problem, left_out)
+        show(text)
         return text
 
     def close(self) -> None:

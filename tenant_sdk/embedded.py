@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from tenant_sdk.plan import INPROC
 from wire.errors import ConfigurationError
 from wire.transport.connection import Connection
 from wire.transport.inproc import Handler, InprocConnection
 
-SCHEME = "inproc:"
+SCHEME = INPROC
 
 
 def connect_inproc(url: str, weights: str | None = None) -> Connection:

@@ -6,11 +6,16 @@ The text states the assumption, the parameters and what is not protected, and cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from noise.off import READABLE
-from noise.registry import RING_ONLY, readable
+from noise.options import RING_ONLY
+from noise.registry import readable
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
@@ -22,6 +27,8 @@ from wire.errors import VeilbaseError, printable
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 
+_LEAST_WORDS = 20
+"""The fewest characters beside the names for which a text is wrapped."""
 _HIDDEN = "contents of every message: activations and gradients, and so adapter, data, prompts and KV cache"
 _HIDDEN_BUT_ROWS = "contents of every message: activations and gradients, and so adapter and KV cache"
 _VISIBLE = (
@@ -48,14 +55,26 @@ _TRAINING = (
     "each sent forward twice; truncation='drop' by how many rows are left"
 )
 
+_MEANINGS = {
+    "pool": "masks made ahead, so that calls need not wait for them; a row of a mask hides what is sent of one token, "
+    "once: ",
+    "secrets": "one-time keys that masks are made from; a new seed begins when they are used up: ",
+    "row counts": "a row is what is sent of one token, and a provider sees how many there are; ",
+}
+"""What a line is about, in front of its text."""
+_DORA_LINE, _KINDS_LINE, _TRAINING_LINE = "DoRA", "other PEFT kinds", "fine-tuning"
+ONLY_IN_USE = (_DORA_LINE, _KINDS_LINE, _TRAINING_LINE)
+"""The lines that matter only to a session with such adapters, or that fine-tunes."""
 
-def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
+
+def explain(session: Session, plan: Plan, problem: str | None = None, leave_out: Collection[str] = ()) -> str:
     """Returns the description of the privacy in force, one line for each subject.
 
     Args:
         session: the open session, with the mask in force, the provider's manifest and the verifier.
         plan: the client's settings.
         problem: the error text with which this session will be refused when it is used; None if no error is known.
+        leave_out: those of `ONLY_IN_USE` that the session does not use; a line names them.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
     shown = readable(scheme.name)
@@ -68,10 +87,10 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
         lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
-        lines["DoRA"] = _DORA
-        lines["other PEFT kinds"] = _KINDS
+        lines[_DORA_LINE] = _DORA
+        lines[_KINDS_LINE] = _KINDS
         lines["outside the claim"] = _OUTSIDE
-        lines["fine-tuning"] = f"{_TRAINING}; {_loss_branches(plan)}"
+        lines[_TRAINING_LINE] = f"{_TRAINING}; {_loss_branches(plan)}"
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
     if problem is not None:
@@ -80,8 +99,56 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
     if manifest.recording:
         lines["recording"] = "this provider announces that it writes down what it receives"
     lines["status"] = "computational security with estimated parameters; this code has not been audited"
+    left_out = [name for name in lines if name in leave_out]
+    lines = {name: f"{_MEANINGS.get(name, '')}{text}" for name, text in lines.items() if name not in left_out}
+    if left_out:
+        lines["not in use"] = (
+            f"what these show besides: {', '.join(left_out)} (--all, in Python everything=True, tells it)"
+        )
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
+
+
+def not_in_use(peft_configs: Iterable[Any], *, has_trained: bool) -> set[str]:
+    """Returns those of `ONLY_IN_USE` that do not apply to a session.
+
+    Args:
+        peft_configs: PEFT's settings of the adapters that the session has loaded.
+        has_trained: whether it has fine-tuned.
+    """
+    configs = list(peft_configs)
+    in_use = {_TRAINING_LINE} if has_trained else set()
+    if any(getattr(config, "use_dora", False) for config in configs):
+        in_use.add(_DORA_LINE)
+    # PiSSA and OLoRA are LoRA that begins from the base weights
+    if any(
+        str(getattr(config.peft_type, "value", config.peft_type)) != "LORA"
+        or getattr(config, "init_lora_weights", True) not in (True, False, "gaussian")
+        for config in configs
+    ):
+        in_use.add(_KINDS_LINE)
+    return set(ONLY_IN_USE) - in_use
+
+
+def wrapped(text: str, width: int) -> str:
+    """Returns a text of `explain` whose lines are at most `width` characters long: what does not fit goes on below,
+    under the words and not under the name. A very narrow terminal gets the text as it is."""
+    column = max((len(line) - len(line.partition("  ")[2].lstrip()) for line in text.splitlines()), default=0)
+    if width < column + _LEAST_WORDS:
+        return text
+    return "\n".join(
+        textwrap.fill(
+            line, width, subsequent_indent=" " * column, break_long_words=False, break_on_hyphens=False,
+            drop_whitespace=True, replace_whitespace=False,
+        )
+        for line in text.splitlines()
+    )  # fmt: skip
+
+
+def show(text: str) -> None:
+    """Prints a text of `explain`: wrapped to the width of the terminal, or as it is where there is none, so that each
+    subject stays one line of a file or a pipe."""
+    print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def problem_of_text(session: TextSession, plan: Plan, bundle: Callable[[], Path]) -> str | None:

@@ -2,31 +2,44 @@
 
 Guarantees: an identity that does not suit its URL, an unknown mask or mask option, and an impossible padding, device,
 user id or accepted change are refused here, without the network. The addresses in URLs, `arithmetic`, `kappa`, `verify`
-and `tokenizer` are only kept here; they are checked when a session is opened (tenant_sdk/session.py).
+and `tokenizer` are only kept here; they are checked when a session is opened (tenant_sdk/session.py). Before they load
+torch, which takes seconds, the commands ask `check_early` for what is wrong with them.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import torch
-
-from noise.options import check_options
-from noise.registry import MASKS, RING_ONLY
-from tenant_sdk import embedded
+from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
+from noise.params import choose
 from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.pins import PARTS
+from wire.built_in import BUILT_IN
+from wire.command_line import nearest
 from wire.errors import ConfigurationError
+from wire.transport.address import read_address
 from wire.transport.identity import load_identity
-from wire.transport.ipc import connection as ipc
+from wire.transport.ipc import folder as ipc
 
-_CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    import torch
+
+INPROC = "inproc:"
+"""The scheme of the URL of a provider in the tenant's own process (tenant_sdk/embedded.py)."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Plan:
     bucket: int | None = None
     accepted_changes: tuple[str, ...] = ()
     peer_uid: int | None = None
-    device: torch.device = _CPU
+    device: torch.device = field(default_factory=_cpu)
     mask_device: torch.device | None = None
     window_device: torch.device | None = None
 
@@ -74,7 +87,7 @@ class Plan:
         It could not if replies are verified, if the mask hides nothing in the first place, or if the provider runs in
         this process (`inproc:`).
         """
-        is_elsewhere = not all(url.startswith(embedded.SCHEME) for url in self.urls)
+        is_elsewhere = not all(url.startswith(INPROC) for url in self.urls)
         return is_elsewhere and self.mask in RING_ONLY and self.verify is None
 
 
@@ -103,9 +116,7 @@ def make_plan(
         ConfigurationError: a URL, an identity or an option is impossible.
     """
     urls, identities = _providers(url, identity)
-    if mask not in MASKS:
-        raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
-    options = check_options(mask, {} if mask_options is None else mask_options)
+    options = _check_mask(mask, {} if mask_options is None else mask_options)
     _check_places(urls, identities, weights)
     _check_peer_uid(urls, peer_uid)
     return Plan(
@@ -128,9 +139,79 @@ def make_plan(
     )
 
 
+def check_early(
+    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, verify: str | None,
+    tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str], peer_uid: int | None,
+) -> None:  # fmt: skip
+    """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
+    told at once. It says nothing that `make_plan` and a session would not say later.
+
+    Args:
+        urls, identities: one URL and one identity, or None, for each provider.
+        parameters: the name of the lattice mask's parameters.
+        mask, verify, tokenizer, pad_rows, accept_changes, peer_uid: see `TenantClient`.
+
+    Raises:
+        ConfigurationError, WeakParameters: an option is impossible, or a file that it names is not there.
+    """
+    _check_mask(mask, {} if parameters is None else {"parameters": parameters})
+    check_num_providers(mask, len(urls))
+    if parameters is not None:
+        choose(parameters, False)
+    _check_places(urls, identities, None)
+    for url, identity in zip(urls, identities, strict=True):
+        if not url.startswith((INPROC, ipc.SCHEME)):
+            read_address(url, identity is not None)
+    _check_peer_uid(urls, peer_uid)
+    _accepted(accept_changes)
+    bucket_tokens(False if pad_rows is None else pad_rows)
+    for what, name in (("checkpoint", verify), ("tokenizer", tokenizer)):
+        if name is not None:
+            _check_there(what, name)
+    for url in urls:
+        if url.startswith(INPROC):
+            _check_there("model", url.removeprefix(INPROC).partition("?")[0])
+
+
+def _check_there(what: str, name: str) -> None:
+    """Raises ConfigurationError if a name is neither a built-in one nor a path, and cannot be a hub id either, or is
+    one that is not cached here while downloads are forbidden."""
+    if name in BUILT_IN:
+        BUILT_IN[name].find()
+        return
+    if Path(name or "?").expanduser().exists():
+        return
+    if HUB_ID.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"cannot find the {what} {name[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a folder, or a hub id"
+        )
+    from huggingface_hub.constants import HF_HUB_CACHE, is_offline_mode
+
+    if is_offline_mode() and not Path(HF_HUB_CACHE, "models--" + name.partition("@")[0].replace("/", "--")).is_dir():
+        raise ConfigurationError(not_cached(what, name))
+
+
+def not_cached(what: str, name: str) -> str:
+    """Returns the error text for a hub id that is not cached here while HF_HUB_OFFLINE forbids downloads."""
+    return (
+        f"the {what} {name[:200]!r} is neither a path nor cached here, and HF_HUB_OFFLINE=1, which the commands set by "
+        "default, forbids downloads: name a folder, or set HF_HUB_OFFLINE=0"
+    )
+
+
+def _check_mask(mask: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    if mask not in MASKS:
+        meant = nearest(mask, MASKS) if isinstance(mask, str) else None
+        advice = "" if meant is None else f": did you mean {meant}?"
+        raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}{advice}")
+    return check_options(mask, options)
+
+
 def _device(device: str | torch.device) -> torch.device:
     """Returns the device that the tenant names. Raises ConfigurationError if the name is not a device's, or if this
     machine lacks the CUDA device."""
+    import torch
+
     try:
         chosen = torch.device(device)
     except RuntimeError as exc:
@@ -181,7 +262,7 @@ def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weight
     """Raises ConfigurationError if an identity or `weights` is given for a provider that takes none, or if a folder
     holds no identity."""
     for each, folder in zip(urls, identities, strict=True):
-        inproc = each.startswith(embedded.SCHEME)
+        inproc = each.startswith(INPROC)
         if inproc and folder is not None:
             raise ConfigurationError("an inproc: provider takes no identity")
         if not inproc and weights is not None:

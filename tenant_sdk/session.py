@@ -22,7 +22,8 @@ import torch
 from noise.gaussian_pool import NotPrivateWarning
 from noise.ledger.ledger import Ledger
 from noise.off import READABLE
-from noise.registry import RING_ONLY, Setting, choose_arithmetic, make_scheme, readable
+from noise.options import RING_ONLY
+from noise.registry import Setting, choose_arithmetic, make_scheme, readable
 from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
@@ -38,10 +39,12 @@ from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
+from wire.transport.address import DEFAULT_PORT
 from wire.transport.connection import Connection
-from wire.transport.grpc_connection import DEFAULT_PORT, GrpcConnection
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity, load_identity
-from wire.transport.ipc import connection as ipc
+from wire.transport.ipc import folder as ipc
+from wire.transport.ipc.connection import IpcConnection
 
 
 class NotVerifiedWarning(UserWarning):
@@ -258,7 +261,7 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
     if url.startswith(embedded.SCHEME):
         return embedded.connect_inproc(url, plan.weights)
     if url.startswith(ipc.SCHEME):
-        return ipc.IpcConnection(url, identity, plan.peer_uid, plan.window_device)
+        return IpcConnection(url, identity, plan.peer_uid, plan.window_device)
     return GrpcConnection(url, identity)
 
 

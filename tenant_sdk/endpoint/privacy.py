@@ -60,13 +60,18 @@ class Released:
         least, most = _LEAST_STEP * self._scale, _MOST_STEP * self._scale
         if self.step is not None and not least <= self.step <= most:
             raise ConfigurationError(
-                f"--release-values is a step from {least:g} to {most:g} with the parameters of this mask"
+                f"--release-values is a step from {self._steps} with the parameters of this mask, got {self.step:g}"
             )
 
     @property
     def _scale(self) -> float:
         """Returns how many times larger the mask's error is than that of the default parameters, at least 1."""
         return max(1.0, self.sigma / NOMINAL_SIGMA)
+
+    @property
+    def _steps(self) -> str:
+        """Returns the smallest and the largest step that may be chosen, such as "0.25 to 16"."""
+        return f"{_LEAST_STEP * self._scale:g} to {_MOST_STEP * self._scale:g}"
 
     @property
     def _loss_step(self) -> float:
@@ -87,7 +92,8 @@ class Released:
             raise HttpError(
                 403,
                 f"{param} would show the error of the mask {self.mask} to whoever knows the inputs, and then its "
-                "secret: start with --release-values, which rounds them, or with the mask pad or shares",
+                f"secret: start with --release-values STEP, which rounds them, with a STEP from {self._steps}, or with "
+                "the mask pad or shares",
                 "values_not_released",
                 param,
             )

@@ -66,7 +66,7 @@ def _summary(result: FinetuneResult) -> str:
         )
     lines.append(
         f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
-        f"{result.seconds:.0f} s"
+        f"{result.seconds:.0f} s in all, with hints, model and evaluations"
     )
     return "\n".join(lines)
 

@@ -11,7 +11,6 @@ a value. Importing this module does not load torch.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from wire.command_line import nearest
 from wire.errors import ConfigurationError
 
 _FLAG, _SHOWN = "flag", "shown"
@@ -30,6 +30,22 @@ _FLAG, _SHOWN = "flag", "shown"
 if it is not the field's."""
 _WORDS = (bool, int, float, Path)
 """The types that typer checks on the command line; it takes any other as text, which the recipe checks."""
+
+_GROUPS = {
+    "Data": ("eval_data", "max_length", "truncation", "seed"),
+    "Training": (
+        "rank", "max_steps", "num_epochs", "batch_size", "gradient_accumulation_steps", "learning_rate",
+        "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "bf16",
+    ),
+    "Preferences (DPO)": ("dpo_beta", "dpo_loss", "dpo_precompute_reference"),
+    "Evaluation and reports": (
+        "eval_steps", "early_stopping_steps", "early_stopping_threshold", "keep_best", "report_to", "log_dir",
+        "progress",
+    ),
+    "Checkpoints and waits": ("save_steps", "resume", "provider_wait_s"),
+    "Memory": ("window_tokens", "checkpointing", "memory_budget_mb", "gradient_checkpointing"),
+}  # fmt: skip
+"""The options by the heading under which the help lists them; the others have none."""
 
 
 def _part_or_path(value: Any) -> Any:
@@ -236,12 +252,13 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str]) -> None:
         known: the keys that it may have.
 
     Raises:
-        ConfigurationError: a key is not known; the text names the nearest one that is.
+        ConfigurationError: a key is not known; the text names the nearest one that is, or all if none is near.
     """
     for key in values:
         if key not in known:
-            (nearest,) = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: the nearest is {nearest}")
+            meant = nearest(str(key), known)
+            advice = f"the options are {', '.join(known)}" if meant is None else f"the nearest is {meant}"
+            raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: {advice}")
 
 
 def takes_recipe(connection: Mapping[str, Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
@@ -292,6 +309,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
         flag,
         help=field.description,
         metavar=extra.get("unit"),
+        rich_help_panel=next((heading for heading, names in _GROUPS.items() if name in names), None),
         show_default=text if shown not in (None, False) else False,
     )
     return _parameter(name, word or str, option)

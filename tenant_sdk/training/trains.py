@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Trains:
     """Is the part of `TenantClient` that trains adapters; it is used with a `TrainingSession` only."""
 
+    has_trained = False
+    """Whether this client has begun to fine-tune."""
+
     def finetune(
         self,
         data: Any,
@@ -142,6 +145,7 @@ class Trains:
             dpo_precompute_reference=dpo_precompute_reference,
         )  # fmt: skip
         session: Any = self
+        self.has_trained = True
         return finetune(
             session, data, peft_config, output_dir, settings, eval_data=eval_data, max_length=max_length,
             truncation=truncation, checkpointing=checkpointing, memory_budget_mb=memory_budget_mb,

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key
 
 from noise.verify import Verifier
+from tenant_sdk.plan import HUB_ID, not_cached
 from tenant_sdk.text.source import LocalSource
 from tenant_sdk.trust.compare import (
     check_files,
@@ -44,7 +44,6 @@ from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -210,7 +209,7 @@ def _find(name: str) -> LocalSource:
         return LocalSource(path.stem, path.resolve().parent, path.name)
     if path.is_dir():
         return LocalSource(path.resolve().name, _checked_folder(path.resolve(), name))
-    if _HUB_ID.fullmatch(name) is None or path.exists():
+    if HUB_ID.fullmatch(name) is None or path.exists():
         raise ConfigurationError(
             f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, "
             "a Hugging Face folder, or a hub id"
@@ -233,7 +232,7 @@ def find_tokenizer(name: str | Path) -> LocalSource:
         return _built_in(given)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return LocalSource(given, path.resolve().parent, path.name)
-    if not path.is_dir() and (_HUB_ID.fullmatch(given) is None or path.exists()):
+    if not path.is_dir() and (HUB_ID.fullmatch(given) is None or path.exists()):
         raise ConfigurationError(
             f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a folder with "
             "tokenizer files, or a hub id"
@@ -255,6 +254,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
     """Returns the folder of the cached or downloaded snapshot of `owner/model[@revision]`. Only files that match
     `patterns` are downloaded; these exclude pickles and code."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import is_offline_mode
     from huggingface_hub.errors import IncompleteSnapshotError
 
     repo_id, _, revision = name.partition("@")
@@ -265,8 +265,11 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
     except IncompleteSnapshotError as exc:  # this machine is offline, and the cache has only some of the files
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
+        if is_offline_mode():
+            raise ConfigurationError(not_cached(what, name)) from exc
         raise ConfigurationError(
-            f"the {what} {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
+            f"the {what} {name[:200]!r} is neither a path nor cached here nor to be had from the hub "
+            f"({type(exc).__name__})"
         ) from exc
     return Path(str(found))
 

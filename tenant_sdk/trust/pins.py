@@ -20,11 +20,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import make_private_folder
 from wire.errors import ConfigurationError, ProviderChanged
-from wire.manifest import Manifest
+
+if TYPE_CHECKING:
+    from wire.manifest import Manifest
 
 PARTS = {
     "model": "model's name",

@@ -14,9 +14,8 @@ import typer
 import yaml
 
 from attacks.report import command_line as attacks_cli
-from noise.options import OPTIONS
+from noise.options import MASKS, OPTIONS
 from noise.params import PARAMETERS
-from noise.registry import MASKS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
 from provider.schedule.quota import TenantLimits

@@ -16,9 +16,9 @@ from noise import registry
 from noise.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.hints.file import Layout
 from noise.ledger.ledger import Ledger
-from noise.options import OPTIONS, check_options
+from noise.options import MASKS, OPTIONS, check_options
 from noise.params import LatticeParameters
-from noise.registry import MASKS, Setting, make_scheme
+from noise.registry import Setting, make_scheme
 from wire.errors import ConfigurationError
 
 MAKERS: dict[str, Callable[..., Any]] = {

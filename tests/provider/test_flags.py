@@ -136,7 +136,7 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ),
         ("serve --config FOLDER/none.yaml", "expected a settings file, found none at 'FOLDER/none.yaml'"),
         ("serve --config FOLDER/bad.yaml", "'FOLDER/bad.yaml' is not a YAML file of settings, see line 2"),
-        ("serve --config FOLDER/unknown.yaml", "setting prt: extra inputs are not permitted"),
+        ("serve --config FOLDER/unknown.yaml", "'prt' is no setting: the nearest is port"),
         ("serve --config FOLDER/range.yaml", "setting port: input should be less than or equal to 65535"),
     ],
 )

@@ -51,9 +51,9 @@ from wire.transport import stream_connection, tls_stream
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 from wire.transport.ipc.clear_socket import ClearSocket
-from wire.transport.ipc.connection import IpcConnection, folder_of
+from wire.transport.ipc.connection import IpcConnection
 from wire.transport.ipc.fetch import fetch
-from wire.transport.ipc.folder import SOCKET_NAME
+from wire.transport.ipc.folder import SOCKET_NAME, folder_of
 from wire.transport.tls_context import IPC_ALPN
 
 IS_ROOT = os.geteuid() == 0

@@ -416,4 +416,7 @@ def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: P
 
 def test_an_account_of_nothing(tmp_path: Path) -> None:
     assert UsageBook(tmp_path / FILE_NAME).totals() == {}
-    assert json.loads(run("usage", "--state", tmp_path).stdout) == {}
+    assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", tmp_path / "state").returncode == 0
+    assert json.loads(run("usage", "--state", tmp_path / "state").stdout) == {}
+    for nobody in (tmp_path, tmp_path / "nowhere"):
+        assert "found no provider at" in one_line_error(run("usage", "--state", nobody))

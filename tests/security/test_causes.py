@@ -324,10 +324,10 @@ ROW_PATHS = (
     "wire/transport", "provider/net", "provider/engine", "provider/model/served_model.py",
 )  # fmt: skip
 BEFORE_ANY_ROW = {
-    ("wire/transport/grpc_connection.py", "open_channel"),
+    ("wire/transport/address.py", "read_address"),
     ("wire/transport/identity.py", "load_identity"),
     ("wire/transport/identity.py", "_check_files"),
-    ("wire/transport/ipc/connection.py", "folder_of"),
+    ("wire/transport/ipc/folder.py", "folder_of"),
     ("wire/transport/ipc/connection.py", "_connect"),
     ("wire/transport/ipc/folder.py", "check_socket"),
     ("wire/transport/ipc/folder.py", "_look_at"),

@@ -370,6 +370,45 @@ finally:
     assert done.stderr.startswith("tenant: nowhere is not an identity")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--url inproc:smollm2-135m --mask latice", "got 'latice': did you mean lattice?"),
+        ("--url inproc:smollm2-135m --mask shares", "two provider URLs"),
+        ("--url inproc:smollm2-135m --parameters bold", "default, conservative, lean, got 'bold'"),
+        ("--url inproc:nowhere", "cannot find the model 'nowhere'"),
+        ("--url nonsense", "expected grpcs://host:port, got 'nonsense'"),
+        ("--url grpc://example.org:1", "loopback only"),
+        ("--url grpcs://127.0.0.1:1", "needs an identity"),
+        ("--url ipc:", "expected ipc:DIR"),
+        ("--url inproc:smollm2-135m --verify none.gguf", "cannot find the checkpoint 'none.gguf'"),
+        ("--url inproc:smollm2-135m --verify no/where", "HF_HUB_OFFLINE=0"),
+        ("--url inproc:smollm2-135m --tokenizer no/where", "the tokenizer 'no/where' is neither a path nor cached"),
+        ("--url inproc:smollm2-135m --accept-change weights", "accept_changes (--accept-change"),
+        ("--url inproc:smollm2-135m --peer-uid 7", "peer_uid is for ipc: only"),
+        ("--url inproc:smollm2-135m --pad-rows -1", "pad_rows"),
+    ],
+)
+def test_a_wrong_option_is_told_before_torch_is_needed(
+    words: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client, which needs torch, is made after the checks. Its place is taken here by something that cannot be
+    called."""
+    monkeypatch.setattr("tenant_sdk.TenantClient", None)
+    for command in (["generate", "x"], ["chat"], ["explain"], ["finetune", "data.jsonl", "--output", "out"]):
+        monkeypatch.setattr(sys, "argv", ["tenant", *command, *words.split()])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
+def test_what_keeps_a_provider_from_being_reached_is_told(identity: Path) -> None:
+    assert "nothing listens on port 1:" in refused("grpcs://127.0.0.1:1", identity=identity)
+    assert "has no address (DNS)" in refused("grpcs://provider.invalid:8443", identity=identity)
+
+
 def run_finetune(monkeypatch: Any, data: str, *arguments: str) -> Any:
     """Runs `tenant finetune` in this process, and returns its exit code."""
     words = ["tenant", "finetune", data, "--output", "out", *arguments]

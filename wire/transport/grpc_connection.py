@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,6 @@ import grpc
 
 from wire.errors import (
     REVOKED,
-    ConfigurationError,
     DeadlineExceeded,
     MalformedFrame,
     NotPermitted,
@@ -46,6 +46,7 @@ from wire.limits import (
 )
 from wire.manifest import Manifest, parse_manifest
 from wire.transport import tls_stream
+from wire.transport.address import DEFAULT_PORT, is_loopback, read_address
 from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.retry import with_jitter
@@ -55,6 +56,8 @@ STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
+_PROBE_S = 3.0
+"""How long the connection may take that finds out why no provider was reached."""
 _DROPPED = "Handshake read failed"
 """The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
 another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
@@ -62,7 +65,6 @@ connection is not tried a second time."""
 _OTHER_PROVIDER = ("CERTIFICATE_VERIFY_FAILED",)
 """Words in gRPC's text if the provider's certificate is of another authority than this identity's."""
 _MOST_DIGITS = 9
-DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -84,7 +86,7 @@ def channel_options(host: str) -> list[tuple[str, Any]]:
         ("grpc.enable_retries", 0),  # A transparent re-send must never happen to a request under a one-time mask.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if host in ("localhost", "::1") or host.startswith("127."):
+    if is_loopback(host):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -96,21 +98,11 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
         ConfigurationError: the URL has another scheme or no host, an identity is missing, or plain text would go to
             another machine.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
-    except ValueError as exc:  # The port is no number, or a bracket was left open.
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from exc
-    if parts.scheme not in ("grpc", "grpcs") or not host:
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
+    scheme, host, port = read_address(url, identity is not None)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if parts.scheme == "grpcs":
-        if identity is None:
-            raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
+    if scheme == "grpcs" and identity is not None:
         credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
         return grpc.secure_channel(target, credentials, channel_options(host))
-    if not (host in ("localhost", "::1") or host.startswith("127.")):
-        raise ConfigurationError("grpc:// without TLS is for loopback only: use grpcs://")
     return grpc.insecure_channel(target, channel_options(host))
 
 
@@ -169,6 +161,23 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
     return min(int(text), MAX_DEADLINE_MS) / 1000
 
 
+def _why_not(url: str) -> str:
+    """Returns what keeps this machine from a provider, as far as a new connection tells: the name, the port, or the
+    way to the host."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    try:
+        socket.create_connection((host, port), _PROBE_S).close()
+    except socket.gaierror:
+        return f"the name {ascii(host)[1:-1][:100]} has no address (DNS): check its spelling, and the network"
+    except ConnectionRefusedError:
+        return f"the host answers, but nothing listens on port {port}: check the port, and that `provider serve` runs"
+    except OSError as exc:  # A time-out is one, too.
+        reason = "no answer" if isinstance(exc, TimeoutError) else exc.strerror or type(exc).__name__
+        return f"the host or its port {port} cannot be reached ({reason}): check the address, the network and firewalls"
+    return f"port {port} is open, but no provider answers there: check the URL and what runs there"
+
+
 class GrpcConnection(StreamConnection):
     """Implements `Connection` with gRPC and the tensor port. The connection opens at first use, so that a program may
     fork before that."""
@@ -222,7 +231,7 @@ class GrpcConnection(StreamConnection):
             self._drop()
             if isinstance(exc, _ConnectionDropped) or exc.retry_s > 0:
                 raise
-            raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
+            raise Unavailable(f"no provider can be reached at {self.url}: {_why_not(self.url)}") from None
         except TransportError:
             self._drop()
             raise

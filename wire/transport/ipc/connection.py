@@ -15,7 +15,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import torch
@@ -38,7 +37,7 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.ipc import credentials
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import MANIFEST, fetch
-from wire.transport.ipc.folder import check_folder, check_name, check_socket
+from wire.transport.ipc.folder import SCHEME, check_folder, check_socket, folder_of
 from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.ipc.window import TenantWindow, ask
 from wire.transport.retry import with_jitter
@@ -46,26 +45,8 @@ from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamC
 from wire.transport.tls_context import IPC_ALPN, client_context
 from wire.transport.tls_stream import TensorStream
 
-SCHEME = "ipc:"
 _MANIFEST_TIMEOUT_S = 20.0
 _LOGGER = logging.getLogger(__name__)
-
-
-def folder_of(url: str) -> Path:
-    """Returns the absolute path of DIR in `ipc:DIR`; a leading `~` stands for the user's home.
-
-    Raises:
-        ConfigurationError: the URL is not of this form, or DIR cannot be a path, cannot be printed in one line, or
-            names a user who does not exist.
-    """
-    text = url.removeprefix(SCHEME)
-    if not text or "\0" in text or url == text:
-        raise ConfigurationError("expected ipc:DIR, with the folder that `provider serve --ipc DIR` has")
-    check_name(text)
-    try:
-        return Path(os.path.abspath(Path(text).expanduser()))
-    except RuntimeError as exc:  # There is no such user, and so no home.
-        raise ConfigurationError(f"expected ipc:DIR with a folder, got {text!r}") from exc
 
 
 class IpcConnection(StreamConnection):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from wire.errors import ConfigurationError, Unavailable
 
+SCHEME = "ipc:"
 SOCKET_NAME = "veilbase.sock"
 _MOST_PATH_BYTES = 107
 """The most bytes of a socket's path in Linux: `sun_path` has 108, of which the last one is zero (unix(7))."""
@@ -79,6 +80,23 @@ def check_socket(folder: Path, owner: int) -> str:
     if status.st_uid != owner:
         raise ConfigurationError(f"expected {path} to belong to user {owner}, as its folder does, got {status.st_uid}")
     return str(path)
+
+
+def folder_of(url: str) -> Path:
+    """Returns the absolute path of DIR in `ipc:DIR`; a leading `~` stands for the user's home.
+
+    Raises:
+        ConfigurationError: the URL is not of this form, or DIR cannot be a path, cannot be printed in one line, or
+            names a user who does not exist.
+    """
+    text = url.removeprefix(SCHEME)
+    if not text or "\0" in text or url == text:
+        raise ConfigurationError("expected ipc:DIR, with the folder that `provider serve --ipc DIR` has")
+    check_name(text)
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as exc:  # There is no such user, and so no home.
+        raise ConfigurationError(f"expected ipc:DIR with a folder, got {text!r}") from exc
 
 
 def check_name(text: str) -> None:

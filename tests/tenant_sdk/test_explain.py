@@ -1,0 +1,84 @@
+"""Tests the text of `tenant explain`: which lines a session has, in which words, and how a terminal shows them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peft import IA3Config, LoraConfig
+
+from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, show, wrapped
+from wire.frame import Arithmetic
+
+PLAN: Any = SimpleNamespace(tokenizer=None, bucket=None, verify=None, can_be_steered=True)
+
+
+def text_of(leave_out: Any = ()) -> str:
+    said = {"scheme": "lattice: a sample masks every row", "pool": "0 of 9 MB ready", "secrets": "3 of 9 reserved"}
+    scheme = SimpleNamespace(name="lattice", arithmetic=Arithmetic.RING, describe=lambda: said)
+    session: Any = SimpleNamespace(
+        scheme=scheme, manifest=SimpleNamespace(groups=[], recording=False, weights="int8"), verifier=None
+    )
+    return explain(session, PLAN, leave_out=leave_out)
+
+
+def names_of(text: str) -> set[str]:
+    return {line.partition("  ")[0] for line in text.splitlines()}
+
+
+def test_what_is_not_in_use_is_left_out_and_named() -> None:
+    short, whole = text_of(ONLY_IN_USE), text_of()
+    assert names_of(whole) - names_of(short) == set(ONLY_IN_USE)
+    assert names_of(short) - names_of(whole) == {"not in use"}
+    (line,) = (line for line in short.splitlines() if line.startswith("not in use"))
+    assert all(name in line for name in ONLY_IN_USE)
+    assert "--all" in line
+    assert "not in use" not in text_of({"a line that there is not"})
+
+
+@pytest.mark.parametrize(
+    ("configs", "has_trained", "in_use"),
+    [
+        ([], False, set()),
+        ([LoraConfig()], False, set()),
+        ([LoraConfig()], True, {"fine-tuning"}),
+        ([LoraConfig(use_dora=True)], False, {"DoRA"}),
+        ([LoraConfig(), IA3Config()], False, {"other PEFT kinds"}),
+        ([LoraConfig(init_lora_weights="pissa")], False, {"other PEFT kinds"}),
+    ],
+)
+def test_what_a_session_uses(configs: list[Any], has_trained: bool, in_use: set[str]) -> None:
+    assert not_in_use(configs, has_trained=has_trained) == set(ONLY_IN_USE) - in_use
+
+
+def test_words_say_what_a_line_is_about() -> None:
+    lines = dict(line.split("  ", 1) for line in text_of().splitlines())
+    for name, word in (("pool", "masks made ahead"), ("secrets", "one-time keys"), ("row counts", "of one token")):
+        assert word in lines[name]
+    assert lines["secrets"].endswith("3 of 9 reserved")
+
+
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_a_terminal_gets_lines_of_its_width(width: int) -> None:
+    text = text_of()
+    lines = wrapped(text, width).splitlines()
+    assert max(len(line) for line in lines) <= width
+    names = [line for line in lines if not line.startswith(" ")]
+    assert len(names) == len(text.splitlines())
+    column = text.splitlines()[0].index("lattice:")
+    assert all(line[:column].isspace() and line[column] != " " for line in lines if line.startswith(" "))
+    assert " ".join(wrapped(text, width).split()) == " ".join(text.split())
+
+
+def test_a_narrow_terminal_and_a_pipe_get_the_text_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_of()
+    assert wrapped(text, 10) == text
+    monkeypatch.setenv("COLUMNS", "60")
+    show(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(text)
+    assert capsys.readouterr().out == f"{wrapped(text, 60)}\n"

@@ -1,0 +1,125 @@
+"""Tests what is shown on stderr while a run or a preparation goes on, in a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tenant_sdk.progress import Pace, ProgressBar, counting
+
+
+class Clock:
+    """Stands for a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def plain() -> Console:
+    """Returns a console that is no terminal."""
+    return Console(file=io.StringIO(), force_terminal=False)
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    """Returns a console that is a terminal, and what it shows."""
+    screen = io.StringIO()
+    return Console(file=screen, force_terminal=True, force_interactive=True, width=100), screen
+
+
+@pytest.mark.parametrize("step_s", [0.5, 29.0, 31.0, 4000.0])
+def test_the_remaining_time_is_known_however_long_a_step_takes(step_s: float) -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.remaining_s(4) is None
+    for done in (1, 2, 3):
+        clock.now_s += step_s
+        pace.reach(done)
+        assert pace.remaining_s(4) == pytest.approx((4 - done) * step_s)
+
+
+def test_both_times_are_together_the_whole() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    clock.now_s += 40
+    pace.reach(1)
+    for _ in range(4):
+        clock.now_s += 9.7
+        remaining_s = pace.remaining_s(3)
+        assert remaining_s is not None
+        assert pace.elapsed_s + remaining_s == pytest.approx(120)
+    clock.now_s += 100  # the second step is late, and the third one is still to come
+    assert pace.remaining_s(3) == pytest.approx(40)
+    pace.reach(3)
+    assert pace.shown(3) == ("0:02:58", "0:00:00")
+
+
+def test_a_resumed_run_counts_its_own_steps_only() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.begin(90)
+    clock.now_s += 60
+    pace.reach(91)
+    assert pace.remaining_s(100) == pytest.approx(540)
+
+
+def train(bar: ProgressBar, clock: Clock, num_steps: int, step_s: float) -> None:
+    state: Any = SimpleNamespace(global_step=0, max_steps=num_steps)
+    bar.on_train_begin(None, state, None)
+    for step in range(1, num_steps + 1):
+        clock.now_s += step_s
+        state.global_step = step
+        bar.on_log(None, state, None, {"loss": 1 / step})
+    bar.on_log(None, state, None, {"eval_loss": 2.0})
+    bar.on_train_end(None, state, None)
+
+
+def test_without_a_terminal_each_step_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    bar = ProgressBar(plain(), clock)
+    train(bar, clock, 3, 45.0)
+    bar.stop()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "fine-tuning 1/3  loss 1.0000  0:00:45 elapsed, 0:01:30 left",
+        "fine-tuning 2/3  loss 0.5000  0:01:30 elapsed, 0:00:45 left",
+        "fine-tuning 3/3  loss 0.3333  0:02:15 elapsed, 0:00:00 left",
+    ]
+
+
+def test_a_line_is_there_before_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting("checking", console=plain()) as report:
+        assert capsys.readouterr().err == "checking ...\n"
+        report(0, 240)
+        assert capsys.readouterr().err == ""
+        for done in range(1, 241):
+            report(done, 240)
+        assert len(capsys.readouterr().err.splitlines()) == 10
+    assert capsys.readouterr().err == ""
+    with counting("checking", False, console=plain()) as report:
+        report(1, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_terminal_a_bar_shows_both_times(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, (console, screen) = Clock(), terminal()
+    bar = ProgressBar(console, clock)
+    state: Any = SimpleNamespace(global_step=0, max_steps=4)
+    bar.on_train_begin(None, state, None)
+    clock.now_s, state.global_step = clock.now_s + 50, 1
+    bar.on_log(None, state, None, {"loss": 2.5})
+    bar.stop()
+    for part in ("1/4", "loss 2.5000", "0:00:50", "0:02:30"):
+        assert part in screen.getvalue()
+    with counting("checking", console=console, clock=clock) as report:
+        clock.now_s += 31
+        report(1, 3)
+    assert "0:01:02" in screen.getvalue()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,76 @@
+"""Tests what the commands have in common: the option that was meant, the version, and how their help begins."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import typer
+
+from provider import cli as provider_cli
+from tenant_sdk import cli as tenant_cli
+from wire.command_line import nearest
+
+FLAGS = ["--learning-rate", "--lr-scheduler-type", "--rank", "--max-steps", "--epochs", "--output", "--batch-size"]
+LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("--lr", FLAGS, "--learning-rate"), ("--learnign-rate", FLAGS, "--learning-rate"),
+        ("--r", FLAGS, "--rank"), ("--out", FLAGS, "--output"), ("--bs", FLAGS, "--batch-size"),
+        ("--steps", FLAGS, "--max-steps"), ("--batch_size", FLAGS, "--batch-size"), ("--zzz", FLAGS, None),
+        ("rank", LORA, "r"), ("alpha", LORA, "lora_alpha"), ("targets", LORA, "target_modules"), ("zzz", LORA, None),
+        ("modle", ["mode", "model", "tls"], "model"), ("MODLE", ["MODEL", "TLS"], "MODEL"), ("x", [], None),
+    ],
+)  # fmt: skip
+def test_the_name_that_was_meant(word: str, known: list[str], meant: str | None) -> None:
+    assert nearest(word, known) == meant
+
+
+def run(
+    module: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[Any, str]:
+    """Returns the exit code of a command, and all that it printed in one line."""
+    monkeypatch.setattr(sys, "argv", [module.__name__.partition(".")[0], *words.split()])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    shown = capsys.readouterr()
+    return end.value.code, " ".join((shown.out + shown.err).replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "meant"),
+    [
+        (tenant_cli, "finetune data.jsonl --lr 3", "--learning-rate"),
+        (tenant_cli, "generate x --length 3", "--fixed-length"),
+        (provider_cli, "serve --modle x", "--model"),
+        (provider_cli, "usage --statte x", "--state"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(
+    module: Any, words: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(module, words, monkeypatch, capsys)
+    assert code == 2
+    assert meant in text
+
+
+@pytest.mark.parametrize("module", [tenant_cli, provider_cli])
+def test_the_version(module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(module, "--version", monkeypatch, capsys) == (0, f"veilbase {version('veilbase')}")
+
+
+@pytest.mark.parametrize("module", [tenant_cli, provider_cli])
+def test_help_begins_with_what_a_command_is_for(module: Any) -> None:
+    group: Any = typer.main.get_command(module.app)
+    for name, command in [("", group), *group.commands.items()]:
+        assert command.help, name
+        assert not command.help.startswith(("This ", "Defines", "Implements")), name
+        many = [option for option in command.params if option.name not in ("help", "state", "name", "out")]
+        if len(many) > 8:
+            headings = {getattr(option, "rich_help_panel", None) for option in many}
+            assert len(headings) > 2, f"{name} lists {len(many)} options under one heading"
