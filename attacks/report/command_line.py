@@ -204,11 +204,14 @@ def _attack_and_report(
         kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
         alarms += verdict.standing(results, is_tiny, kinds, {one.name for one in chosen})
     notes += [f"ALARM: {alarm}" for alarm in alarms] or ["no alarm: what is private shows no more than chance does"]
-    files = [*table.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
-    print("\n".join(table.lines(results, checks, notes)))
+    said = verdict.in_three_lines(results, len(checks), sum(not one.wins for one in checks), len(alarms))
+    files = [*table.write(options.out, results, checks, notes, said), *plots.draw(options.out, results)]
+    print("\n".join([*table.bullets(said), *table.lines(results, checks, notes)]))
     print(f"\nwritten: {', '.join(map(str, files))}; adapters and prompts that were stolen: {options.out / 'stolen'}")
+    sys.stdout.flush()
     for alarm in alarms:
         print(f"ALARM: {alarm}", file=sys.stderr)
+    print("\n" + "\n".join(said))  # once more, where a reader of a long table ends
     return 1 if alarms else 0
 
 

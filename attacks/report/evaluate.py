@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attacks.adversaries import byte_statistics, shared_error, slot_reuse
-from attacks.report.finding import KL, Finding, unclaimed, verdict_on
+from attacks.report.finding import FAILED, KL, Finding, unclaimed, verdict_on
 from attacks.report.table import Result
 from attacks.report.verdict import METADATA
 from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
@@ -36,7 +36,6 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
 }
 """The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
 mapped to the names of those of its facts that count in the verdict; its claims of other kinds always count."""
-FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """The adversaries that run a second time, on unmasked rows, if another adversary has unmasked rows."""
 _WHO = ("base", "victim", "stolen")

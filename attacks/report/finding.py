@@ -11,6 +11,8 @@ import torch
 NO_CLAIM = "no claim"
 """The verdict on an adversary that claimed nothing. Such an adversary is neither right nor wrong, and its silence is no
 evidence that nothing leaked."""
+FAILED = "failed"
+"""The metric, fact and verdict of an adversary that raised an exception."""
 SHARE_TRIED = "share tried"
 """A metric: the share of all tokens that an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"

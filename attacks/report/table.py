@@ -43,9 +43,19 @@ class Result:
 
 
 def write(
-    folder: Path, results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]
+    folder: Path,
+    results: Sequence[Result],
+    controls: Sequence[ControlResult],
+    notes: Sequence[str],
+    verdict: Sequence[str] = (),
 ) -> tuple[Path, Path]:
-    """Writes report.json and report.md to a folder, which is made if needed, and returns their paths in this order."""
+    """Writes report.json and report.md to a folder, which is made if needed, and returns their paths in this order.
+
+    Args:
+        folder: the folder.
+        results, controls, notes: what the report holds.
+        verdict: lines with which report.md begins.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "results": [
@@ -80,8 +90,13 @@ def write(
     }
     machine, human = folder / "report.json", folder / "report.md"
     machine.write_text(json.dumps(data, indent=1) + "\n")
-    human.write_text("\n".join(["# Attack report", "", *lines(results, controls, notes), ""]))
+    human.write_text("\n".join(["# Attack report", "", *bullets(verdict), *lines(results, controls, notes), ""]))
     return machine, human
+
+
+def bullets(verdict: Sequence[str]) -> list[str]:
+    """Returns the verdict as a list in Markdown with an empty line after it; nothing if there is none."""
+    return [*(f"- {_plain(line)}" for line in verdict), ""] if verdict else []
 
 
 def _number(value: float) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.report.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
+from attacks.report.finding import FAILED, KL, NO_CLAIM, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
 from attacks.report.table import Result
 from attacks.victim.check import Check, alarms
 
@@ -74,21 +74,84 @@ them if the output head stays with the tenant."""
 def weakened(results: Sequence[Result]) -> list[str]:
     """Returns a line for each failure of an adversary, and for each finding that is better than chance allows under a
     private mask. Findings from metadata do not count. Under an unknown mask only certain claims do."""
-    at_odds = {
-        (one.mask, one.arithmetic, one.adversary)
-        for one in results
-        if one.finding.metric == _AGREEMENT and not _beats_chance(one)
-    }
+    at_odds = _at_odds(results)
     return [
         f"{one.mask}: {one.adversary} reaches {one.finding.metric} {one.finding.value:.3g} on {one.finding.module}"
         for one in results
-        if one.finding.metric == "failed"
-        or (one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one))
-        or (one.mask == UNKNOWN and one.finding.metric == "certain claims" and _beats_chance(one))
-        if one.finding.metric != _GAIN
-        or one.finding.verdict == "wins"
-        or (one.mask, one.arithmetic, one.adversary) not in at_odds
+        if one.finding.metric == FAILED
+        or (one.mask in (*PRIVATE_MASKS, UNKNOWN) and one.adversary != METADATA and _tells(one, at_odds))
     ]
+
+
+def _at_odds(results: Sequence[Result]) -> set[tuple[str, str, str]]:
+    """Returns which attacks stole an adapter whose answers agree with the victim's no more than by chance."""
+    return {_attack(one)[:3] for one in results if one.finding.metric == _AGREEMENT and not _beats_chance(one)}
+
+
+def _attack(one: Result) -> tuple[str, str, str, str | None]:
+    return one.mask, one.arithmetic, one.adversary, one.tenant
+
+
+def _tells(one: Result, at_odds: set[tuple[str, str, str]]) -> bool:
+    """Returns whether a finding shows contents: it is better than chance allows, or, under an unknown mask, certain."""
+    if one.mask == UNKNOWN and one.finding.metric != "certain claims":
+        return False
+    if one.finding.metric == _GAIN and one.finding.verdict != "wins" and _attack(one)[:3] in at_odds:
+        return False
+    return _beats_chance(one)
+
+
+def in_three_lines(results: Sequence[Result], num_controls: int, num_lost: int, num_alarms: int) -> list[str]:
+    """Returns a report's verdict: what attacks got under masks that are private, and under others, and whether the
+    report can be relied on.
+
+    Contents are all that a tenant hides: rows, tokens, the adapter. What `METADATA` finds is apart from them. An attack
+    is one adversary, or one upon another's rows, on one mask and arithmetic. It got contents if a finding of it is
+    beyond what chance allows, by the same rule as the alarms; without a known truth, only certain claims show that.
+
+    Args:
+        results: the report's findings.
+        num_controls: how many positive controls ran.
+        num_lost: how many of them did not win.
+        num_alarms: the number of the report's alarms.
+    """
+    at_odds = _at_odds(results)
+    ran, got, failed, judged = set(), set(), set(), set()
+    for one in results:
+        if one.adversary == METADATA:
+            continue
+        if one.finding.metric == FAILED:
+            failed.add(_attack(one))
+            continue
+        ran.add(_attack(one))
+        if _tells(one, at_odds):
+            got.add(_attack(one))
+        if one.finding.verdict not in ("not judged", NO_CLAIM):
+            judged.add(_attack(one))
+    silent = {_attack(one) for one in results if one.finding.verdict == NO_CLAIM}
+
+    def counted(masks: Collection[str]) -> str:
+        here = {attack for attack in ran - failed if attack[0] in masks}
+        broken = sum(attack[0] in masks for attack in failed)
+        said = f"contents: {len(here & got)} of {len(here)} attacks" if here else "contents: no attack ran"
+        if unjudged := here - judged - silent - got:
+            said += f" ({len(unjudged)} of them made claims that nobody here can judge)"
+        return said + (f", and {broken} failed" if broken else "")
+
+    masks = list(dict.fromkeys(one.mask for one in results))
+    hiding = [mask for mask in masks if mask in (*PRIVATE_MASKS, UNKNOWN)]
+    open_ones = [mask for mask in masks if mask not in hiding]
+    first, second = (
+        "no private mask was attacked: give --masks lattice",
+        "no mask without privacy was attacked beside it",
+    )
+    if hiding:
+        first = f"{', '.join(hiding)}: {counted(hiding)}; sizes and order show, as documented"
+    if open_ones:
+        second = f"{', '.join(open_ones)}, not private: {counted(open_ones)}"
+    alarms = {0: "no alarm", 1: "1 alarm"}.get(num_alarms, f"{num_alarms} alarms")
+    third = f"{alarms}; {num_controls - num_lost} of {num_controls} controls win where they should"
+    return [first, second, third]
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:

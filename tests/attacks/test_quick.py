@@ -8,15 +8,16 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 import attacks
 from attacks import extract_lora, recover_prompts
-from attacks.report import verdict
+from attacks.report import command_line, plots, verdict
 from attacks.report.catalogue import MODULES, NOT_IN_QUICK
-from attacks.report.finding import SHARE_TRIED, Finding
+from attacks.report.finding import FAILED, SHARE_TRIED, Finding, unclaimed
 from attacks.report.table import Result
 from attacks.victim import check, quick_model
 from attacks.victim.check import Check
@@ -179,6 +180,84 @@ def test_a_gain_that_answers_contradict_is_luck(gain: float, agreement: float, a
         Finding("adapter", "agreement of answers", agreement, 0.5, (0.4, 0.6), ""),
     )
     assert bool(verdict.weakened([replace(NEAR, finding=finding) for finding in findings])) is alarm
+
+
+STOLEN = Result("off", "ring", "closed-form", Finding("o_proj", "relative error", 1e-6, 1.0, (1.0, 1.0), "wins"))
+GUESSED = replace(STOLEN, mask="lattice", finding=replace(STOLEN.finding, value=54.0, verdict="at baseline"))
+SILENT = Result("lattice", "ring", "substitute", unclaimed("–", "–"))
+SIZES = Result("lattice", "ring", "traffic-shape", Finding("prompt tokens", "recovery rate", 1.0, 0, (0, 0), "wins"))
+
+
+def test_the_verdict_in_three_lines() -> None:
+    assert verdict.in_three_lines([GUESSED, SILENT, SIZES, STOLEN], 3, 0, 0) == [
+        "lattice: contents: 0 of 2 attacks; sizes and order show, as documented",
+        "off, not private: contents: 1 of 1 attacks",
+        "no alarm; 3 of 3 controls win where they should",
+    ]
+
+
+def test_the_verdict_tells_a_mask_that_failed_and_an_attack_that_did() -> None:
+    read_here = replace(STOLEN, mask="lattice", adversary="known-mask")
+    broken = replace(STOLEN, mask="lattice", adversary="no-error", finding=replace(STOLEN.finding, metric=FAILED))
+    first, second, third = verdict.in_three_lines([GUESSED, read_here, broken], 2, 1, 3)
+    assert first.startswith("lattice: contents: 1 of 2 attacks, and 1 failed;")
+    assert "no mask without privacy" in second
+    assert third == "3 alarms; 1 of 2 controls win where they should"
+    assert len(verdict.weakened([GUESSED, read_here, broken])) == 2, "the alarms count as the verdict does"
+
+
+def test_the_verdict_calls_nothing_safe_that_nobody_could_judge() -> None:
+    claimed = Finding("layers", "claimed", 3.0, 0.0, (0.0, 0.0), "not judged")
+    first, *_ = verdict.in_three_lines([Result("unknown", "ring", "closed-form", claimed, "anna")], 0, 0, 0)
+    assert "0 of 1 attacks (1 of them made claims that nobody here can judge)" in first
+    assert "contents: no attack ran" in verdict.in_three_lines([SIZES], 0, 0, 0)[0]
+
+
+def test_a_run_ends_with_its_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [NEAR, SIZES]
+    monkeypatch.setattr(command_line, "_cases", lambda *_: ([], []))
+    monkeypatch.setattr(command_line, "_attack_all", lambda *_: results)
+    options = command_line._parser("x", "y").parse_args(["--out", str(tmp_path)])
+    said = verdict.in_three_lines(results, 0, 0, 0)
+    assert command_line._attack_and_report(options, [], SimpleNamespace(recv=list)) == 0  # type: ignore[arg-type]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == said
+    assert printed[:3] == [f"- {line}" for line in said], "before the table, too"
+    assert (tmp_path / "report.md").read_text().splitlines()[2:5] == [f"- {line}" for line in said]
+    assert len(json.loads((tmp_path / "report.json").read_text())["results"]) == len(results)
+
+
+def test_the_plots_show_every_mask_and_a_theft_as_a_full_bar() -> None:
+    found = plots.panels([STOLEN, GUESSED, SILENT, replace(SILENT, mask="pad")], plots.ERROR)
+    assert list(found) == ["off, ring, not private", "lattice, ring, private", "pad, ring, private"]
+    (theft,), (guess,), (silence,) = found.values()
+    assert theft.length > 0.99
+    assert theft.kind == "theft"
+    assert (guess.length, guess.kind) == (0.0, "no better than guessing")
+    assert (silence.length, silence.said) == (0.0, "claim nothing")
+
+
+def test_an_attack_that_is_silent_under_one_mask_has_an_empty_bar_there() -> None:
+    quiet = replace(GUESSED, finding=unclaimed("–", "–"))
+    ((_,), (silence,)) = plots.panels([STOLEN, quiet], plots.ERROR).values()
+    assert (silence.label, silence.length, silence.said) == ("closed-form", 0.0, "claims nothing")
+
+
+def test_a_few_tokens_that_were_tried_are_no_full_bar() -> None:
+    rate = replace(STOLEN, finding=Finding("tokens", "recovery rate", 1.0, 0.1, (0, 0.2), "wins where tried"))
+    tried = replace(STOLEN, finding=Finding("tokens", SHARE_TRIED, 0.05, 0.0, (0.0, 0.0), "2 of 40"))
+    ((bar,),) = plots.panels([rate, tried], plots.RATE).values()
+    assert bar.length == pytest.approx(0.05)
+    assert bar.said == "100% of the 5% that were tried"
+
+
+def test_each_panel_of_a_plot_has_a_title(tmp_path: Path) -> None:
+    (file,) = plots.draw(tmp_path, [STOLEN, GUESSED])
+    comments = file.read_text()  # the SVG's glyphs are paths; matplotlib puts the text into comments
+    for title in ("Share of the adapter", "off, ring, not private", "lattice, ring, private"):
+        assert f"<!-- {title}" in comments
 
 
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
