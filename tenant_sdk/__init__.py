@@ -53,11 +53,13 @@ if TYPE_CHECKING:
     from noise.blocks.slots import SlotsExhausted
     from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
+    from tenant_sdk.adapters import FewLayersWarning
     from tenant_sdk.client import TenantClient
     from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
+    from tenant_sdk.serving.adapters.kinds import NotServed
     from tenant_sdk.serving.engine import Engine
     from tenant_sdk.serving.many import PromptsFailed
     from tenant_sdk.serving.speculation.settings import Speculation
@@ -76,6 +78,7 @@ __all__ = [
     "DatasetError",
     "DeadlineExceeded",
     "Engine",
+    "FewLayersWarning",
     "FinetuneResult",
     "ForkedConnection",
     "InvalidTensor",
@@ -88,6 +91,7 @@ __all__ = [
     "NotFiniteWarning",
     "NotPermitted",
     "NotPrivateWarning",
+    "NotServed",
     "NotTunedWarning",
     "NotVerifiedWarning",
     "PromptsFailed",
@@ -126,8 +130,10 @@ _MODULE_OF = {
     "AcceptedChangeWarning": "tenant_sdk.session",
     "CutWarning": "tenant_sdk.text.rows",
     "Engine": "tenant_sdk.serving.engine",
+    "FewLayersWarning": "tenant_sdk.adapters",
     "NotFiniteWarning": "tenant_sdk.model.planned_calls",
     "NotPrivateWarning": "noise.gaussian_pool",
+    "NotServed": "tenant_sdk.serving.adapters.kinds",
     "NotVerifiedWarning": "tenant_sdk.session",
     "PromptsFailed": "tenant_sdk.serving.many",
     "ProviderAwayWarning": "tenant_sdk.training.waiting",

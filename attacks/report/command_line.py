@@ -68,7 +68,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     Raises:
         SystemExit: the arguments are not valid (status 2), only help was requested (0), or SIGTERM came (143).
     """
-    parser = _parser(program, description)
+    parser = make_parser(program, description)
     options = parser.parse_args(arguments)
     if options.view is not None and options.peft != "lora":
         parser.error("--view takes a recording as it is: --peft is for a victim")
@@ -93,7 +93,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser(program: str, description: str) -> argparse.ArgumentParser:
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -130,7 +130,7 @@ def _model(options: argparse.Namespace) -> str:
 def _run(options: argparse.Namespace, names: str | None) -> int:
     chosen = adversaries(names)
     with _controls_beside(names) as results_of_controls:
-        return _attack_and_report(options, chosen, results_of_controls)
+        return attack_and_report(options, chosen, results_of_controls)
 
 
 @contextlib.contextmanager
@@ -170,9 +170,7 @@ def _checked(control: Control) -> ControlResult:
         return ControlResult(name, f"raised {type(exc).__name__}", "ran", 0.0, 1.0, smaller_wins=False)
 
 
-def _attack_and_report(
-    options: argparse.Namespace, chosen: Sequence[Adversary], results_of_controls: Connection
-) -> int:
+def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], results_of_controls: Connection) -> int:
     import torch
 
     from attacks.report import plots, table, verdict
@@ -187,8 +185,8 @@ def _attack_and_report(
         if options.view is not None:
             cases, notes = _recorded(options)
         else:
-            cases, notes = _cases(Path(scratch), Path(recording), model, options)
-        results = _attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
+            cases, notes = make_cases(Path(scratch), Path(recording), model, options)
+        results = attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
     _say(f"controls of {len(chosen)} adversaries")
     try:
         checks: list[ControlResult] = results_of_controls.recv()
@@ -215,7 +213,7 @@ def _attack_and_report(
     return 1 if alarms else 0
 
 
-def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
+def attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
     """Attacks every case and returns the results in the order of the cases. If `num_processes` is at least 2, the work
     is divided among that many processes.
 
@@ -340,7 +338,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     return cases, notes
 
 
-def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """Records a victim's traffic, and makes a case for each run, which is a mask in one arithmetic. Returns the cases,
     and notes for the report.
 

@@ -31,8 +31,8 @@ MOST_SAMPLES = 1 << 34
 COMPARED = 8
 """How many samples of a call are compared with the CPU's. A sample that was not added agrees in 12% of all cases."""
 _SAMPLES_A_BLOCK = 8
-_BLOCK = 128
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+BLOCK_LANES = 128
+LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _TESTED_BLOCKS = 300
 _LOGGER = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ def add_centred_binomial(masks: torch.Tensor) -> None:
     if not masks.is_contiguous() or masks.dtype != torch.int32:
         raise ValueError("expected contiguous int32 masks")
     for part in masks.view(-1).split(MOST_SAMPLES):
-        if part.numel() and not _add(part):
+        if part.numel() and not add_error(part):
             masks.zero_()
             raise MaskError("the device drew a wrong error: make masks on the CPU")
 
 
-def _add(numbers: torch.Tensor) -> bool:
+def add_error(numbers: torch.Tensor) -> bool:
     """Adds samples to at most `MOST_SAMPLES` numbers under a fresh key. Returns whether those at some places that
     nobody can foresee are the CPU's."""
     count = numbers.numel()
@@ -75,8 +75,8 @@ def _add(numbers: torch.Tensor) -> bool:
         product_triton.on(numbers.device),
         on_device(torch.frombuffer(key, dtype=torch.int32), numbers.device) as there,
     ):
-        grid = (-(-num_blocks // _BLOCK),)
-        kernels().add_centred_binomial[grid](numbers, there, count, num_blocks, BLOCK=_BLOCK, **_OPTIONS)
+        grid = (-(-num_blocks // BLOCK_LANES),)
+        kernels().add_centred_binomial[grid](numbers, there, count, num_blocks, BLOCK=BLOCK_LANES, **LAUNCH_OPTIONS)
     found = numbers[at].sub_(before)
     is_right = found.tolist() == [_sample(key, place, num_blocks) for place in places]
     before.zero_()
@@ -117,13 +117,13 @@ def passes_self_test(device: torch.device) -> bool:
     """Tells whether a device's key stream is that of another implementation of ChaCha20, and whether samples that are
     made from it are right."""
     key = torch.arange(1, 9, dtype=torch.int32, device="cpu") * 0x01234567
-    there, grid = key.to(device), (-(-_TESTED_BLOCKS // _BLOCK),)
+    there, grid = key.to(device), (-(-_TESTED_BLOCKS // BLOCK_LANES),)
     words = torch.zeros(_TESTED_BLOCKS, 16, dtype=torch.int32, device=device)
     count = 8 * _TESTED_BLOCKS - 3
     samples = torch.full((count,), 5, dtype=torch.int32, device=device)
     with product_triton.on(device):
-        kernels().key_stream[grid](words, there, _TESTED_BLOCKS, BLOCK=_BLOCK, **_OPTIONS)
-        kernels().add_centred_binomial[grid](samples, there, count, _TESTED_BLOCKS, BLOCK=_BLOCK, **_OPTIONS)
+        kernels().key_stream[grid](words, there, _TESTED_BLOCKS, BLOCK=BLOCK_LANES, **LAUNCH_OPTIONS)
+        kernels().add_centred_binomial[grid](samples, there, count, _TESTED_BLOCKS, BLOCK=BLOCK_LANES, **LAUNCH_OPTIONS)
     expected = key_stream(key, _TESTED_BLOCKS)
     return torch.equal(words.cpu(), expected) and torch.equal(samples.cpu(), 5 + samples_of(expected)[:count])
 

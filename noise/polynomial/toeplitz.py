@@ -102,7 +102,7 @@ class DeviceProducts:
         """
         with torch.inference_mode(False), self.matrix_of(secrets_hat) as weight:
             made = _products(matrix_hat.rows, weight, secrets_hat.shape[0])
-            _compare(matrix_hat.rows, secrets_hat, made)
+            compare(matrix_hat.rows, secrets_hat, made)
             if error is not None:
                 with on_device(error, self._device) as drawn:
                     made += drawn
@@ -141,7 +141,7 @@ class DeviceProducts:
             kept = self._kept_matrix(columns)
             if kept is not None:
                 made = _products(kept.rows, weight, num_blocks)
-                _compare(kept.rows, secrets_hat, made)
+                compare(kept.rows, secrets_hat, made)
                 return made
             shape = num_blocks, secrets_hat.shape[2], columns.features
             made = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -149,7 +149,7 @@ class DeviceProducts:
                 stop = min(columns.features, start + CHUNK_FEATURES)
                 rows = self._moved(columns, start, stop).rows
                 part = _products(rows, weight, num_blocks)
-                _compare(rows, secrets_hat, part)
+                compare(rows, secrets_hat, part)
                 made[:, :, start:stop] = part
                 _overwrite(part)
             return made
@@ -252,7 +252,7 @@ def _overwrite(*secret: torch.Tensor) -> None:
         each.zero_()
 
 
-def _compare(rows: torch.Tensor, secrets: torch.Tensor, made: torch.Tensor) -> None:
+def compare(rows: torch.Tensor, secrets: torch.Tensor, made: torch.Tensor) -> None:
     """Compares numbers of a product, at places that nobody can foresee, with the CPU's.
 
     Args:

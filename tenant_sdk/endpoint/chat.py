@@ -69,7 +69,7 @@ class Chat:
             VeilbaseError: the engine refuses it, or fails.
         """
         loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(None, self._prepare, body)
+        prepared = await loop.run_in_executor(None, self.prepare, body)
         if prepared.make_grammar is not None:  # If the client goes away meanwhile, nobody holds the grammar: it ends.
             prepared.grammar = await loop.run_in_executor(self._service.grammar_threads, prepared.make_grammar)
         if prepared.request.stream:
@@ -91,7 +91,7 @@ class Chat:
             "model": prepared.request.model, "choices": choices, "usage": usage, "system_fingerprint": None,
         }  # fmt: skip
 
-    def _prepare(self, body: bytes) -> _Prepared:
+    def prepare(self, body: bytes) -> _Prepared:
         request = parsed(ChatRequest, body)
         adapter = self._service.names.adapter_of(request.model)
         tools = active_tools(request)

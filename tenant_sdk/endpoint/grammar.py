@@ -46,7 +46,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _START_S = 120.0
 """The seconds in which the process has to prepare the vocabulary. It takes about one."""
 _END_S = 5.0
-_LATE_S = 5.0
+LATE_S = 5.0
 """The seconds that are added to `WorkerLimits.wall_s` for the way to a worker and back."""
 _WEIGHED_BYTES = 1 << 20
 """A worker's growth since its last weighing at which all workers are weighed again."""
@@ -86,7 +86,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._is_plain: bool | None = None
-        self._spawner: _Spawner | None = None
+        self.spawner: _Spawner | None = None
         self._is_closed = False
         self._held: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
@@ -170,14 +170,14 @@ class Grammars:
             if self._is_closed:
                 raise ConfigurationError("this endpoint was closed")
             for is_last in (False, True):
-                if self._spawner is None:
-                    self._spawner = self._started()
+                if self.spawner is None:
+                    self.spawner = self._started()
                 try:
-                    worker = _Worker(self._spawner.fork(), self._each, self._weigh)
+                    worker = _Worker(self.spawner.fork(), self._each, self._weigh)
                     break
                 except OSError as exc:
-                    self._spawner.end()
-                    self._spawner = None
+                    self.spawner.end()
+                    self.spawner = None
                     if is_last:
                         raise ConfigurationError(f"no process for grammars can be started: {exc.strerror}") from None
         with self._lock:
@@ -213,9 +213,9 @@ class Grammars:
         """Ends all processes."""
         with self._starting:
             self._is_closed = True
-            if self._spawner is not None:
-                self._spawner.end()
-                self._spawner = None
+            if self.spawner is not None:
+                self.spawner.end()
+                self.spawner = None
 
 
 class Grammar:
@@ -327,7 +327,7 @@ class _Worker:
     def __init__(self, end: socket.socket, limits: WorkerLimits, weigh: Callable[[], None]) -> None:
         """Keeps the socket. Args: weigh: called when the worker has grown."""
         self._end, self._limits, self._weigh = end, limits, weigh
-        end.settimeout(limits.wall_s + _LATE_S)
+        end.settimeout(limits.wall_s + LATE_S)
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._answers: dict[int, list[bytes | None]] = {}
@@ -435,7 +435,7 @@ class _Spawner:
         self._control, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", process.__name__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment(),
                     start_new_session=True,  # a Ctrl-C is for the server, which then ends this process
@@ -473,10 +473,10 @@ class _Spawner:
         """Ends the process, which first ends its workers, and waits for its end."""
         self._control.close()
         try:
-            self._process.wait(_END_S)
+            self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def _environment() -> dict[str, str]:

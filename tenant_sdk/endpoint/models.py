@@ -63,7 +63,7 @@ class ModelNames:
             clock: a function that returns the present time in seconds; it serves to limit how long `load` waits.
         """
         self.base = base
-        self._store, self._root, self._clock = store, root, clock
+        self.store, self._root, self._clock = store, root, clock
         self._created = int(time.time())
         self._lock = threading.Lock()
         self._alias: dict[str, str] = {}
@@ -83,10 +83,10 @@ class ModelNames:
         return target
 
     def _found(self) -> list[str]:
-        return [] if self._store is None else self._store.names()
+        return [] if self.store is None else self.store.names()
 
     def _has(self, name: str) -> bool:
-        return self._store is not None and self._store.has(name)
+        return self.store is not None and self.store.has(name)
 
     def _target(self, name: str) -> str | None:
         """Returns the subfolder for which a name stands; None if no request may use the name. A subfolder's own name
@@ -110,17 +110,17 @@ class ModelNames:
 
     def tiers(self) -> list[tuple[str, Tier]] | None:
         """Returns the name of each adapter that requests may use, and its tier; None without adapters."""
-        if self._store is None:
+        if self.store is None:
             return None
-        tiers = self._store.tiers()
+        tiers = self.store.tiers()
         return [(name, tiers.get(target, "disk")) for name, target in self._names().items()]
 
     def load_counts(self) -> dict[str, float]:
         """Returns how often adapters were copied onto the device and read from disk, for the metrics; an empty
         dictionary without adapters."""
-        if self._store is None:
+        if self.store is None:
             return {}
-        status = self._store.status()
+        status = self.store.status()
         return {"adapter_device_loads": status.device_loads, "adapter_disk_reads": status.disk_reads}
 
     def listed(self) -> dict[str, Any]:
@@ -156,13 +156,13 @@ class ModelNames:
                 the path is not a direct subfolder.
             VeilbaseError: there is no such adapter, or it cannot be loaded.
         """
-        if self._store is None:
+        if self.store is None:
             raise bad_request("this server was started without --adapters")
         if _NAME.fullmatch(name) is None or name == self.base:
             raise bad_request("expected a name of letters, digits, dots, dashes and underscores", "lora_name")
         subfolder = self._subfolder(name if path is None else path)
         self._check_free(name, subfolder)
-        self._warm(self._store, subfolder)
+        self._warm(self.store, subfolder)
         is_there = self._has(name)
         with self._lock:
             self._check_free_now(name, subfolder, is_there)  # another request may have taken the name meanwhile
@@ -232,8 +232,8 @@ class ModelNames:
                 self._unloaded.add(name)
             others = {subfolder for other, subfolder in self._alias.items() if other not in self._unloaded}
             is_used = target in others or (target != name and target not in self._unloaded)
-        if self._store is not None and not is_used:
-            self._store.drop(target)
+        if self.store is not None and not is_used:
+            self.store.drop(target)
 
 
 def _unknown(model: str) -> HttpError:

@@ -39,7 +39,7 @@ _SEND_BUFFER_BYTES = 64 << 10
 _JOBS_FOLDER = ".jobs"
 """The subfolder for jobs and uploads in the folder of adapters. No adapter has this name, since it begins with a
 dot."""
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """The seconds that running requests get to finish when the server stops. After them, a request gets an error."""
 _LAST_WORDS_S = 2
 """The seconds that these errors get to be sent."""
@@ -210,7 +210,7 @@ class Endpoint:
             loop=f"{EventLoop.__module__}:{EventLoop.__name__}",
             log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
             workers=1, timeout_keep_alive=round(settings.limits.idle_s),
-            timeout_graceful_shutdown=round(_GRACE_S) + _LAST_WORDS_S,
+            timeout_graceful_shutdown=round(GRACE_S) + _LAST_WORDS_S,
             h11_max_incomplete_event_size=32 << 10, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
 
@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops listening, waits for the requests under way, and ends those that take too long."""
-        timer = asyncio.get_running_loop().call_later(_GRACE_S, self._on_end)
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._on_end)
         try:
             await super().shutdown(sockets)
         finally:

@@ -159,7 +159,7 @@ class Engine:
         self._most_kv_tokens = bisect_right(possible, kv_bytes, key=self._layout.bytes_for)
         self._prefixes = self._prefix_cache(prefix_bytes)
         place = kv_place(kv_device, self._model.device)
-        self._scheduler = Scheduler(budget)
+        self.scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.
         self._special = special_texts(self._own_tokenizer)
@@ -168,7 +168,7 @@ class Engine:
         self._slots = _open_slots(make_slots, self._model, woken.set)
         runner = StepRunner(ragged, self._layout, self._slots, place, drafter)
         self._loop = ServingLoop(
-            self._model, self._scheduler, self._layout, runner, self._slots,
+            self._model, self.scheduler, self._layout, runner, self._slots,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
             during_step=during_step,
         )  # fmt: skip
@@ -305,7 +305,7 @@ class Engine:
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
         context = self._context.num_tokens
         default = min(self._default_length(0, fixed_length=False), context)
-        text = explain(self._layout, self._scheduler.budget, context, kept, self._slots.describe(), default)
+        text = explain(self._layout, self.scheduler.budget, context, kept, self._slots.describe(), default)
         print(text)
         return text
 
@@ -318,7 +318,7 @@ class Engine:
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str,
         pools: bool,
     ) -> Answer:  # fmt: skip
-        self._scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
+        self.scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
         number = self._loop.next_number()
         ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))

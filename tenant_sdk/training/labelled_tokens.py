@@ -34,7 +34,7 @@ RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, Re
 # The most roles that an error lists about a conversation that does not fit the template.
 _MAX_SHOWN_ROLES = 8
 # A line is a place to cut a text if so many characters follow, and so many of the next tokens are the same.
-_LINE_CHARACTERS, _SAME_TOKENS = 512, 32
+LINE_CHARACTERS, _SAME_TOKENS = 512, 32
 # The most messages of a conversation for which the text before and after each answer is rendered.
 MOST_RENDERED = 24
 BEFORE, OPENED, CLOSED = "before", "opened", "closed"
@@ -276,7 +276,9 @@ class _Rendered:
         same = _common_length(text, self._whole)
         # An added token that begins before this place is the same in both, since all that it could be is in `same`.
         begin, index = (
-            _last(self._cuts, same - self._longest_mark) if self._cuts else _last(self._lines, same - _LINE_CHARACTERS)
+            last_place(self._cuts, same - self._longest_mark)
+            if self._cuts
+            else last_place(self._lines, same - LINE_CHARACTERS)
         )
         token_ids = self._ids(text[begin:])
         if not self._cuts and token_ids[:_SAME_TOKENS] != self.token_ids[index : index + _SAME_TOKENS]:
@@ -415,7 +417,7 @@ def _common_prefix(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     return min(len(ids), len(other_ids))
 
 
-def _last(places: list[tuple[int, int]], most: int) -> tuple[int, int]:
+def last_place(places: list[tuple[int, int]], most: int) -> tuple[int, int]:
     """Returns the last of some places, in order, that begins at `most` characters or before; (0, 0) if none does."""
     number = bisect_right(places, (most, sys.maxsize)) - 1
     return places[number] if number >= 0 else (0, 0)

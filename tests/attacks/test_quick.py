@@ -217,11 +217,11 @@ def test_a_run_ends_with_its_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = [NEAR, SIZES]
-    monkeypatch.setattr(command_line, "_cases", lambda *_: ([], []))
-    monkeypatch.setattr(command_line, "_attack_all", lambda *_: results)
-    options = command_line._parser("x", "y").parse_args(["--out", str(tmp_path)])
+    monkeypatch.setattr(command_line, "make_cases", lambda *_: ([], []))
+    monkeypatch.setattr(command_line, "attack_all", lambda *_: results)
+    options = command_line.make_parser("x", "y").parse_args(["--out", str(tmp_path)])
     said = verdict.in_three_lines(results, 0, 0, 0)
-    assert command_line._attack_and_report(options, [], SimpleNamespace(recv=list)) == 0  # type: ignore[arg-type]
+    assert command_line.attack_and_report(options, [], SimpleNamespace(recv=list)) == 0  # type: ignore[arg-type]
     printed = capsys.readouterr().out.splitlines()
     assert printed[-3:] == said
     assert printed[:3] == [f"- {line}" for line in said], "before the table, too"

@@ -26,7 +26,7 @@ def seen(case, *others):
     return [case]
 evaluate.attack, evaluate.parts = seen, lambda chosen: [[]]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-command_line._attack_all(["quick", "slow"], [], Path("."), 2)
+command_line.attack_all(["quick", "slow"], [], Path("."), 2)
 """
 
 
@@ -45,7 +45,7 @@ def seen(case, *others):
     return [(case, blocked, signal.getsignal(signal.SIGTERM).name)]
 evaluate.attack, command_line._set_work = seen, set_work_and_look
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-for result in command_line._attack_all(["a", "b"], [], Path("."), 2):
+for result in command_line.attack_all(["a", "b"], [], Path("."), 2):
     print(*result)
 print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))
 """

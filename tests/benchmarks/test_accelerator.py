@@ -69,7 +69,7 @@ def test_block_sizes_are_changed_for_one_measurement_only() -> None:
     before = {form: dict(blocks) for form, blocks in product_triton.BLOCKS.items()}
     small = {form: dict(blocks) for form, blocks in product_triton.SMALL_BLOCKS.items()}
     for _, _, _, _, table, change in sweep.variants():
-        with sweep._Changed(table, change):
+        with sweep.Changed(table, change):
             name, _, form = table.partition(":")
             blocks = getattr(product_triton, name.removesuffix(" only"))
             assert (blocks[form] if form else blocks).items() >= change.items()

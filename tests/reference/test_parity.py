@@ -72,7 +72,8 @@ def test_five_optimizer_steps(pair: Any) -> None:
     models = adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))
     histories = [losses_of_steps(model, batch(), 5e-2) for model in models]
     assert histories[0] == pytest.approx(histories[1], rel=RELATIVE)
-    assert histories[0][-1] != pytest.approx(histories[0][0], rel=1e-3), "nothing was trained"
+    first, *later = histories[0]
+    assert any(loss != pytest.approx(first, rel=1e-3) for loss in later), "nothing was trained"
 
 
 def test_greedy_tokens(pair: Any) -> None:

@@ -498,6 +498,7 @@ def test_errors_of_the_command(
     assert end.value.code == 1
     out, err = capsys.readouterr()
     assert out == ""
-    (line,) = err.splitlines()
+    *before, line = err.splitlines()
+    assert all("ROWS GO READABLE" in said for said in before)
     assert line.startswith("tenant: ")
     assert expected in line

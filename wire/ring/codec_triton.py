@@ -15,8 +15,8 @@ import torch
 
 from wire.ring import product_triton
 
-_ENCODE = {"BLOCK": 2048, "num_warps": 8, "enable_fp_fusion": False}
-_DECODE = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+ENCODE_BLOCKS = {"BLOCK": 2048, "num_warps": 8, "enable_fp_fusion": False}
+DECODE_BLOCKS = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -40,7 +40,7 @@ def encode(
         with product_triton.on(rows.device):
             product_triton.kernels().encode_rows[(num_rows,)](
                 rows, rows if alpha is None else alpha.contiguous(), encoded, scales, is_bad, d, rows.stride(0), budget,
-                smallest, HAS_ALPHA=alpha is not None, **_ENCODE,
+                smallest, HAS_ALPHA=alpha is not None, **ENCODE_BLOCKS,
             )  # fmt: skip
         if bool(is_bad):
             return None
@@ -68,9 +68,9 @@ def decode(
         other = reply if effect is None else effect if effect.stride(1) == 1 else effect.contiguous()
         beta = beta.contiguous()  # The kernel reads one scale after another.
         with product_triton.on(reply.device):
-            product_triton.kernels().decode_rows[(num_rows, -(-m // _DECODE["BLOCK"]))](
+            product_triton.kernels().decode_rows[(num_rows, -(-m // DECODE_BLOCKS["BLOCK"]))](
                 reply, other, beta if alpha is None else alpha.contiguous(), beta, out, m, reply.stride(0),
-                other.stride(0), HAS_EFFECT=effect is not None, HAS_ALPHA=alpha is not None, **_DECODE,
+                other.stride(0), HAS_EFFECT=effect is not None, HAS_ALPHA=alpha is not None, **DECODE_BLOCKS,
             )  # fmt: skip
     return out
 

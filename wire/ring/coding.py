@@ -21,9 +21,9 @@ __all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products"
 
 HALF_MODULUS = 2.0**31
 _ROUND_OFF = 1.0 - 2.0**-20
-"""The factor by which `_budget` reduces the largest norm of an encoded row. The reduction is more than the fp32
+"""The factor by which `largest_norm` reduces the largest norm of an encoded row. The reduction is more than the fp32
 rounding errors of norm, scale and quotient together, each of which is below 2^-23."""
-_SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-100
 """The smallest scale that a row may have, so that no scale is denormal. A row that would need a smaller scale is sent
 with fewer bits."""
 _NOT_FINITE = "a row holds NaN or infinity: nothing was sent"
@@ -58,15 +58,15 @@ def encode(
         MaskOverflow: the layer is too wide for any scale.
     """
     d = rows.shape[1]
-    budget = _budget(d, weight_norm, error_norm, slack)
+    budget = largest_norm(d, weight_norm, error_norm, slack)
     if rows.dtype == torch.float32 and kernels.available() and kernels.codes(rows):
         encoded = unwritten_tensor(rows.shape[0], d, torch.int32)
-        scales = kernels.encode(rows, alpha, budget, _SMALLEST_SCALE, encoded)
+        scales = kernels.encode(rows, alpha, budget, SMALLEST_SCALE, encoded)
         if scales is None:
             raise NotFinite(_NOT_FINITE)
         return encoded, scales
     if rows.is_cuda and rows.dtype == torch.float32 and codec_triton.is_usable(rows.device):
-        coded = codec_triton.encode(rows, alpha, budget, _SMALLEST_SCALE)
+        coded = codec_triton.encode(rows, alpha, budget, SMALLEST_SCALE)
         if coded is None:
             raise NotFinite(_NOT_FINITE)
         return coded
@@ -76,12 +76,12 @@ def encode(
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(norms).all()):
         raise NotFinite(_NOT_FINITE)
-    beta = (norms / budget).clamp_min_(_SMALLEST_SCALE)
+    beta = (norms / budget).clamp_min_(SMALLEST_SCALE)
     encoded = torch.mul(rows, beta.reciprocal().to(torch.float32)).round_().to(torch.int32)
     return encoded, beta.to(torch.float32)
 
 
-def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
+def largest_norm(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
     """Returns the largest 2-norm that a scaled row x / β may have before it is rounded; see `encode`. Raises
     MaskOverflow if that is below 1."""
     budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
@@ -115,8 +115,8 @@ class RowCodec:
             InvalidTensor: this machine has no compiled kernels, or `alpha` or `reply_alpha` is not contiguous float32
                 of the right length on the CPU.
         """
-        budget = _budget(widths[0], weight_norm, error_norm, slack)
-        self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, _SMALLEST_SCALE)
+        budget = largest_norm(widths[0], weight_norm, error_norm, slack)
+        self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, SMALLEST_SCALE)
         self.add, self.decode = self._coded.add, self._coded.decode
 
     def encode(self, row: torch.Tensor, out: memoryview) -> Any:

@@ -57,7 +57,7 @@ BLOCKS: dict[Form, dict[str, int]] = {
 SMALL_BLOCKS: dict[Form, dict[str, int]] = {
     "described": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4, **_NO_FUSION},
 }
-"""The block sizes for products that are too small for `BLOCKS`; see `_blocks_of`."""
+"""The block sizes for products that are too small for `BLOCKS`; see `blocks_of`."""
 _SMALL_COST = 1.2
 """Measured on an H100 for 4096 × 4096 × 4096: 0.563 ms with small blocks, 0.471 ms with large ones."""
 FEW_BLOCKS = {"BLOCK_N": 128, "BLOCK_K": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3, **_NO_FUSION}
@@ -94,7 +94,7 @@ def exact_form(device: torch.device) -> Form | None:
     error of its compiler or of the driver."""
     suited = form_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "planes"
     for form in dict.fromkeys((suited, _SAFEST)):
-        # Products of the self-test are too small for `_blocks_of` to choose the large blocks, so all are tried.
+        # Products of the self-test are too small for `blocks_of` to choose the large blocks, so all are tried.
         tables = [table[form] for table in (BLOCKS, SMALL_BLOCKS) if form in table]
         if all(passes_self_test(functools.partial(product, form=form, blocks=each), device) for each in tables):
             return form
@@ -190,7 +190,7 @@ def _multiply_many(
         form = "horner"  # The copy engine wants rows of whole 16 bytes.
     planes = _split(rows, bits, form)
     count, _, width = planes.shape
-    blocks = blocks or _blocks_of(form, num_rows, m, rows.device)
+    blocks = blocks or blocks_of(form, num_rows, m, rows.device)
     programs = (-(-num_rows // blocks["BLOCK_M"]) * -(-m // blocks["BLOCK_N"]),)
     given: dict[str, Any] = {"NUM_PLANES": count, "ADDS": adds, "GROUP_M": 8, **blocks}
     if form == "described":
@@ -205,7 +205,7 @@ def _multiply_many(
     kernels().multiply_planes[programs](*operands, SUM_PER_PLANE=form == "planes", **given)
 
 
-def _blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[str, int]:
+def blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[str, int]:
     """Returns the block sizes of a form: large or small ones, whichever keep the chip's units busy for less time. Small
     blocks take `_SMALL_COST` times as long for the same work."""
     large, small = BLOCKS[form], SMALL_BLOCKS.get(form)
@@ -216,13 +216,14 @@ def _blocks_of(form: Form, num_rows: int, m: int, device: torch.device) -> dict[
         """Returns how many numbers of the reply a unit computes one after another, if each does a block at a time."""
         height, width = blocks["BLOCK_M"], blocks["BLOCK_N"]
         num_blocks = -(-num_rows // height) * -(-m // width)
-        return -(-num_blocks // _num_units(device)) * height * width
+        return -(-num_blocks // num_units(device)) * height * width
 
     return small if _SMALL_COST * busy(small) < busy(large) else large
 
 
 @functools.cache
-def _num_units(device: torch.device) -> int:
+def num_units(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a CUDA device; 1 for the CPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 

@@ -27,7 +27,7 @@ MAX_ALTERNATIVES = 32
 MATCHING_S = 2
 """The seconds of processor time that one pattern may take for all names of a model. The longest pattern that is known
 to be in use, for 2,000 names, takes 0.1 s."""
-_WAIT_S = 20
+WAIT_S = 20
 """The seconds after which the process that matches a pattern is ended, however busy the machine is."""
 _MATCHING_BYTES = 512 << 20
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-]|\\?\.)*")
@@ -130,7 +130,7 @@ def _matched_elsewhere(pattern: str, texts: tuple[str, ...]) -> frozenset[str] |
     try:
         done = subprocess.run(
             command, input=json.dumps([pattern, texts]).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=_WAIT_S, env={}, check=True,
+            timeout=WAIT_S, env={}, check=True,
         )  # fmt: skip
         return frozenset(texts[at] for at in json.loads(done.stdout))
     except (subprocess.SubprocessError, OSError, ValueError):

@@ -105,7 +105,7 @@ class AdapterStore:
         self._pending: set[AdapterTicket] = set()
         self._fetching: dict[str, list[Job]] = {}
         self._dropped: set[str] = set()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
+        self.loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetcher")
         self._closed = False
         try:
@@ -164,7 +164,7 @@ class AdapterStore:
         with self._lock:
             if digest is not None and not self._closed:
                 self._dropped.add(digest)
-                self._loader.submit(self._drop, digest)
+                self.loader.submit(self._drop, digest)
 
     def _drop(self, digest: str) -> None:
         """Does the work of `drop`. Only the loading thread runs this."""
@@ -239,7 +239,7 @@ class AdapterStore:
         """Stops loading, fails all tickets that are not ready, and removes the hooks from the model."""
         with self._lock:
             self._closed = True
-        for pool in (self._fetchers, self._loader):
+        for pool in (self._fetchers, self.loader):
             pool.shutdown(wait=True, cancel_futures=True)
         for ticket in tuple(self._pending):
             ticket.failure = ConfigurationError("the adapter store was closed")
@@ -312,7 +312,7 @@ class AdapterStore:
                 raise ConfigurationError("the adapter store is closed")
             self._pending.add(job.ticket)
             if entry is None or (self._cache / entry.sha256).is_dir():
-                self._loader.submit(self._load, job)
+                self.loader.submit(self._load, job)
                 return
             waiting = self._fetching.setdefault(entry.sha256, [])
             waiting.append(job)
@@ -332,7 +332,7 @@ class AdapterStore:
         with self._lock:
             jobs = self._fetching.pop(entry.sha256, [])
             for job in jobs if failure is None and not self._closed else []:
-                self._loader.submit(self._load, job)
+                self.loader.submit(self._load, job)
         if failure is not None:
             for job in jobs:
                 self._fail(job, failure)
@@ -378,9 +378,9 @@ class AdapterStore:
             if self._closed:
                 return
             if ticket.placed is not None and ticket.digest in self._dropped:
-                self._loader.submit(self._drop, ticket.digest)
+                self.loader.submit(self._drop, ticket.digest)
             if rank is not None:
-                self._loader.submit(self._serve_waiting, rank)
+                self.loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
         """Gives free slots of a rank to the tickets that wait for a slot, in the order of waiting. Only the loading

@@ -179,7 +179,7 @@ def test_a_device_that_draws_no_error_makes_no_mask(fault: str, monkeypatch: pyt
 def test_a_call_that_is_longer_than_a_key_stream_has_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_error, "MOST_SAMPLES", 50)
     parts: list[int] = []
-    monkeypatch.setattr(device_error, "_add", lambda numbers: parts.append(numbers.numel()) or True)
+    monkeypatch.setattr(device_error, "add_error", lambda numbers: parts.append(numbers.numel()) or True)
     device_error.add_centred_binomial(torch.zeros(11, 11, dtype=torch.int32))
     assert parts == [50, 50, 21]
     for wrong in (torch.zeros(4, 3, dtype=torch.int32).t(), torch.zeros(4, dtype=torch.int64)):
@@ -234,7 +234,7 @@ def test_what_held_secrets_is_overwritten(
 ) -> None:
     matrix, secrets = drawn(TOY, 2, 5)
     if fails:
-        monkeypatch.setattr(toeplitz, "_compare", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        monkeypatch.setattr(toeplitz, "compare", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
         with pytest.raises(MaskError):
             products.product(matrix, secrets, TOY)
         assert weights

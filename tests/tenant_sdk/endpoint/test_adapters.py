@@ -129,13 +129,13 @@ def test_unloading_frees_the_memory_once_no_name_is_left(
 ) -> None:
     monkeypatch.setattr(reading, "RACY_NS", 0)
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
-        store: Any = endpoint.service.names._store
+        store: Any = endpoint.service.names.store
         for name in ("support", "help"):
             assert load(http, name, "support").status_code == 200
         numbers = []
         for name in ("help", "support"):
             assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
-            store._loader.submit(lambda: None).result()  # after what was to be done before
+            store.loader.submit(lambda: None).result()  # after what was to be done before
             now = store.status()
             numbers.append((now.device_adapters, now.host_adapters, now.host_bytes > 0))
         assert numbers == [(1, 1, True), (0, 0, False)]

@@ -241,7 +241,7 @@ def test_null_is_answered_in_every_route(endpoint: Endpoint) -> None:
 def test_what_a_waiting_request_keeps_has_no_messages_tools_or_schemas(endpoint: Endpoint) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     body = chat(tools=[TOOL], tool_choice="none", response_format=shape, metadata={"a": "b"})
-    kept = Chat(endpoint.service)._prepare(json.dumps(body).encode()).request
+    kept = Chat(endpoint.service).prepare(json.dumps(body).encode()).request
     assert (kept.messages, kept.tools, kept.response_format, kept.metadata) == ([], None, None, None)
     assert kept.max_tokens == 4
 

@@ -111,9 +111,9 @@ def children(parent: int) -> list[int]:
 
 
 def spawner_of(grammars: Grammars) -> int:
-    spawner = grammars._spawner
+    spawner = grammars.spawner
     assert spawner is not None
-    return spawner._process.pid
+    return spawner.process.pid
 
 
 # ---- what is allowed ---------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_a_killed_spawner_is_replaced() -> None:
 
 
 def test_a_worker_that_stops_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.endpoint.grammar._LATE_S", 0.1)
+    monkeypatch.setattr("tenant_sdk.endpoint.grammar.LATE_S", 0.1)
     grammars = limited(wall_s=0.1)
     try:
         hook = grammars.of_schema(SURE, "p").hook()

@@ -169,7 +169,7 @@ def whole(connection: socket.socket) -> bytes:
 def test_requests_under_way_are_told_that_the_server_stops(
     client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    monkeypatch.setattr(server, "GRACE_S", 0.05)
     with contextlib.ExitStack() as opened:
         endpoint = opened.enter_context(endpoint_of(client, tmp_path, max_running=1))
         running, waiting, slow = (opened.enter_context(connected(endpoint)) for _ in range(3))
@@ -194,7 +194,7 @@ def test_requests_under_way_are_told_that_the_server_stops(
 def test_a_stream_ends_with_an_error_when_the_server_stops(
     client: TenantClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    monkeypatch.setattr(server, "GRACE_S", 0.05)
     for path, body in (("chat/completions", chat()), ("completions", {"model": "llama", "prompt": "who?"})):
         with endpoint_of(client) as endpoint, raw(endpoint) as http:
             asked = {**body, **ENDLESS, "n": 4, "stream": True}

@@ -177,7 +177,7 @@ def test_who_is_preempted_shows_in_numbers_of_tokens_only(client: TenantClient) 
             yield
 
         with Engine(client, step_tokens=64, kv_bytes=kv_bytes_for(client, 120), during_step=held) as engine:
-            plan = engine._scheduler.plan
+            plan = engine.scheduler.plan
 
             def noted(now: float, plan: Any = plan, steps: Any = steps) -> Any:
                 step = plan(0.0)
@@ -185,7 +185,7 @@ def test_who_is_preempted_shows_in_numbers_of_tokens_only(client: TenantClient) 
                 return step
 
             engine.submit("b", max_new_tokens=2, eos_token_id=[])  # Its first step waits for the others.
-            engine._scheduler.plan = noted  # type: ignore[method-assign]
+            engine.scheduler.plan = noted  # type: ignore[method-assign]
             seeds = {"do_sample": True, "temperature": 0.9, "seed": int(swapped)}
             answers = [engine.submit(prompt, max_new_tokens=30, eos_token_id=[], **seeds) for prompt in prompts]
             all_are_in.set()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_every_answer_is_right_or_an_error(client: TenantClient, provider: Watch
             else:
                 assert answer.token_ids == want[prompt]
                 num_right += 1
-        assert engine.status() == EngineStatus(0, 0, 0)
+        assert replace(engine.status(), num_preemptions=0) == EngineStatus(0, 0, 0)
     assert num_right > NUM_REQUESTS // 2
     assert num_failed > 0
     assert num_cancelled > 0

@@ -548,9 +548,9 @@ def test_a_long_conversation_has_the_labels_of_short_ones(template: str, monkeyp
     tokenizer, rows = tiny(LONG_TEMPLATES[template]), load_rows([long_talk(60)])
     long = tokenize(rows, tokenizer, 1 << 20)
     monkeypatch.setattr(labelled_tokens, "MOST_RENDERED", 1 << 20)
-    monkeypatch.setattr(labelled_tokens, "_LINE_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(labelled_tokens, "LINE_CHARACTERS", 1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(labelled_tokens, "_last", lambda places, most: (0, 0))
+        patch.setattr(labelled_tokens, "last_place", lambda places, most: (0, 0))
         assert tokenize(rows, tokenizer, 1 << 20) == long
     assert len(labelled(tokenizer, long[0])) == 30
 

@@ -151,7 +151,7 @@ def test_a_resumed_run_has_all_evaluations(
         [each.loss for each in want.evaluations], rel=1e-5
     )
     with pytest.raises(ConfigurationError, match="no complete checkpoint"):
-        chat_client.finetune(ROWS, lora(), tmp_path / "out", eval_data=OTHERS, resume=True, **EVALUATED)
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", eval_data=OTHERS, resume=True, overwrite=True, **EVALUATED)
 
 
 def test_a_part_is_held_back_by_the_seed_alone() -> None:

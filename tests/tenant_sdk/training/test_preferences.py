@@ -168,7 +168,7 @@ def test_a_step_is_two_forward_passes_and_one_backward(
 
     def counted(**options: Any) -> tuple[int, int]:
         seen.clear()
-        chat_client.finetune(PLAIN, lora(), tmp_path / "out", **{**PAIRS, **options})
+        chat_client.finetune(PLAIN, lora(), tmp_path / "out", overwrite=True, **{**PAIRS, **options})
         return seen[Direction.FORWARD], seen[Direction.BACKWARD]
 
     num_groups = len(chat_client.connect().groups)

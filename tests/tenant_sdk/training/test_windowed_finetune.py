@@ -273,7 +273,8 @@ def test_the_commands_option(chat_folder: Path, tmp_path: Path, monkeypatch: pyt
     before_requests(monkeypatch, lambda call, rows: requests.append(rows.num_rows))
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a row of text"}))
     command = ["finetune", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "out"), "--mask", "off"]
-    command += ["--url", f"inproc:{chat_folder}", "--batch-size", "1", "--max-steps", "1", "--window-tokens"]
+    command += ["--url", f"inproc:{chat_folder}", "--batch-size", "1", "--max-steps", "1", "--overwrite"]
+    command += ["--window-tokens"]
     for window_tokens, code in (("4", 0), ("129", 1)):
         result = CliRunner().invoke(cli.app, [*command, window_tokens])
         assert bool(result.exit_code) is bool(code), result.output

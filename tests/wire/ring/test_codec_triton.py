@@ -66,7 +66,7 @@ def test_rows_are_those_of_torchs_operations(
     alpha = torch.rand(shape[1]) + 0.5 if has_alpha else None
     monkeypatch.setattr(kernels, "available", lambda: False)
     exact, scales = coding.encode(rows, 1000.0, alpha=alpha)
-    found = codec_triton.encode(rows, alpha, coding._budget(shape[1], 1000.0, 0.0, 0.0), coding._SMALLEST_SCALE)
+    found = codec_triton.encode(rows, alpha, coding.largest_norm(shape[1], 1000.0, 0.0, 0.0), coding.SMALLEST_SCALE)
     assert found is not None
     assert (found[0].dtype, found[0].shape, found[1].shape) == (torch.int32, exact.shape, scales.shape)
     assert torch.allclose(found[1], scales, rtol=1e-6)

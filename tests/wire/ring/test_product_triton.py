@@ -271,10 +271,10 @@ def test_blocks_keep_all_units_of_a_chip_busy(
     num_rows: int, m: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the 132 units of an H100, each choice is the faster one of docs/accelerators.md's measurements."""
-    monkeypatch.setattr(product_triton, "_num_units", lambda device: 132)
-    chosen = product_triton._blocks_of("described", num_rows, m, CPU)
+    monkeypatch.setattr(product_triton, "num_units", lambda device: 132)
+    chosen = product_triton.blocks_of("described", num_rows, m, CPU)
     assert chosen is (product_triton.SMALL_BLOCKS if is_small else product_triton.BLOCKS)["described"]
-    assert product_triton._blocks_of("planes", num_rows, m, CPU) is product_triton.BLOCKS["planes"]
+    assert product_triton.blocks_of("planes", num_rows, m, CPU) is product_triton.BLOCKS["planes"]
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -172,9 +172,9 @@ def test_digits_sums_of_a_block_are_exact_in_float32() -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_what_encodes_and_decodes_compiles(chip: int, tmp_path: Path) -> None:
-    codec = (("HAS_ALPHA", True), *codec_triton._ENCODE.items())
+    codec = (("HAS_ALPHA", True), *codec_triton.ENCODE_BLOCKS.items())
     encoder = compiled("encode_rows", chip, ("*fp32", "*fp32", "*i32", "*fp32", "*i32"), codec)
-    codec = (("HAS_EFFECT", True), ("HAS_ALPHA", True), *codec_triton._DECODE.items())
+    codec = (("HAS_EFFECT", True), ("HAS_ALPHA", True), *codec_triton.DECODE_BLOCKS.items())
     decoder = compiled("decode_rows", chip, ("*i32", "*i32", "*fp32", "*fp32", "*fp32"), codec)
     assert spilled_bytes(encoder, tmp_path) == spilled_bytes(decoder, tmp_path) == 0
     assert not re.search(r"(fma|div\.full|div\.approx|sqrt\.approx)\S*", encoder + decoder), "rounded as on the CPU"
@@ -183,7 +183,7 @@ def test_what_encodes_and_decodes_compiles(chip: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_what_draws_errors_compiles_without_a_branch_on_what_is_drawn(chip: int, tmp_path: Path) -> None:
     """The only loop is that over rounds, whose bound is a constant."""
-    settings = (("BLOCK", device_error._BLOCK), *device_error._OPTIONS.items())
+    settings = (("BLOCK", device_error.BLOCK_LANES), *device_error.LAUNCH_OPTIONS.items())
     code = compiled("add_centred_binomial", chip, ("*i32", "*i32"), settings)
     assert spilled_bytes(code, tmp_path) == 0
     branches = re.findall(r"^.*\bbra\S*\s.*$", code, re.MULTILINE)

@@ -223,11 +223,11 @@ def test_an_adapter_that_is_dropped_stays_until_its_last_request_ends(
     first, second = held(store, bell, "a1", "a1")
     store.drop("a1")
     first.release()
-    store._loader.submit(lambda: None).result()
+    store.loader.submit(lambda: None).result()
     assert answers(store, model, [second.slot]) == [code_of(1)]
     assert store.status().device_adapters == 1
     second.release()
-    store._loader.submit(lambda: None).result()
+    store.loader.submit(lambda: None).result()
     status = store.status()
     assert (status.device_adapters, status.host_adapters, status.host_bytes) == (0, 0, 0)
     assert status.device_reusable == 1 + len(RANKS)
