@@ -360,8 +360,8 @@ def service_variables() -> set[str]:
 
     In every container, Kubernetes describes each Service of the namespace by variables that begin with the Service's
     name (`enableServiceLinks`). So a Service `veilbase-provider` makes VEILBASE_PROVIDER_PORT=tcp://10.0.0.1:8443
-    beside VEILBASE_PROVIDER_SERVICE_HOST and others. A variable of a setting's name counts as Kubernetes' own only if its
-    value is such a URL, which no port is; a pod's own variable of the same name takes the place of Kubernetes'.
+    beside VEILBASE_PROVIDER_SERVICE_HOST and others. A variable of a setting's name counts as Kubernetes' own only if
+    its value is such a URL, which no port is; a pod's own variable of the same name takes the place of Kubernetes'.
 
     Source: Kubernetes 1.37, pkg/kubelet/envvars/envvars.go, `FromServices` and `makeLinkVariables`.
     """
