@@ -358,7 +358,7 @@ class TenantClient(Trains):
 
         Args:
             everything: whether lines about DoRA, about other kinds of adapters and about fine-tuning are there although
-                this session has used none of them.
+                this session has used none of them, neither in `generate` nor by fine-tuning.
         """
         session = self._open()
         problem = None if session.verifier is not None else problem_of_text(self, self._plan, self._bundle)

@@ -114,10 +114,12 @@ def not_in_use(peft_configs: Iterable[Any], *, has_trained: bool) -> set[str]:
 
     Args:
         peft_configs: PEFT's settings of the adapters that the session has loaded.
-        has_trained: whether it has fine-tuned.
+        has_trained: whether it has fine-tuned, which may have been an adapter of any kind: then all lines apply.
     """
+    if has_trained:
+        return set()
     configs = list(peft_configs)
-    in_use = {_TRAINING_LINE} if has_trained else set()
+    in_use: set[str] = set()
     if any(getattr(config, "use_dora", False) for config in configs):
         in_use.add(_DORA_LINE)
     # PiSSA and OLoRA are LoRA that begins from the base weights

@@ -67,10 +67,11 @@ class Command(TyperCommand):
         except Exception as exc:
             # typer brings its own copy of click, whose place differs between versions: so the error is told by what it
             # has, and not by its class
-            if hasattr(exc, "option_name") and hasattr(exc, "possibilities"):
+            failure: Any = exc
+            if hasattr(failure, "option_name") and hasattr(failure, "possibilities"):
                 flags = [flag for option in self.params if not getattr(option, "hidden", False) for flag in option.opts]
-                meant = nearest(exc.option_name, [flag for flag in flags if flag.startswith("--")])
-                exc.possibilities = [] if meant is None else [meant]
+                meant = nearest(failure.option_name, [flag for flag in flags if flag.startswith("--")])
+                failure.possibilities = [] if meant is None else [meant]
             raise
 
 

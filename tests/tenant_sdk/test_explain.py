@@ -42,7 +42,7 @@ def test_what_is_not_in_use_is_left_out_and_named() -> None:
     [
         ([], False, set()),
         ([LoraConfig()], False, set()),
-        ([LoraConfig()], True, {"fine-tuning"}),
+        ([LoraConfig()], True, set(ONLY_IN_USE)),
         ([LoraConfig(use_dora=True)], False, {"DoRA"}),
         ([LoraConfig(), IA3Config()], False, {"other PEFT kinds"}),
         ([LoraConfig(init_lora_weights="pissa")], False, {"other PEFT kinds"}),
