@@ -94,6 +94,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Returns the parser of a program's options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -171,6 +172,7 @@ def _checked(control: Control) -> ControlResult:
 
 
 def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], results_of_controls: Connection) -> int:
+    """Attacks every case, writes the report, and returns the program's exit code."""
     import torch
 
     from attacks.report import plots, table, verdict
