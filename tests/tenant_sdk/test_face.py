@@ -36,10 +36,10 @@ NAMES = {
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),
-    *("DatasetError", "StorageError", "PromptsFailed"),
+    *("DatasetError", "StorageError", "PromptsFailed", "NotServed"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
-    *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning"),
+    *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning", "FewLayersWarning"),
 }
 """If an exported name is removed or changes its meaning, users' programs break, so it must be in the change log."""
 

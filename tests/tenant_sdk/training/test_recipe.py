@@ -218,6 +218,7 @@ def test_what_would_fail_later_is_said_before_a_provider_is_asked(
 def test_the_command_says_one_line(at_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (at_root / "recipe.yaml").write_text(NEEDED + "max_stepz: 3")
     (at_root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (at_root / "x").mkdir()
     for words, expected in (
         (["--config", "recipe.yaml"], "recipe.yaml: 'max_stepz' is no option: the nearest is max_steps"),
         (["data.jsonl"], "name a folder for the adapter: --output"),
