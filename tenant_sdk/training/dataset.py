@@ -216,7 +216,7 @@ def _decode(path: str, line: int, raw: bytes) -> str:
 def _json_value(path: str, line: int, text: str) -> object:
     """Parses the JSON value of one line of a data set; raises DatasetError if the line is not valid JSON."""
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text.rstrip("\r\n"))  # An error behind a line's end would count as column 1.
     except json.JSONDecodeError as exc:  # `from None`: the original error carries the whole line
         raise DatasetError(
             f"{_where(path, line)}: expected one JSON object per line; invalid JSON at column {exc.colno} (a list of "

@@ -258,6 +258,7 @@ def test_a_json_list_that_cannot_be_read(tmp_path: Path, text: str, expected: st
 
 BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"text": "Copper Owl"', "expected one JSON object per line; invalid JSON at column 22"),
+    ('{"text": ', "invalid JSON at column 10"),
     ("[" * 200_000, "invalid JSON: nested too deeply"),
     ('{"text": ' + "1" * 5000 + "}", "invalid JSON: nested too deeply or a number too long"),
     ("Copper Owl", "invalid JSON at column 1"),
