@@ -58,7 +58,7 @@ def test_commands_parse(page: Path) -> None:
             assert words[1] == "-m"
             assert importlib.util.find_spec(words[2]) is not None
             if words[2] in ("attacks.extract_lora", "attacks.recover_prompts"):
-                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits if an option is unknown
+                attacks_cli.make_parser(words[2], "").parse_args(words[3:])  # exits if an option is unknown
         else:
             assert words[0] == "source"
 
