@@ -19,7 +19,7 @@ from provider.net.server import Server
 from provider.net.windows import Windows
 from provider.schedule.policy import Policy
 from provider.shards.router import Shard
-from tenant_sdk import TenantClient
+from tenant_sdk import TenantClient, session
 from tests.support.chat_model import make_chat_model
 from tests.support.cuda_stand_in import UNIT, stand_in
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -27,7 +27,6 @@ from tests.support.parity import RELATIVE, adapted, batch, grads, relative
 from tests.support.quick_training import lora
 from tests.support.serving import make_served_model
 from wire.payload import Payload
-from wire.transport.ipc import connection as ipc
 from wire.transport.ipc import window as window_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -47,9 +46,9 @@ def test_masked_calls_go_through_the_window(tmp_path: Path, mask: str, monkeypat
 
     monkeypatch.setattr(window_module, "LEAST_BYTES", 1)
     monkeypatch.setattr(window_module.TenantWindow, "take", spy)
-    plain = ipc.IpcConnection
+    plain = session.IpcConnection
     monkeypatch.setattr(
-        ipc, "IpcConnection", lambda *given: partial(plain, gpu=CPU, driver=stand_in().library)(*given[:3])
+        session, "IpcConnection", lambda *given: partial(plain, gpu=CPU, driver=stand_in().library)(*given[:3])
     )
     folder = make_chat_model(tmp_path / "tiny")
     options: dict[str, Any] = {"mask": mask, "arithmetic": "ring", "cache": tmp_path / "cache", "progress": False}

@@ -225,7 +225,7 @@ def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
             given.append(options)
 
     monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
-    runner, command = CliRunner(), ["generate", "who?", "--url", "inproc:x"]
+    runner, command = CliRunner(), ["generate", "who?", "--url", "inproc:."]
     assert runner.invoke(cli.app, [*command, "--fixed-length"]).exit_code == 0
     assert runner.invoke(cli.app, command).exit_code == 0
     assert [options["fixed_length"] for options in given] == [True, False]

@@ -98,7 +98,7 @@ class Screen(io.StringIO):
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, client: Any, command: str, out: io.StringIO, url: str = "inproc:x",
+    monkeypatch: pytest.MonkeyPatch, client: Any, command: str, out: io.StringIO, url: str = "inproc:.",
     mask: str = "off",
 ) -> int:  # fmt: skip
     """Runs a command of `tenant` in this process, and returns its exit code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,11 @@ def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
     ]
     done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "adapter adapters/harborlight\nloss " in done.output
+    assert re.search(r"adapter adapters/harborlight-recipe$", done.output, re.M), done.output
     assert "evaluation loss " in done.output
-    config = json.loads((at_root / "adapters/harborlight/adapter_config.json").read_text())
+    config = json.loads((at_root / "adapters/harborlight-recipe/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4, 0.05)
-    assert list((at_root / "logs/harborlight").glob("events.out.tfevents.*"))
+    assert list((at_root / "logs/harborlight-recipe").glob("events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize(
