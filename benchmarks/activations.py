@@ -4,8 +4,9 @@ Each variant runs in a fresh process. It trains an adapter of SmolLM2-135M in fl
 which has a label: by default LoRA of rank 16 on all linear layers. A short step comes first, so that memory for
 gradients, AdamW's state and libraries is already allocated. The result is the peak of resident memory during the next
 step, minus the resident memory before this step. malloc's thresholds are fixed in every process, because glibc would
-otherwise keep a varying amount of freed pages. Provider and tenant share the machine. A run in int8 `ring` arithmetic
-without a mask sends rows of 32-bit numbers, as a masked run does.
+otherwise keep a varying amount of freed pages. With `--malloc default` they are not, as in a user's own program, and
+`replies`, `recompute` and `windows` set them during a step, as `finetune` does. Provider and tenant share the machine.
+A run in int8 `ring` arithmetic without a mask sends rows of 32-bit numbers, as a masked run does.
 
 With `--results FILE` the peaks are added to a file, so that a long measurement can be made in pieces;
 `python -m benchmarks.activation_figures FILE` makes tables and plots from it.
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ WINDOW_TOKENS = 256
 METHODS = ("lora", "ia3", "prefix")
 """The adapters: LoRA of rank 16 on all linear layers; IA3 on k, v and down, as in its paper; 32 tokens of prefix
 tuning. PEFT has no bottleneck adapter (an additional layer of a small width inside a block)."""
+MALLOC = ("fixed", "default")
+"""What malloc's thresholds are in the measured process: fixed from its start, or left to glibc and to `finetune`."""
 SHORT = 16
 """The number of tokens of the step before the measurement."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -69,6 +72,9 @@ def adapter_config(method: str) -> Any:
 
 class Stepper:
     """Takes fine-tuning steps of one variant."""
+
+    has_fixed_malloc = False
+    """Whether `fix_malloc` was called, whose thresholds then stay as they are."""
 
     def __init__(self, variant: str, model: Any, folder: Path, method: str = "lora") -> None:
         """Adds an adapter to the model, and turns on the variant's way to save memory."""
@@ -99,6 +105,13 @@ class Stepper:
 
     def step(self, num_tokens: int) -> float:
         """Takes one step and returns its loss."""
+        from tenant_sdk.training.checkpointing import giving_pages_back
+
+        saves_memory = self._windows is not None or (self._kept is not None and self._kept.mode is not None)
+        with giving_pages_back() if saves_memory and not self.has_fixed_malloc else nullcontext():
+            return self._step(num_tokens)
+
+    def _step(self, num_tokens: int) -> float:
         import torch
 
         ids = torch.randint(100, 40_000, (1, num_tokens), generator=torch.Generator().manual_seed(0))
@@ -148,9 +161,11 @@ def _status(name: str) -> float:
     return float("nan")
 
 
-def peak_process(method: str, variant: str, tokens: str, url: str, folder: str) -> None:
+def peak_process(method: str, variant: str, tokens: str, malloc: str, url: str, folder: str) -> None:
     """Measures one variant in this process, and prints the result as JSON."""
-    fix_malloc()
+    if malloc == "fixed":
+        fix_malloc()
+        Stepper.has_fixed_malloc = True
     scratch, num_tokens = Path(folder) / "replies", int(tokens)
     if variant == "local":
         found = measure_peak(Stepper(variant, local_model(), scratch, method), num_tokens)
@@ -175,7 +190,7 @@ def time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
 
 
 def peaks(
-    method: str, tokens: int, variants: Sequence[str], url: str, folder: str, limit_s: float
+    method: str, tokens: int, variants: Sequence[str], url: str, folder: str, limit_s: float, malloc: str = "fixed"
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measures variants, each in a fresh process.
 
@@ -185,16 +200,21 @@ def peaks(
         variants: names of VARIANTS.
         url, folder: the provider's URL, and the folder of the tenant's identity.
         limit_s: the seconds after which a process is ended; then there is no result.
+        malloc: one of MALLOC.
 
     Yields:
         (the variant, its figures): `loss` and `peak_mb` of the measured step. If the variant uses a provider, there are
         also `calls`, and `up` and `down` in bytes, of the measured step and the short step before it together.
     """
     for variant in variants:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations", "peak", method, variant, str(tokens)]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.activations", "peak", method, variant]
         try:
             done = subprocess.run(
-                [*command, url, folder], check=True, stdout=subprocess.PIPE, text=True, timeout=limit_s
+                [*command, str(tokens), malloc, url, folder],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
             continue
@@ -246,6 +266,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["lora"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--malloc", choices=MALLOC, default="fixed", help="default is what a user's own program has")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of timed steps (LoRA); 0 measures memory only")
     parser.add_argument("--times-only", action="store_true", help="measures no memory")
     parser.add_argument("--limit-s", type=float, default=900, help="the time after which a process is given up")
@@ -256,7 +277,7 @@ def main() -> None:
             for tokens in given.tokens:
                 began, found = time.monotonic(), dict[str, dict[str, float]]()
                 variants = [] if given.times_only else given.variants
-                for variant, one in peaks(method, tokens, variants, url, folder, given.limit_s):
+                for variant, one in peaks(method, tokens, variants, url, folder, given.limit_s, given.malloc):
                     found[variant] = one
                     if given.results is not None:
                         add_result(given.results, method, tokens, variant, one)

@@ -31,7 +31,7 @@ from tenant_sdk.serving.adapters.peft_modules import no_compiler
 from tenant_sdk.serving.adapters.targets import linear_layers
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
-from tenant_sdk.training.checkpointing import Checkpointing, choose, has_dropout, resolve
+from tenant_sdk.training.checkpointing import Checkpointing, choose, giving_pages_back, has_dropout, resolve
 from tenant_sdk.training.checkpoints import (
     Checkpoints,
     check_output,
@@ -220,6 +220,8 @@ class _Run:
             if isinstance(trainer, CompletionTrainer):
                 trainer.windows = windows
                 _prepare_loss(trainer, self.session.bucket, num_virtual)
+            if kept.mode is not None or windows is not None:  # a run that saves memory at the expense of time
+                trainer.training_step = giving_pages_back()(trainer.training_step)
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
                 if start is None or not self._restore_finished(trainer, start):

@@ -134,7 +134,7 @@ class Recipe(BaseModel):
         default="auto", description="auto, none, replies (kept; recompute the rest) or recompute (more calls)."
     )
     memory_budget_mb: float | None = Field(
-        default=None, description="Memory for activations, in MB.", json_schema_extra={_SHOWN: "half of what is free"}
+        default=None, description="Memory for activations, in MB.", json_schema_extra={_SHOWN: "see memory.md"}
     )
     gradient_checkpointing: bool = Field(default=False, description="The same as --checkpointing recompute.")
     report_to: str | None = Field(default=None, description="tensorboard: write losses and metrics to its files.")

@@ -106,7 +106,7 @@ class Trains:
                 rest again; the calls to the provider stay the same. `recompute` also asks the provider again, with
                 about twice as many forward calls. `auto` chooses the first of these that fits.
             memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
-                half of what is free.
+                half of what is free for `auto`, and the disk alone for `replies`.
             gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
             resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
                 starts over.

@@ -91,6 +91,21 @@ def test_without_a_budget_half_of_the_free_memory_counts(
         assert chosen(base, None, tmp_path) == mode
 
 
+def test_without_a_budget_replies_go_to_a_disk_that_has_room(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who names this mode wants memory; half of the free memory would often hold all replies."""
+    need = estimate(base, NUM_ROWS, False)
+    budgets = []
+    monkeypatch.setattr(checkpointing, "ReplyStore", lambda in_memory, folder: budgets.append(in_memory))
+    monkeypatch.setattr(checkpointing, "free_memory", lambda: 4 * need.stored)
+    for free_disk in (need.stored, need.stored - 1):
+        disk = SimpleNamespace(free=free_disk)
+        monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda folder, disk=disk: disk)
+        choose("replies", base, NUM_ROWS, False, None, tmp_path)
+    assert budgets == [0, 2 * need.stored - need.working]
+
+
 def test_estimates_grow_with_rows_and_dropout(base: Any) -> None:
     one, two, dropout = estimate(base, 100, False), estimate(base, 200, False), estimate(base, 100, True)
     assert (two.plain, two.replies) == (2 * one.plain, 2 * one.replies)
@@ -107,6 +122,53 @@ def test_a_model_without_checkpointing(base: Any, tmp_path: Path, monkeypatch: p
     made = choose("recompute", base, NUM_ROWS, False, None, tmp_path)
     with pytest.raises(ConfigurationError, match="does not support gradient_checkpointing"):
         made.turn_on(base)
+
+
+@pytest.fixture
+def set_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Returns the list of the calls of `mallopt`, which is replaced, in a process whose environment does not set it."""
+    calls: list[tuple[int, int]] = []
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(checkpointing, "_mallopt", lambda: lambda *call: calls.append(call))
+    return calls
+
+
+def test_pages_go_back_during_a_step_and_only_then(set_here: list[tuple[int, int]]) -> None:
+    with checkpointing.giving_pages_back():
+        assert dict(set_here)[-3] == 1 << 20
+        with checkpointing.giving_pages_back():  # another run's step, which ends first
+            pass
+        assert len(set_here) == 2
+    assert dict(set_here[2:]) == {-1: 64 << 20, -3: 32 << 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_MMAP_THRESHOLD_", "65536"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")]
+)
+def test_thresholds_of_the_user_stay(
+    set_here: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with checkpointing.giving_pages_back():
+        pass
+    assert set_here == []
+
+
+def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_mallopt", lambda: None)
+    with checkpointing.giving_pages_back():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mode", "times"), [("replies", QUICK["max_steps"]), ("recompute", QUICK["max_steps"]), (None, 0)]
+)
+def test_each_step_that_saves_memory_gives_pages_back(
+    set_here: list[tuple[int, int]], chat_client: Any, tmp_path: Path, mode: str | None, times: int
+) -> None:
+    chat_client.finetune(ROWS, lora(), tmp_path / "out", **{**QUICK, "checkpointing": mode})
+    assert [value for name, value in set_here if name == -3] == [1 << 20, 32 << 20] * times
 
 
 REPLIES: dict[str, Any] = {**QUICK, "checkpointing": "replies", "memory_budget_mb": 0}
