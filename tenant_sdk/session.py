@@ -311,4 +311,4 @@ def _compare(
 
     checkpoint, folder = TrustedCheckpoint.open(str(plan.verify)), fetch_bundle(connection, manifest, plan.cache)
     keep = own_weights.__setitem__ if plan.mask == "pad" else None
-    checkpoint.check_provider(manifest, folder, verifier, on_verified, keep)
+    checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, plan.cache or default_cache())

@@ -4,18 +4,24 @@ Guarantees: only the tenant can name the checkpoint; the provider cannot. No cod
 (`trust_remote_code` stays off), and no pickle is opened. After `check_provider` the manifest and the bundle agree with
 the checkpoint, and the verifier's projections, with which it checks replies, were computed from the checkpoint's
 weights. The built-in name stands for the file with the known SHA-256 and for no other (wire/built_in.py): what is
-loaded is what was hashed. Tensors are read one at a time from safetensors. If the checkpoint is a GGUF file, or if only
-transformers' own loader can find its tensors, the whole model is in memory during the comparison. Not guaranteed: that
-the checkpoint is a good model. If others can change a model on a hub, pin it with `@revision`.
+loaded is what was hashed. If a cache folder is given, the int8 weights are kept there in a prepared store
+(wire/prepared.py), which is made from the checkpoint alone: later sessions check the SHA-256 of the checkpoint's files
+and of the store, and read no tensor of the checkpoint. Otherwise tensors are read one at a time from safetensors. If
+the checkpoint is a GGUF file, or if only transformers' own loader can find its tensors, the whole model is in memory
+while it is read. Not guaranteed: that the checkpoint is a good model. If others can change a model on a hub, pin it
+with `@revision`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import json
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,36 +29,45 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from noise.verify import Verifier
 from tenant_sdk.plan import HUB_ID, not_cached
 from tenant_sdk.text.source import LocalSource
 from tenant_sdk.trust.compare import (
+    StateNames,
     check_files,
     check_group,
     check_norm_names,
     check_scale_names,
     check_tensors,
+    differs,
     same_bits,
+    tensor_digest,
     write_files,
 )
 from wire.built_in import BUILT_IN
-from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
+from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
 from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
+from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """The names of tokenizer files: a folder counts as a tokenizer if it has at least one of them."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_READERS = ("veilbase", "transformers", "tokenizers", "safetensors", "gguf", "torch", "numpy")
+"""The distributions that decide what is read from a checkpoint: a store that other versions made is made anew."""
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""A function that shows progress: it takes the number of groups that were compared, and the number of all groups."""
+"""A function that shows progress: it takes the number of steps done, and the number of all steps. A step
+is a group that was compared or, when weights are prepared for later sessions, a layer."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,7 @@ class TrustedCheckpoint:
         verifier: Verifier,
         progress: Progress | None = None,
         keep: Callable[[int, torch.Tensor], None] | None = None,
+        cache: Path | None = None,
     ) -> None:
         """Compares a provider's manifest and bundle with this checkpoint, and adds each group's weight to the verifier.
 
@@ -133,33 +149,89 @@ class TrustedCheckpoint:
             manifest: the provider's manifest.
             bundle_folder: the folder that `fetch_bundle` returned.
             verifier: the verifier that gets every group; it is closed if any part differs.
-            progress: a function that is called after each group, see `Progress`.
+            progress: a function that is called after each step, see `Progress`.
             keep: a function that takes each group's number and W̃, the int8 weight, if the tenant needs the weights
                 itself (mask='pad').
+            cache: the cache folder, in which the int8 weights are kept for later sessions (wire/prepared.py); None to
+                keep nothing. What is kept depends on this checkpoint alone, and on nothing that the provider sent.
 
         Raises:
             VerificationFailed: a part differs from the checkpoint; the text names the part.
             ConfigurationError: the checkpoint cannot be read.
         """
+        steps = _Steps(progress, len(manifest.groups))
         try:
-            weights = self._weights()
-            with tempfile.TemporaryDirectory(prefix="trusted-") as scratch, quiet_transformers():
-                write_files(weights.model, self._tokenizer(), Path(scratch))
+            trusted = _Live(self) if cache is None else self._prepared(cache / "prepared", steps)
+            with tempfile.TemporaryDirectory(prefix="trusted-") as scratch:
+                for name, content in trusted.files().items():
+                    (Path(scratch) / name).write_bytes(content)
                 check_files(Path(scratch), bundle_folder, manifest)
-            check_tensors(bundle_folder, weights.model, weights.read, manifest)
+            state = trusted.state()
+            check_tensors(bundle_folder, state, trusted.digest_of, manifest)
             scales, norms = check_scale_names(bundle_folder, manifest), check_norm_names(bundle_folder, manifest)
-            for done, group in enumerate(manifest.groups, start=1):
-                quantised = check_group(group, self.layer, weights.model, scales, norms)
+            for group in manifest.groups:
+                quantised = check_group(group, trusted.layer, state, scales, norms)
                 verifier.add_group(group.id, quantised)
                 if keep is not None:
                     keep(group.id, quantised)
-                if progress is not None:
-                    progress(done, len(manifest.groups))
+                steps.step()
         except BaseException:
             verifier.close()
             raise
         finally:
             self.release()
+
+    def _prepared(self, folder: Path, steps: _Steps) -> _Live | _Stored:
+        """Returns the checkpoint's contents from the prepared store, which is made if there is none that can be
+        trusted. If none can be kept, the contents are read from the checkpoint itself."""
+        key, store = self._key(), None
+        try:
+            store = open_store(folder, key)
+        except ConfigurationError as exc:
+            _LOGGER.warning("the prepared weights of %s in %s are made anew: %s", self.name, folder, exc)
+        if store is None:
+            try:
+                self._write_store(folder, key, steps)
+                store = _just_written(folder, key)
+            except _NotKept as exc:
+                _LOGGER.warning("the prepared weights of %s are not kept in %s: %s", self.name, folder, exc)
+                return _Live(self)
+        return _Stored(self, store)
+
+    def _write_store(self, folder: Path, key: StoreKey, steps: _Steps) -> None:
+        """Writes the prepared store. Nothing in it depends on a provider."""
+        live, model = _Live(self), self._weights().model
+        names = _layers(model)
+        steps.more(len(names))
+        with _not_kept(), writing(folder, key) as writer:
+            for name, content in live.files().items():
+                writer.add_blob(name, content)
+            state = live.state()
+            writer.facts = {
+                "names": state.names,
+                "places": state.places,
+                "tied": sorted(state.tied),
+                "digests": {name: live.digest_of(name) for name in state.bundled(())},
+            }
+            for name, kind in names.items():
+                with contextlib.suppress(InvalidTensor):  # a weight that is not finite; refused if a provider serves it
+                    writer.add_layer(name, live.layer(name, kind))
+                steps.step()
+            if self._key() != key:
+                raise ConfigurationError(f"the trusted checkpoint {self.name!r} was changed while it was read")
+
+    def _key(self) -> StoreKey:
+        """Returns the SHA-256 of every file of the checkpoint that can decide what is read, and the versions of what
+        reads them."""
+        versions = {name: _version(name) for name in _READERS}
+        folder, file = self._source.folder, self._source.gguf_file
+        if self._source.known is not None and file is not None:
+            self._source.known.check(folder / file)
+            return StoreKey({"gguf": self._source.known.sha256}, versions)
+        paths = {"gguf": folder / file} if file is not None else {
+            str(path.relative_to(folder)): path for path in _source_files(folder)
+        }  # fmt: skip
+        return StoreKey({name: _sha256(path) for name, path in sorted(paths.items())}, versions)
 
     def release(self) -> None:
         """Frees the tensors in memory; a later method loads them again if needed."""
@@ -199,6 +271,149 @@ class TrustedCheckpoint:
                     )
             except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
                 return None
+
+
+class _Steps:
+    """Counts the steps of a comparison."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def more(self, steps: int) -> None:
+        """Adds steps that the comparison needs, too, and shows their number."""
+        self._total += steps
+        self._show()
+
+    def step(self) -> None:
+        self._done += 1
+        self._show()
+
+    def _show(self) -> None:
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+class _Live:
+    """Gives the contents of a checkpoint by reading and quantising them."""
+
+    def __init__(self, checkpoint: TrustedCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the files that an honest provider's bundle has, apart from tensors, by name."""
+        with tempfile.TemporaryDirectory(prefix="trusted-") as scratch, quiet_transformers():
+            write_files(self._checkpoint._weights().model, self._checkpoint._tokenizer(), Path(scratch))
+            return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
+
+    def state(self) -> StateNames:
+        """Returns the names of the model's tensors."""
+        return StateNames.of(self._checkpoint._weights().model)
+
+    def digest_of(self, name: str) -> str:
+        """Returns the `tensor_digest` of a tensor, by its state-dict name."""
+        return tensor_digest(self._checkpoint._weights().read(name))
+
+    def layer(self, name: str, kind: LayerKind) -> PreparedLayer:
+        """Returns a layer's int8 weight, see `TrustedCheckpoint.layer`."""
+        return prepare_layer(self._checkpoint.layer(name, kind), kind)
+
+
+class _Stored:
+    """Gives the contents of a checkpoint from a prepared store, and layers that the store lacks from the checkpoint."""
+
+    def __init__(self, checkpoint: TrustedCheckpoint, store: PreparedStore) -> None:
+        self._live, self._name, self._store = _Live(checkpoint), checkpoint.name, store
+        self._has_all = True
+
+    def files(self) -> dict[str, bytes]:
+        return self._store.blobs()
+
+    def state(self) -> StateNames:
+        facts = self._store.facts
+        return StateNames(tuple(facts["names"]), tuple(facts["places"]), frozenset(facts["tied"]))
+
+    def digest_of(self, name: str) -> str:
+        """Returns the `tensor_digest` of a tensor. Only the names that a bundle can have are known, so any other name
+        of a tied tensor is read from the checkpoint."""
+        digest: str | None = self._store.facts["digests"].get(name)
+        return self._live.digest_of(name) if digest is None else digest
+
+    def layer(self, name: str, kind: LayerKind) -> PreparedLayer:
+        if name not in self._store.layer_names:
+            if self._has_all:
+                _LOGGER.warning(
+                    "the provider serves layers that no provider of %s serves by default: the checkpoint is read again",
+                    self._name,
+                )
+            self._has_all = False
+            return self._live.layer(name, kind)
+        layer = self._store.layer(name)
+        if layer.kind != kind:
+            raise differs(f"the weight of {name}")
+        return layer
+
+
+class _NotKept(ConfigurationError):
+    """Says why no prepared store can be kept."""
+
+
+@contextlib.contextmanager
+def _not_kept() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise _NotKept(f"{exc.strerror or 'error'}; free some space, or name another folder (VEILBASE_CACHE)") from exc
+
+
+def _just_written(folder: Path, key: StoreKey) -> PreparedStore:
+    try:
+        store = open_store(folder, key)
+    except ConfigurationError as exc:
+        raise _NotKept(str(exc)) from exc
+    if store is None:
+        raise _NotKept("what was written there was removed at once")
+    return store
+
+
+def _layers(model: Any) -> dict[str, LayerKind]:
+    """Returns the names and kinds of the layers that an honest provider can serve: as in provider/model/trace.py, each
+    nn.Linear and Conv1D with a weight of its own."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found: dict[str, LayerKind] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Linear | Conv1D) or weight is None or uses[id(weight)] != 1:
+            continue
+        if weight.dim() == 2 and weight.dtype.is_floating_point and weight.numel():
+            found[name] = "linear" if isinstance(module, nn.Linear) else "conv1d"
+    return found
+
+
+def _source_files(folder: Path) -> list[Path]:
+    """Returns the files of a Hugging Face folder that can decide what is read from it: its own files, without pickles
+    and without safetensors that are not the model's, and chat templates in the one subfolder that transformers reads.
+    """
+    weights = set(_weight_files(folder))
+    own = [path for path in folder.iterdir() if path.is_file() and not any(map(path.match, _PICKLES))]
+    templates = [path for path in (folder / "additional_chat_templates").glob("*.jinja") if path.is_file()]
+    return [path for path in (*own, *templates) if path.suffix != ".safetensors" or path in weights]
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as exc:
+        raise ConfigurationError(
+            f"the trusted checkpoint's {path.name} cannot be read ({exc.strerror or type(exc).__name__})"
+        ) from exc
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _find(name: str) -> LocalSource:

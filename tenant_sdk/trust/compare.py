@@ -9,11 +9,13 @@ these files with transformers, so their releases of transformers must write the 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +24,8 @@ from safetensors.torch import load_file
 from tenant_sdk.trust.bundle import without_unsafe
 from wire.errors import MalformedFrame, VerificationFailed, os_cause
 from wire.manifest import BUNDLE_FILE_NAMES, NATIVE_NORMS, GroupInfo, LayerInfo, Manifest
-from wire.ring.quantise import column_norms, digest, max_norms, quantise
+from wire.prepared import LayerKind, PreparedLayer
+from wire.ring.quantise import digest, norm_bounds, norms_of_columns
 
 _TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors", "column_norms.safetensors"})
 _JSON_FILES = frozenset({"config.json", "generation_config.json", "tokenizer_config.json"})
@@ -42,8 +45,7 @@ _PRIVATE_KEYS = frozenset(
 trusted config, so that a bundle with such a key differs."""
 _HARMLESS_KEYS = frozenset({"transformers_version"})
 
-ReadTensor = Callable[[str], torch.Tensor]
-ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
+ReadLayer = Callable[[str, LayerKind], PreparedLayer]
 
 
 def differs(part: str) -> VerificationFailed:
@@ -159,44 +161,76 @@ def _without_infinities(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest) -> None:
+@dataclass(frozen=True)
+class StateNames:
+    """Lists the tensors of a trusted model without their contents.
+
+    Attributes:
+        names: the state-dict names, in order.
+        places: a number for each name; names of one tied tensor have the same number.
+        tied: the names that a tied tensor has besides the one that Hugging Face keeps.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    tied: frozenset[str]
+
+    @classmethod
+    def of(cls, model: Any) -> StateNames:
+        """Lists the tensors of a model, with or without storage."""
+        state = model.state_dict(keep_vars=True)
+        numbers: dict[int, int] = {}
+        places = tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in state.values())
+        return cls(tuple(state), places, frozenset(getattr(model, "all_tied_weights_keys", None) or ()))
+
+    def bundled(self, served: Collection[str]) -> list[str]:
+        """Returns the names of the tensors that an honest provider's bundle contains: for a tied tensor, the one name
+        that provider/model/bundle.py keeps.
+
+        Args:
+            served: the names of the served layers, whose weights are not in the bundle.
+        """
+        weights = {f"{name}.weight" for name in served}
+        kept: dict[int, str] = {}
+        for name, place in sorted(zip(self.names, self.places, strict=True), key=lambda each: each[0] in self.tied):
+            if name not in weights:
+                kept.setdefault(place, name)
+        return list(kept.values())
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Returns the SHA-256, in hex, of a tensor's dtype, shape and bits. Two tensors have the same digest if and only if
+    `same_bits` is true for them."""
+    sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+    if tensor.numel():
+        sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def check_tensors(bundle: Path, state: StateNames, digest_of: Callable[[str], str], manifest: Manifest) -> None:
     """Compares every tensor of the bundle: embeddings, norms, biases, buffers, and layers that are not served.
 
     Args:
         bundle: the bundle's folder.
-        model: the trusted model, with or without storage.
-        read: a function that takes a state-dict name and returns the trusted model's tensor of this name.
+        state: the names of the trusted model's tensors.
+        digest_of: a function that takes a state-dict name and returns the `tensor_digest` of the trusted model's tensor
+            of this name.
         manifest: the manifest, which lists the served layers, whose weights are not in the bundle.
 
     Raises:
         VerificationFailed: a tensor differs, is missing, or is not in the trusted model.
     """
-    expected = _client_tensors(model, {layer.name for group in manifest.groups for layer in group.layers})
+    expected = state.bundled({layer.name for group in manifest.groups for layer in group.layers})
     try:
         with safe_open(bundle / "model.safetensors", framework="pt") as opened:
             offered = set(opened.keys())
             for name in expected:
-                if name not in offered or not same_bits(read(name), opened.get_tensor(name)):
+                if name not in offered or digest_of(name) != tensor_digest(opened.get_tensor(name)):
                     raise differs(f"the tensor {name}")
     except (SafetensorError, OSError) as exc:
         raise differs("the bundle's model.safetensors") from os_cause(exc)
     if offered - set(expected):
         raise differs("the bundle's list of tensors")
-
-
-def _client_tensors(model: Any, served: set[str]) -> list[str]:
-    """Returns the names of the tensors that an honest provider's bundle contains: for a tied tensor, the one name that
-    provider/model/bundle.py keeps."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    weights = {f"{name}.weight" for name in served}
-    state = model.state_dict(keep_vars=True)
-    kept: list[str] = []
-    seen: set[int] = set()
-    for name in sorted(state, key=lambda name: name in tied):
-        if name not in weights and id(state[name]) not in seen:
-            seen.add(id(state[name]))
-            kept.append(name)
-    return kept
 
 
 def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -239,16 +273,16 @@ def check_norm_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor
 def check_group(
     group: GroupInfo,
     layer: ReadLayer,
-    model: Any,
+    state: StateNames,
     scales: dict[str, torch.Tensor],
     norms: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Quantises the trusted weights of one group, and compares the result with the manifest and the bundle.
+    """Compares the trusted int8 weights of one group with the manifest and the bundle.
 
     Args:
         group: the group as the manifest describes it.
-        layer: a function that returns a layer's trusted weight for the layer's name and kind.
-        model: the trusted model, which shows which layers have a bias.
+        layer: a function that returns a layer's trusted int8 weight for the layer's name and kind.
+        state: the names of the trusted model's tensors, which show which layers have a bias.
         scales: the bundle's scales of the int8 weights, by layer name.
         norms: what `check_norm_names` returned.
 
@@ -258,29 +292,33 @@ def check_group(
     Raises:
         VerificationFailed: the digest, scales, norms, shape or bias of a layer or of the group differs.
     """
-    parts, alphas = [], []
+    parts = []
     for info in group.layers:
-        quantised, alpha = quantise(layer(info.name, info.kind))
-        _check_layer(info, quantised, alpha, model)
-        if not same_bits(alpha, scales[info.name]):
+        part = layer(info.name, info.kind)
+        _check_numbers(info, part, info.name)
+        if info.bias != (f"{info.name}.bias" in state.names):
+            raise differs(f"the bias of {info.name}")
+        if not same_bits(part.alpha, scales[info.name]):
             raise differs(f"the scales of {info.name}")
-        if norms and not same_bits(column_norms(quantised, alpha), norms[info.name]):
+        if norms and not same_bits(norms_of_columns(part.column_squares, part.alpha), norms[info.name]):
             raise differs(f"the column norms of {info.name}")
-        parts.append(quantised)
-        alphas.append(alpha)
-    joined, alpha = (parts[0], alphas[0]) if len(parts) == 1 else (torch.cat(parts, dim=1), torch.cat(alphas))
-    _check_numbers(group, joined, alpha, " and ".join(info.name for info in group.layers[:3]))
-    return joined
+        parts.append(part)
+    joined = parts[0] if len(parts) == 1 else _join(parts)
+    _check_numbers(group, joined, " and ".join(info.name for info in group.layers[:3]))
+    return joined.weight
 
 
-def _check_layer(info: LayerInfo, quantised: torch.Tensor, alpha: torch.Tensor, model: Any) -> None:
-    _check_numbers(info, quantised, alpha, info.name)
-    if info.bias != (getattr(model.get_submodule(info.name), "bias", None) is not None):
-        raise differs(f"the bias of {info.name}")
+def _join(parts: list[PreparedLayer]) -> PreparedLayer:
+    """Returns the weight of a group, whose layers' columns are concatenated. All layers have the same number of
+    inputs, since the manifest says so and each layer agrees with the manifest."""
+    weight, alpha = torch.cat([part.weight for part in parts], dim=1), torch.cat([part.alpha for part in parts])
+    rows = torch.stack([part.row_squares for part in parts]).sum(dim=0)
+    columns = torch.cat([part.column_squares for part in parts])
+    return PreparedLayer(parts[0].kind, weight, alpha, digest(weight, alpha), rows, columns)
 
 
-def _check_numbers(info: GroupInfo | LayerInfo, quantised: torch.Tensor, alpha: torch.Tensor, name: str) -> None:
-    if tuple(quantised.shape) != (info.in_features, info.out_features) or digest(quantised, alpha) != info.digest:
+def _check_numbers(info: GroupInfo | LayerInfo, part: PreparedLayer, name: str) -> None:
+    if tuple(part.weight.shape) != (info.in_features, info.out_features) or part.digest != info.digest:
         raise differs(f"the weight of {name}")
-    if max_norms(quantised) != (info.max_column_norm, info.max_row_norm):
+    if norm_bounds(part.column_squares, part.row_squares) != (info.max_column_norm, info.max_row_norm):
         raise differs(f"the norm bounds of {name}")

@@ -14,6 +14,8 @@ import torch
 
 from wire.errors import InvalidTensor
 
+QUANTISER_VERSION = 1
+"""The version of the rule by which `quantise` rounds: weights that another version kept on disk are not used."""
 INT8_MAX = 127
 SMALLEST_COLUMN = 1e-8
 """The smallest value that is used as a column's largest magnitude, so that a column of zeros has a scale above zero."""
@@ -59,12 +61,25 @@ def max_norms(quantised: torch.Tensor) -> tuple[float, float]:
     Returns:
         (bound of the column norms, for the forward product; bound of the row norms, for the backward product).
     """
-    columns, rows = 0.0, torch.zeros(quantised.shape[0], dtype=torch.float64, device=quantised.device)
+    return norm_bounds(*square_sums(quantised))
+
+
+def square_sums(quantised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the exact sums of the squares of W̃'s columns and rows: float64, shapes (out_features,) and
+    (in_features,)."""
+    columns = []
+    rows = torch.zeros(quantised.shape[0], dtype=torch.float64, device=quantised.device)
     for part in quantised.split(4096, dim=1):  # Splitting bounds the scratch memory on wide layers.
         squares = part.to(torch.float64).square_()
-        columns = max(columns, float(squares.sum(dim=0).max()))
+        columns.append(squares.sum(dim=0))
         rows += squares.sum(dim=1)
-    return _norm_bound(columns), _norm_bound(float(rows.max()))
+    return torch.cat(columns), rows
+
+
+def norm_bounds(column_squares: torch.Tensor, row_squares: torch.Tensor) -> tuple[float, float]:
+    """Returns the result of `max_norms` from the results of `square_sums`. If layers are joined, their column sums are
+    concatenated and their row sums added."""
+    return _norm_bound(float(column_squares.max())), _norm_bound(float(row_squares.max()))
 
 
 def column_norms(weight: torch.Tensor, alpha: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +96,12 @@ def column_norms(weight: torch.Tensor, alpha: torch.Tensor | None = None) -> tor
         float32, shape (out_features,).
     """
     parts = weight.split(4096, dim=1)  # Splitting bounds the scratch memory on wide layers.
-    norms = torch.cat([part.to(torch.float64).square_().sum(dim=0).sqrt_() for part in parts])
+    return norms_of_columns(torch.cat([part.to(torch.float64).square_().sum(dim=0) for part in parts]), alpha)
+
+
+def norms_of_columns(column_squares: torch.Tensor, alpha: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the result of `column_norms` from the sums of squares of the columns, float64."""
+    norms = column_squares.sqrt()
     return (norms if alpha is None else norms * alpha.to(torch.float64)).to(torch.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -134,6 +135,87 @@ def test_progress_and_a_second_pass(folders: dict[str, Path], honest: dict[str, 
         trusted.check_provider(offer.manifest, offer.bundle, Verifier(), lambda done, total: seen.append((done, total)))
     count = len(offer.manifest.groups)
     assert seen == [(done, count) for done in range(1, count + 1)] * 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_second_session_reads_no_tensor_of_the_checkpoint(
+    kind: str, folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store gives the same answer as the checkpoint, for honest providers and for others, and fresh secrets."""
+    offer = honest[kind]
+    TrustedCheckpoint.open(folders[kind]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    monkeypatch.setattr(TrustedCheckpoint, "_weights", lambda self: pytest.fail("the checkpoint was read"))
+    verifiers = [Verifier(), Verifier()]
+    for verifier in verifiers:
+        TrustedCheckpoint.open(folders[kind]).check_provider(offer.manifest, offer.bundle, verifier, cache=tmp_path)
+    one, other = (next(iter(verifier._projections.values())) for verifier in verifiers)
+    assert not torch.equal(one.outer, other.outer)
+    projections_hold(verifiers[0], offer)  # and it drops its secrets
+    lying = copy_of(offer, tmp_path)
+    lying.layer(offer.manifest.groups[0].layers[0].name, digest="0" * 64)
+    with pytest.raises(VerificationFailed, match="weight of"):
+        TrustedCheckpoint.open(folders[kind]).check_provider(lying.manifest, lying.bundle, Verifier(), cache=tmp_path)
+    lying = copy_of(offer, tmp_path / "tensors")
+    lying.tensors(lambda tensors: next(iter(tensors.values())).view(-1)[:1].add_(1))
+    with pytest.raises(VerificationFailed, match="the tensor"):
+        TrustedCheckpoint.open(folders[kind]).check_provider(lying.manifest, lying.bundle, Verifier(), cache=tmp_path)
+
+
+def test_a_lying_provider_changes_no_byte_of_the_store(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
+) -> None:
+    stores = []
+    for name, lie in (("honest", False), ("lying", True)):
+        offer, cache = copy_of(honest["llama"], tmp_path / name), tmp_path / name / "cache"
+        if lie:
+            offer.announce(groups=offer.manifest.model_dump()["groups"][:1])
+            offer.tensors(lambda tensors: next(iter(tensors.values())).view(-1)[:1].add_(1))
+        with pytest.raises(VerificationFailed) if lie else contextlib.nullcontext():
+            TrustedCheckpoint.open(folders["llama"]).check_provider(
+                offer.manifest, offer.bundle, Verifier(), cache=cache
+            )
+        stores.append({path.name: path.read_bytes() for path in (cache / "prepared").iterdir()})
+    assert stores[0] == stores[1]
+    assert len(stores[0]) == 1
+
+
+def test_a_damaged_store_is_made_anew_and_said(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = honest["gpt2"]
+    for _ in range(2):
+        TrustedCheckpoint.open(folders["gpt2"]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    assert not caplog.messages
+    (store,) = (tmp_path / "prepared").iterdir()
+    sound = store.read_bytes()
+    store.write_bytes(sound[:100] + b"?" + sound[101:])
+    TrustedCheckpoint.open(folders["gpt2"]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    assert len(caplog.messages) == 1
+    assert "made anew: its bytes are damaged" in caplog.messages[0]
+    assert store.read_bytes() == sound
+
+
+def test_another_checkpoint_has_another_store(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
+) -> None:
+    offer, folder = honest["llama"], Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    TrustedCheckpoint.open(folder).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(VerificationFailed):
+        TrustedCheckpoint.open(folder).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    assert len(list((tmp_path / "prepared").iterdir())) == 2
+
+
+def test_a_store_that_cannot_be_kept_is_said(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "prepared").write_text("a file has this name")
+    verifier, offer = Verifier(), honest["gpt2"]
+    TrustedCheckpoint.open(folders["gpt2"]).check_provider(offer.manifest, offer.bundle, verifier, cache=tmp_path)
+    projections_hold(verifier, offer)
+    assert sum("not kept" in message for message in caplog.messages) == 1
 
 
 def test_a_sharded_checkpoint(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
