@@ -54,10 +54,11 @@ browser: ## chromium for the test of the page, where apt-get can install it
 	timeout 600 apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 || \
 	echo "no browser here, and none could be installed: the test of the page skips"
 
-check: $(READY) ## ruff, its formatter, mypy, import-linter
+check: $(READY) ## ruff, its formatter, mypy (also of the Python in README and docs), import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/repository/doc_blocks.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## what ruff can mend and lay out by itself

@@ -34,6 +34,7 @@ import torch
 import zmq
 
 from provider.shards import control
+from tenant_sdk import session
 from wire.errors import (
     DeadlineExceeded,
     LimitExceeded,
@@ -284,7 +285,7 @@ class _Channel:
 def use() -> None:
     """Makes every connection to an `ipc:DIR` that this process opens from now on send its requests through shared
     memory."""
-    ipc.IpcConnection = SharedTensorConnection  # type: ignore[misc]
+    session.IpcConnection = SharedTensorConnection  # type: ignore[misc]
 
 
 def reach(url: str) -> str:

@@ -113,7 +113,7 @@ def _client(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints two lines before our error
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
     from noise.options import DEFAULT_MASK
-    from tenant_sdk.identity import read_endpoint
+    from tenant_sdk.identity import endpoints_of
     from tenant_sdk.plan import check_early
     from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
@@ -122,8 +122,8 @@ def _client(
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
     for folder in folders:
-        load_identity(folder)  # checked first, because a wrong folder is a likelier mistake than a missing endpoint
-    urls = url or [read_endpoint(folder) for folder in folders]
+        load_identity(folder)
+    urls = url or endpoints_of(folders)
     if len(folders) > 1 and len(folders) != len(urls):
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
     check_early(

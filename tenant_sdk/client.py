@@ -47,7 +47,7 @@ class TenantClient(Trains):
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: str | Sequence[str] | None = None,
         identity: str | Path | Sequence[str | Path] | None = None,
         mask: str = DEFAULT_MASK,
         verify: str | Path | None = None,
@@ -71,7 +71,8 @@ class TenantClient(Trains):
         Args:
             url: grpcs://host:port, ipc:DIR for a provider on this host, grpc://127.0.0.1:port without TLS, or
                 inproc:MODEL or inproc:MODEL?shards=N for a provider in this process; for mask="shares" a list of two.
-            identity: folder made by `provider enroll`, needed for grpcs and ipc; a list if `url` is a list.
+                With None, the URL that `provider enroll` wrote into each identity's folder.
+            identity: folder made by `provider enroll`, needed for grpcs and ipc; a list for several providers.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
             verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m). Every reply and the whole
                 bundle (the provider's config, tokenizer and small tensors) are checked against this checkpoint. With

@@ -4,13 +4,14 @@ folder."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from wire.errors import ConfigurationError
-from wire.transport.identity import TlsIdentity
+from wire.transport.identity import TlsIdentity, load_identity
 
 
 def read_endpoint(folder: str | Path) -> str:
@@ -23,6 +24,19 @@ def read_endpoint(folder: str | Path) -> str:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from exc
+
+
+def endpoints_of(folders: Sequence[str | Path]) -> list[str]:
+    """Returns the URL of each identity's provider, for a tenant that names no URL.
+
+    Raises:
+        ConfigurationError: a folder is no identity or names no endpoint. The former is said first, since a wrong folder
+            is a likelier mistake than a missing endpoint.
+        Unauthenticated: a certificate has expired.
+    """
+    for folder in folders:
+        load_identity(folder)
+    return [read_endpoint(folder) for folder in folders]
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
 from noise.params import choose
+from tenant_sdk.identity import endpoints_of
 from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
@@ -93,7 +94,7 @@ class Plan:
 
 def make_plan(
     *,
-    url: str | Sequence[str],
+    url: str | Sequence[str] | None,
     identity: str | Path | Sequence[str | Path] | None,
     mask: str,
     verify: str | Path | None,
@@ -245,10 +246,16 @@ def _is_this_host(url: str) -> bool:
 
 
 def _providers(
-    url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None
+    url: str | Sequence[str] | None, identity: str | Path | Sequence[str | Path] | None
 ) -> tuple[tuple[str, ...], tuple[Path | None, ...]]:
-    """Returns the providers' URLs, and for each provider the folder of the identity to use with that provider, or
-    None."""
+    """Returns the providers' URLs, and for each provider the folder of the identity to use with that provider, or None.
+    Without a URL, those are the endpoints that the identities name."""
+    if url is None:
+        named = identity if isinstance(identity, list | tuple) else (identity,)
+        identity = [str(each) for each in named if each is not None]
+        if not identity:
+            raise ConfigurationError("give a provider's URL, or identity=, a folder made by `provider enroll`")
+        url = endpoints_of(identity)
     urls = (url,) if isinstance(url, str) else tuple(url or ())
     if not urls or not all(isinstance(each, str) for each in urls):
         raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")

@@ -14,6 +14,7 @@ import torch
 from benchmarks.shared_tensor import FIRST_ROWS, LISTENER_NAME, SharedTensor, SharedTensorConnection
 from benchmarks.shared_tensor_port import SharedTensorPort
 from provider.model.served_model import ServedModel
+from tenant_sdk import session
 from tests.support.loopback_provider import Provider
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
 from tests.support.ring_rows import ring_rows
@@ -23,7 +24,6 @@ from wire.errors import ConfigurationError, MalformedFrame, Unavailable, Unknown
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.payload import RowsPayload
 from wire.ring.seeded_rows import SeededRows
-from wire.transport.ipc import connection as ipc
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -98,11 +98,11 @@ def test_a_request_that_fails_is_one_error_and_the_next_is_served(
 
 
 def test_use_replaces_the_connection_of_ipc_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "IpcConnection", ipc.IpcConnection)  # restored after the test
+    monkeypatch.setattr(session, "IpcConnection", session.IpcConnection)  # restored after the test
     from benchmarks import shared_tensor
 
     shared_tensor.use()
-    assert ipc.IpcConnection is SharedTensorConnection
+    assert session.IpcConnection is SharedTensorConnection
 
 
 def test_a_folder_without_a_shared_tensor_is_one_error(

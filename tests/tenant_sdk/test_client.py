@@ -470,6 +470,24 @@ def test_ctrl_c_says_what_becomes_of_a_run(
     assert ("last checkpoint" in capsys.readouterr().err) is (command == "finetune")
 
 
+def test_the_url_is_that_of_the_identity(identity: Path) -> None:
+    named = (identity / "endpoint").read_text().strip()
+    assert TenantClient(identity=identity, progress=False).url == named
+    assert TenantClient(identity=[str(identity)], progress=False).url == named
+    assert TenantClient("grpcs://127.0.0.1:2", identity=identity, progress=False).url == "grpcs://127.0.0.1:2"
+
+
+def test_without_a_url_and_an_endpoint_one_line_says_what_to_give(identity: Path) -> None:
+    for given in ({}, {"identity": []}):
+        with pytest.raises(ConfigurationError, match="give a provider's URL, or identity="):
+            TenantClient(**given)
+    (identity / "endpoint").unlink()
+    with pytest.raises(ConfigurationError, match="names no endpoint: give the provider's URL"):
+        TenantClient(identity=identity)
+    with pytest.raises(ConfigurationError, match="is not an identity"):
+        TenantClient(identity=identity.with_name("nowhere"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
