@@ -23,8 +23,6 @@ _OPENERS = (_TAG, "[TOOL_CALLS]")
 _BARE_OPENERS = ("{", "[")
 _ONLY_DESCRIBE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs"}
 """The keywords beside which an empty `properties` says that there are no arguments."""
-_RESTRICTS_TYPE = {"type", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "const", "enum"}
-"""The keywords that say of what type the arguments are."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -69,12 +67,12 @@ def forced_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[str,
 
 def _arguments_of(function: FunctionTool) -> dict[str, Any]:
     """Returns the schema of a function's arguments. As in OpenAI's interface, a function without `parameters`, or with
-    an empty object of `properties`, has none; and the arguments are an object where the schema leaves it open."""
+    an empty object of `properties`, has none; and the arguments are an object, whatever else the schema allows: a
+    call with null is none."""
     given = function.parameters or {"type": "object", "properties": {}}
     if given.get("properties") == {} and not given.get("required") and given.keys() <= _ONLY_DESCRIBE:
         return {**given, "additionalProperties": False}
-    is_open = given.keys().isdisjoint(_RESTRICTS_TYPE) or isinstance(given.get("type"), list)  # null is no call
-    return {**given, "type": "object"} if is_open else given
+    return {**given, "type": "object"}
 
 
 def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:

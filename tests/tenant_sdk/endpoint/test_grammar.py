@@ -213,11 +213,26 @@ def test_references_in_a_tool_are_to_its_own_schema(grammars: Grammars, schema: 
     assert read(grammar.hook(), '{"name":"f2","arguments":{"v') == '{"name":"f2","arguments":{"'
 
 
-def test_the_arguments_of_a_forced_tool_are_an_object_also_where_its_schema_allows_null(grammars: Grammars) -> None:
-    forced = asked([{"parameters": {**SURE, "type": ["object", "null"]}}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**SURE, "type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {**SURE, "type": ["object", "null"]}}},
+        {"anyOf": [SURE, {"type": "null"}, {"type": "integer"}]},
+        {"oneOf": [SURE, {"type": "null"}]},
+        {"allOf": [{**SURE, "type": ["object", "null"]}]},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_the_arguments_of_a_forced_tool_are_an_object_also_where_its_schema_allows_null(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    forced = asked([{"parameters": schema}])
     assert forced is not None
-    hook = grammars.of_call(forced, "p").hook()
-    assert read(hook, '{"name":"f0","arguments":null}') == '{"name":"f0","arguments":'
+    grammar = grammars.of_call(forced, "p")
+    assert read(grammar.hook(), '{"name":"f0","arguments":null}') == '{"name":"f0","arguments":'
+    call = '{"name":"f0","arguments":{"sure":true}}'
+    assert read(grammar.hook(), call) == f"{call}."
 
 
 def test_a_recursive_tool_does_not_take_the_call_itself(grammars: Grammars) -> None:
