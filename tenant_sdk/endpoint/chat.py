@@ -154,7 +154,9 @@ class Chat:
         return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
     def _choice(self, prepared: _Prepared, index: int, text: str, answer: Answer) -> dict[str, Any]:
-        rest, calls = read_calls(text, prepared.tool_names) if prepared.tool_names else (text, [])
+        rest, calls = (
+            read_calls(text, prepared.tool_names, prepared.request.most_calls) if prepared.tool_names else (text, [])
+        )
         message: dict[str, Any] = {"role": "assistant", "content": rest or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
@@ -176,7 +178,7 @@ class Chat:
         with contextlib.closing(prepared):
             async with Answering() as answering:
                 await answering.submit(self._submits(prepared))
-                held = [HeldText(prepared.tool_names) for _ in answering.answers]
+                held = [HeldText(prepared.tool_names, prepared.request.most_calls) for _ in answering.answers]
                 logprobs = [StreamedLogprobs(partial(self._write, record)) for record in prepared.records]
                 has_begun = [False] * len(held)
                 async for event in answering.events():

@@ -125,4 +125,4 @@ class JobRoutes:
             "max_steps": chosen.max_steps,
         }  # fmt: skip
         data = self._uploads.path(request.training_file)
-        return self._jobs.create(request.model, request.training_file, data, request.suffix, settings)
+        return self._jobs.create(request.model, request.training_file, data, request.suffix, settings, request.metadata)

@@ -29,7 +29,7 @@ def described(job: Mapping[str, Any]) -> dict[str, Any]:
         "fine_tuned_model": job["adapter"] if job["status"] == "succeeded" else None, "result_files": [],
         "seed": settings["seed"], "trained_tokens": job["tokens"] if job["status"] == "succeeded" else None,
         "training_file": job["training_file"], "validation_file": None, "error": job["error"],
-        "user_provided_suffix": job["adapter"],
+        "user_provided_suffix": job["adapter"], "metadata": job.get("metadata"),
         "hyperparameters": shown, "method": {"type": "supervised", "supervised": {"hyperparameters": shown}},
     }  # fmt: skip
 

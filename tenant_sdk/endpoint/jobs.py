@@ -64,7 +64,8 @@ class Jobs:
         self._thread.start()
 
     def create(
-        self, model: str, file_id: str, data: Path, name: str | None, settings: dict[str, Any]
+        self, model: str, file_id: str, data: Path, name: str | None, settings: dict[str, Any],
+        metadata: dict[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Queues a job and returns its description.
 
@@ -74,6 +75,7 @@ class Jobs:
                 be deleted.
             name: the adapter's name; None for a generated name.
             settings: see `training.train`.
+            metadata: the client's own notes, which descriptions of the job repeat.
 
         Raises:
             HttpError: an adapter or a job has this name, there are too many jobs, or the disk is full.
@@ -82,7 +84,7 @@ class Jobs:
         job: dict[str, Any] = {
             "id": job_id, "created_at": int(time.time()), "finished_at": None, "model": model,
             "adapter": name or job_id, "status": "new", "training_file": file_id, "settings": settings, "error": None,
-            "tokens": None, "losses": [], "messages": [],
+            "tokens": None, "losses": [], "messages": [], "metadata": metadata,
         }  # fmt: skip
         with self._changed:
             self._check_name(job["adapter"], model)

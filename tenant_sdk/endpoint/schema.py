@@ -288,6 +288,11 @@ class ChatRequest(_Request):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
+    @property
+    def most_calls(self) -> int | None:
+        """Returns the number of tool calls that an answer may have, or None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
+
     def without_contents(self) -> ChatRequest:
         """Returns the request without its messages, tools and schemas, which a request that waits would otherwise keep
         beside the prompt that was made of them, and which take many times the size of the body."""

@@ -75,13 +75,19 @@ def _arguments_of(function: FunctionTool) -> dict[str, Any]:
     return {**given, "type": "object"}
 
 
-def read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
+def read_calls(text: str, names: Collection[str], most: int | None = None) -> tuple[str, list[Call]]:
     """Splits a complete answer, and returns its text outside the tool calls, and the calls.
 
     Args:
         text: the answer.
         names: the names of the tools that may be called.
+        most: the number of calls that are returned, of those in the answer the first; None for all.
     """
+    rest, calls = _read_calls(text, names)
+    return rest, calls[:most]
+
+
+def _read_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
     tagged = _tagged(text, names)
     if tagged is not None and tagged[1]:
         return tagged
@@ -153,9 +159,9 @@ class HeldText:
     """Returns the text of a streamed answer up to the point at which a tool call may begin, and keeps the rest until
     the answer is complete. The time for a piece depends on the piece only, and not on the text before it."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        """Keeps the names of the tools. If there are none, all text is returned at once."""
-        self._names = names
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+        """Keeps the arguments of `read_calls`. If there are no tools, all text is returned at once."""
+        self._names, self._most = names, most
         self._held: list[str] = []
         self._is_holding = False
         self._has_begun = False
@@ -177,7 +183,7 @@ class HeldText:
     def end(self) -> tuple[str, list[Call]]:
         """Returns the rest of the text, and the tool calls. Callers must call this at the end of the answer."""
         rest = "".join(self._held)
-        return read_calls(rest, self._names) if self._names else (rest, [])
+        return read_calls(rest, self._names, self._most) if self._names else (rest, [])
 
     def _first_opener(self, text: str) -> int | None:
         if not self._has_begun and text.lstrip().startswith(_BARE_OPENERS):

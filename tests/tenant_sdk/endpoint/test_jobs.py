@@ -36,9 +36,14 @@ def upload(ai: openai.OpenAI, data: bytes = DATA) -> str:
     return ai.files.create(file=("rows.jsonl", data), purpose="fine-tune").id
 
 
+NOTES = {"for": "the help desk"}
+
+
 def begun(ai: openai.OpenAI, name: str, **steps: Any) -> Any:
     extra: Any = {"hyperparameters": {**STEPS, **steps}}
-    return ai.fine_tuning.jobs.create(model="llama", training_file=upload(ai), suffix=name, seed=3, extra_body=extra)
+    return ai.fine_tuning.jobs.create(
+        model="llama", training_file=upload(ai), suffix=name, seed=3, metadata=NOTES, extra_body=extra
+    )
 
 
 def state(ai: openai.OpenAI, job: Any) -> str:
@@ -63,6 +68,7 @@ def test_a_job_trains_beside_serving_and_its_adapter_is_served(
             assert answer(ai, "llama") == base  # answered all the while
         done = ai.fine_tuning.jobs.retrieve(job.id)
         assert (done.status, done.fine_tuned_model, done.error) == ("succeeded", "mine", None)
+        assert job.metadata == done.metadata == NOTES
         assert done.trained_tokens
         events = list(ai.fine_tuning.jobs.list_events(job.id, limit=5))  # the client asks for page after page
         losses = [each.data["train_loss"] for each in reversed(events) if each.type == "metrics"]  # type: ignore[index]

@@ -12,7 +12,7 @@ import pytest
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
-from tenant_sdk.endpoint.schema import Message, Tool
+from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
 from tenant_sdk.endpoint.tools import Call, HeldText, read_calls
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.text.ready import ReadyText
@@ -47,6 +47,19 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "rest", "calls"), READ)
 def test_calls_are_read(text: str, rest: str, calls: list[Call]) -> None:
     assert read_calls(text, NAMES) == (rest, calls)
+
+
+@pytest.mark.parametrize(("text", "rest", "calls"), READ)
+def test_without_parallel_calls_the_first_one_counts(text: str, rest: str, calls: list[Call]) -> None:
+    assert read_calls(text, NAMES, 1) == (rest, calls[:1])
+    held = HeldText(NAMES, 1)
+    held.put(text)
+    assert held.end()[1] == calls[:1]
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "who?"}]}
+    most = [
+        ChatRequest.model_validate({**asked, "parallel_tool_calls": each}).most_calls for each in (False, True, None)
+    ]
+    assert most == [1, None, None]
 
 
 @pytest.mark.parametrize("text", TEXTS)
