@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,22 +85,18 @@ def test_what_is_read_is_what_was_checked(known: BuiltIn, package: Path) -> None
     assert not folder.exists()
 
 
-def test_a_failed_check_leaves_no_copy(known: BuiltIn, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[str] = []
-    monkeypatch.setattr(shutil, "rmtree", _noting(folders, shutil.rmtree))
+def test_a_failed_check_leaves_no_copy(
+    known: BuiltIn, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with known.checked_copy(package) as folder:
+        assert folder.parent == scratch
     package.write_bytes(b"another")
     with pytest.raises(ConfigurationError), known.checked_copy(package):
         pass
-    assert len(folders) == 1
-    assert not Path(folders[0]).exists()
-
-
-def _noting(folders: list[str], remove: object) -> object:
-    def noted(folder: str, *arguments: object, **named: object) -> None:
-        folders.append(folder)
-        remove(folder, *arguments, **named)  # type: ignore[operator]
-
-    return noted
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_read_is_one_line(known: BuiltIn, tmp_path: Path) -> None:
