@@ -6,11 +6,10 @@ import itertools
 import statistics
 import time
 
+from provider.schedule.fairness import Policy
 from provider.schedule.latency import LatencyModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Ticket
+from provider.schedule.ticket import RequestClass, Ticket
 from wire.frame import Arithmetic, Call, Direction
 
 REQUESTS, GROUPS = 1000, 50

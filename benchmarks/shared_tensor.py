@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from provider.shards import control
+from provider.shards import messages
 from tenant_sdk import session
 from wire.errors import (
     DeadlineExceeded,
@@ -244,7 +244,7 @@ class _Channel:
             FrameType.REQUEST, asked.number, asked.call, num_rows, cols,
             deadline_ms=min(MAX_DEADLINE_MS, int(1000 * seconds)),
         )  # fmt: skip
-        self._socket.send_multipart(control.request(header, memory.num_bytes, memory.num_bytes, seed), zmq.DONTWAIT)
+        self._socket.send_multipart(messages.request(header, memory.num_bytes, memory.num_bytes, seed), zmq.DONTWAIT)
         self._asked = asked
 
     def settle(self) -> None:
@@ -269,7 +269,7 @@ class _Channel:
         if not self._socket.poll(int(1000 * max(0.0, asked.give_up_at_s - time.monotonic()))):
             raise DeadlineExceeded("no answer in time")
         self._busy_poll.woke()
-        return control.read_reply(self._socket.recv_multipart())
+        return messages.read_reply(self._socket.recv_multipart())
 
     def close(self) -> None:
         """Closes the sockets and the memory; a request that still waits for its reply fails with `Unavailable`."""

@@ -19,7 +19,7 @@ import torch
 import zmq
 
 from benchmarks.shared_tensor import LISTENER_NAME, SharedTensor
-from provider.shards import control
+from provider.shards import messages
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame, RemoteFault, VeilbaseError, code_of
 from wire.frame import DTYPES, ITEM_BYTES, Direction, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS
@@ -29,7 +29,7 @@ from wire.transport.ipc import credentials
 
 if TYPE_CHECKING:
     from provider.net.service import ProviderService
-    from provider.schedule.request_class import RequestClass
+    from provider.schedule.ticket import RequestClass
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class SharedTensorPort:
         """Computes the product that a control message requests, and writes it into the shared memory. Returns the
         message for the tenant, and whether request and reply are small; if the request fails, returns a message with
         the error's code, and False."""
-        header, num_bytes, _, seed = control.read_request(parts)
+        header, num_bytes, _, seed = messages.read_request(parts)
         try:
             memory.follow(num_bytes)
             call, model = header.call, self._service._model
@@ -122,12 +122,12 @@ class SharedTensorPort:
                     raise InvalidTensor("the seed is of another number of rows")
             reply.copy_(self._product(tenant, header, rows, reply_cols))
             is_small = header.rows * max(header.cols, reply_cols) * ITEM_BYTES <= SMALL_BYTES
-            return control.reply(header.request_id), is_small
+            return messages.reply(header.request_id), is_small
         except VeilbaseError as exc:
-            return control.reply(header.request_id, code_of(exc)), False
+            return messages.reply(header.request_id, code_of(exc)), False
 
     def _product(self, tenant: str, header: Header, rows: Rows, reply_cols: int) -> torch.Tensor:
-        from provider.engine.job import Job, Outcome
+        from provider.engine.executor import Job, Outcome
         from provider.net.session import INLINE_PRODUCTS, INLINE_ROWS
 
         executor, call = self._service._executor, header.call
@@ -160,7 +160,7 @@ class SharedTensorPort:
 
 
 def _class_of(header: Header) -> RequestClass:
-    from provider.schedule.request_class import class_of
+    from provider.schedule.ticket import class_of
 
     return class_of(header.call, header.rows, 0, is_training=False)
 

@@ -14,11 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from provider.schedule.fairness import Policy
 from provider.schedule.latency import LatencyModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Ticket
+from provider.schedule.ticket import Batch, RequestClass, Ticket
 from wire.frame import Arithmetic, Call, Direction
 
 Cost = Callable[[Call, int], float]

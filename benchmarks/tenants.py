@@ -180,7 +180,7 @@ def serve_saving(kind: str) -> None:
     from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # must come before anything imports grpc
-    from provider.engine.job import Job
+    from provider.engine.executor import Job
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model

@@ -49,7 +49,7 @@ def serve_in_process(
         return ServedModel(served) if chosen is None else ModelOnDevice(served, chosen)
     if num_shards == 1:
         return ServedModel(served)
-    from provider.shards.in_process import ShardedModel
+    from provider.shards.local import ShardedModel
 
     return ShardedModel(served, num_shards)
 

@@ -337,7 +337,7 @@ def _make_scheduler(
     ids: Collection[int] | None = None,
 ) -> Scheduler:
     from provider.engine.profile import make_scheduler
-    from provider.schedule.policy import Policy
+    from provider.schedule.fairness import Policy
 
     policy = Policy(
         settings.batching,

@@ -1,4 +1,11 @@
-"""Connects the provider's process to a Ray cluster, after checks that the cluster is closed to strangers.
+"""Proves, by connections that must fail, that a server of a Ray cluster lets in only peers with a certificate and the
+token.
+
+Ray takes both from environment variables, separately on each host. A host where one of them was forgotten runs as well
+as the others, and runs code for anybody who connects. So each server is tried in the wrong ways. A connection in the
+right way, with certificate and token, must succeed, which shows that the other connections failed for lack of these.
+
+Connects the provider's process to a Ray cluster, after checks that the cluster is closed to strangers.
 
 Guarantees: the address is the one that the operator gave; no file of Ray's with the address of an earlier cluster is
 read. The cluster has TLS, client certificates and a token in force, its dashboard is off, and this process sends no
@@ -10,14 +17,149 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from provider.cluster.proof import ClusterIdentity, prove_tls, prove_token
+import grpc
+
 from wire.errors import ConfigurationError, os_cause
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The bytes that an HTTP/2 client sends first: the connection preface and an empty SETTINGS frame (RFC 9113, section
+3.4)."""
+_SETTINGS_TYPE, _TYPE_AT = 4, 3
+"""The type of a SETTINGS frame, which is a server's first, and the place of the type in a frame's header."""
+_PROBE_S = 5.0
+_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""A method of the head that takes an empty message and changes nothing."""
+
+
+@dataclass(frozen=True)
+class ClusterIdentity:
+    """Names the files with which this host takes part in the cluster: Ray's own settings of TLS, and the token."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+    token: Path
+
+    def context(self, with_certificate: bool) -> ssl.SSLContext:
+        """Returns a TLS context that trusts the cluster's CA, as Ray's own connections do.
+
+        Raises:
+            ConfigurationError: the files do not belong together, or hold something else.
+        """
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca))
+            context.set_alpn_protocols(["h2"])
+            if with_certificate:
+                # A key with a password is refused; without this, OpenSSL would ask for the password at the terminal.
+                context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        except (OSError, ValueError):  # `from None`: the original may be about the key.
+            raise ConfigurationError(
+                "expected PEM files with a certificate, its private key and the CA in RAY_TLS_SERVER_CERT, "
+                "RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT, found others (docs/ray.md)"
+            ) from None
+        return context
+
+    def read_token(self) -> str:
+        """Returns the token.
+
+        Raises:
+            ConfigurationError: the file does not hold one line of printable ASCII.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            token = self.token.read_text("ascii").strip()
+            if token and token.isprintable():
+                return token
+        raise ConfigurationError("expected one line of text in the file of RAY_AUTH_TOKEN_PATH")
+
+
+def prove_tls(host: str, port: int, identity: ClusterIdentity) -> None:
+    """Checks that a server speaks TLS only, and only with peers that have a certificate of the cluster.
+
+    Raises:
+        ConfigurationError: the server lets in a peer without one, refuses this host's certificate, or cannot be
+            reached.
+    """
+    where = f"{host}:{port}"
+    if not _is_let_in(host, port, identity.context(with_certificate=True)):
+        raise ConfigurationError(
+            f"the cluster's server {where} does not speak TLS with the certificate of RAY_TLS_SERVER_CERT, or its own "
+            f"does not name {host}: start every node with RAY_USE_TLS=1 and certificates of one CA (docs/ray.md)"
+        )
+    if _is_let_in(host, port, None):
+        raise ConfigurationError(f"the cluster's server {where} speaks without TLS too: start it with RAY_USE_TLS=1")
+    if _is_let_in(host, port, identity.context(with_certificate=False)):
+        raise ConfigurationError(f"the cluster's server {where} asks for no certificate: set RAY_TLS_CA_CERT there")
+
+
+def prove_token(host: str, port: int, identity: ClusterIdentity) -> None:
+    """Checks that the cluster's head answers no call without the token, even with a certificate of the cluster.
+
+    Raises:
+        ConfigurationError: the head answers a call without the token, refuses one with the token, or does not answer at
+            all; or the token's file is not valid.
+    """
+    token = identity.read_token()
+    code = _code_of_call(host, port, identity, None)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise ConfigurationError(f"the cluster's head {host}:{port} does not answer: does it still run?")
+    if code != grpc.StatusCode.UNAUTHENTICATED:
+        raise ConfigurationError(
+            f"the cluster's head {host}:{port} answers without a token: start it with RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH (docs/ray.md)"
+        )
+    if _code_of_call(host, port, identity, token) != grpc.StatusCode.OK:
+        raise ConfigurationError(f"the cluster's head {host}:{port} refuses the token of RAY_AUTH_TOKEN_PATH")
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """Returns a connection to a server; raises ConfigurationError if there is none."""
+    try:
+        return socket.create_connection((host, port), _PROBE_S)
+    except (socket.gaierror, UnicodeError):  # the latter: a part of the name is empty or too long
+        raise ConfigurationError(f"there is no host {ascii(host)[:80]}: is its name right?") from None
+    except OSError as exc:
+        raise ConfigurationError(f"nothing answers at {host}:{port}: does a Ray node run there?") from os_cause(exc)
+
+
+def _is_let_in(host: str, port: int, context: ssl.SSLContext | None) -> bool:
+    """Returns whether a server answers this way of connecting with its first HTTP/2 frame.
+
+    Raises:
+        ConfigurationError: the server cannot be reached.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as ending:
+        connection = ending.enter_context(_connected(host, port))
+        if context is not None:
+            connection = ending.enter_context(context.wrap_socket(connection, server_hostname=host))
+        connection.sendall(_PREFACE)
+        answer = b""
+        while len(answer) <= _TYPE_AT and (part := connection.recv(64)):
+            answer += part
+        return len(answer) > _TYPE_AT and answer[_TYPE_AT] == _SETTINGS_TYPE
+    return False
+
+
+def _code_of_call(host: str, port: int, identity: ClusterIdentity, token: str | None) -> grpc.StatusCode:
+    credentials = grpc.ssl_channel_credentials(
+        identity.ca.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
+    )
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.secure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials) as channel:
+        try:
+            channel.unary_unary(_CLUSTER_ID)(b"", timeout=_PROBE_S, metadata=metadata)
+        except grpc.RpcError as exc:
+            return exc.code()
+        return grpc.StatusCode.OK
+
 
 _LOOK_S = 1.0
 """The seconds between two looks at whether this host's Ray node still runs."""

@@ -1,4 +1,19 @@
-"""Defines the replica whose weights are on an accelerator.
+"""Computes small ring products on a device, such as those of decode steps, by captured graphs.
+
+For a row of one token the product takes less time than starting its kernels one by one. So the copy to the device, the
+product and the copy back are captured once for each layer group and direction, and replayed with one call. On torch's
+`cpu` device, and where the device cannot capture, the same steps are started one by one.
+
+Guarantees: the numbers are those of `coding.product`, with or without captured graphs.
+
+Moves rows to a device and products back, on a stream of its own, through staging buffers in pinned memory.
+
+Guarantees: a block of rows is copied to the device once and its product is copied back once. Rows and replies that are
+on the device, in memory that a tenant shares, are copied there and cross nothing. A lane holds one block at a time. Two
+lanes that take turns let the copies of one block overlap with the product of another. On torch's `cpu` device there are
+no streams, and a lane computes a block at once.
+
+Defines the replica whose weights are on an accelerator.
 
 Guarantees: in ring arithmetic a reply is that of the CPU, to the last bit. In float arithmetic TF32 is off and every
 row is multiplied in a block of `FLOAT_ROWS` rows, so that a reply depends neither on the rows beside it nor on how a
@@ -14,12 +29,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from provider.device.few_rows import MOST_ROWS, FewRows
-from provider.device.lane import Lane, Multiply
 from provider.device.weights import Moved, move
 from provider.engine import products
 from provider.engine.replica import RETRY_S, ReplicaLost
@@ -31,6 +46,214 @@ from wire.ring.buffers import unwritten_like, unwritten_tensor
 from wire.ring.pieces import RowsAndReply, row_blocks
 from wire.ring.product import is_exact_on
 from wire.ring.seeded_rows import Rows, SeededRows
+
+MOST_ROWS = 8
+"""The most rows of a small product. The executor may compute products of up to 8 rows in the thread that received
+them."""
+_HEIGHTS = (1, MOST_ROWS)
+"""The numbers of rows of captured products; a product of fewer rows is padded with zeros."""
+MOST_GRAPHS = 2048
+"""The most graphs that are kept; further products are started step by step. A model of 32 blocks has 512 products."""
+_LOGGER = logging.getLogger(__name__)
+
+Place = tuple[int, Direction]
+"""A layer group's id and a direction, which stand for one weight."""
+
+
+class FewRows:
+    """Computes products of at most MOST_ROWS rows, one at a time, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes the object without any graph; each graph is captured when it is first needed."""
+        self._lane, self._lock = Lane(device), threading.Lock()
+        self.graphs: dict[tuple[Place, int], Callable[[], None]] = {}
+        self._may_capture = device.type == "cuda"
+        self._pool: Any = None
+
+    def product(self, place: Place, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the ring product of a few rows.
+
+        Args:
+            place: stands for the weight.
+            weight: int8, shape (d, m), on the device; always the same tensor for the same place.
+            rows: int32, shape (1 to MOST_ROWS, d), CPU.
+
+        Returns:
+            int32, shape (num_rows, m), CPU, with memory of its own.
+        """
+        num_rows = rows.shape[0]
+        height = next(one for one in _HEIGHTS if num_rows <= one)
+        with self._lock:
+            run = self.graphs.get((place, height)) or self._prepared(place, height, weight)
+            here = self._lane.rows.view(height, weight.shape[0], torch.int32)
+            here[:num_rows].copy_(rows)
+            here[num_rows:].zero_()
+            with self._lane.current():
+                run()
+            self._lane.synchronize()
+            back = self._lane.reply.view(height, weight.shape[1], torch.int32)
+            return unwritten_tensor(num_rows, weight.shape[1], torch.int32).copy_(back[:num_rows])
+
+    def reserve(self, widest: int) -> None:
+        """Makes the staging buffers as large as they will ever be, since captured graphs hold their addresses. `widest`
+        is the largest number of columns of rows and replies."""
+        for staging in (self._lane.rows, self._lane.reply):
+            staging.view(MOST_ROWS, widest, torch.int32)
+
+    def drop(self) -> None:
+        """Forgets all graphs, after an error of the device."""
+        with self._lock:
+            self._lane.drop()
+            self.graphs.clear()
+            self._pool = None
+
+    def _prepared(self, place: Place, height: int, weight: torch.Tensor) -> Callable[[], None]:
+        here = self._lane.rows.view(height, weight.shape[0], torch.int32)
+        back = self._lane.reply.view(height, weight.shape[1], torch.int32)
+
+        def steps() -> None:
+            there = here.to(self._lane.device, non_blocking=True)
+            back.copy_(coding.product(there, weight), non_blocking=True)
+
+        run: Callable[[], None] = steps
+        if self._may_capture and len(self.graphs) < MOST_GRAPHS:
+            run = self._captured(steps)
+        if len(self.graphs) < MOST_GRAPHS:
+            self.graphs[place, height] = run
+        return run
+
+    def _captured(self, steps: Callable[[], None]) -> Callable[[], None]:
+        """Captures steps as a graph, and returns a function that replays it; returns the steps themselves if that
+        fails."""
+        graph = torch.cuda.CUDAGraph()
+        with self._lane.current():
+            steps()  # Compiles kernels, copies the weight and allocates workspaces, none of which may be captured.
+            self._lane.synchronize()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                # Other threads may allocate memory on the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    steps()
+                finally:
+                    graph.capture_end()
+            except RuntimeError as exc:
+                self._may_capture = False
+                _LOGGER.warning("small products are started step by step: %s", type(exc).__name__)
+                return steps
+        return graph.replay
+
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+"""A function that maps rows on a device to their product on that device."""
+
+
+class Lane:
+    """Holds a stream, and the staging buffers for the rows and the reply of one block."""
+
+    def __init__(self, device: torch.device, is_here: Callable[[torch.Tensor], bool] = lambda one: one.is_cpu) -> None:
+        """Makes a lane of a device, without any staging memory yet.
+
+        Args:
+            device: a CUDA device, or torch's `cpu`.
+            is_here: returns whether a tensor is in the CPU's memory and has to cross; on torch's `cpu` device, where
+                all tensors are, tests may say otherwise.
+        """
+        self.device, self._is_here = device, is_here
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self.rows, self.reply = Staging(is_cuda), Staging(is_cuda)
+        self.block: list[RowsAndReply] = []
+        """The pairs of the block that was started whose rows and replies cross. Those on the device are in
+        `_staying`."""
+        self._staying: list[RowsAndReply] = []
+        self._there: torch.Tensor | None = None
+
+    def current(self) -> AbstractContextManager[object]:
+        """Returns a context in which torch's operations run on this lane's stream."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def start(self, block: Sequence[RowsAndReply], multiply: Multiply, num_padded: int = 0) -> None:
+        """Finishes the block that was started before, if there is one, and starts the product of a block of rows.
+
+        Args:
+            block: pairs of rows and memory for their product, all of the same widths; a pair is on the CPU or on the
+                device.
+            multiply: computes the product of rows on the device.
+            num_padded: rows of zeros are appended to the block up to this number of rows.
+        """
+        self.finish()
+        count = sum(rows.shape[0] for rows, _ in block)
+        self.block = [pair for pair in block if self._is_here(pair[0])]
+        self._staying = [pair for pair in block if not self._is_here(pair[0])]
+        (first, reply), crossing = block[0], sum(rows.shape[0] for rows, _ in self.block)
+        here = self.rows.view(crossing, first.shape[1], first.dtype)
+        for (rows, _), part in zip(self.block, _parts(here, self.block), strict=True):
+            part.copy_(rows)
+        back = self.reply.view(crossing, reply.shape[1], reply.dtype)
+        with self.current():
+            height = max(count, num_padded)
+            self._there = there = torch.empty(height, first.shape[1], dtype=first.dtype, device=self.device)
+            there[:crossing].copy_(here, non_blocking=True)
+            for (rows, _), part in zip(self._staying, _parts(there[crossing:count], self._staying), strict=True):
+                part.copy_(rows, non_blocking=True)
+            there[count:].zero_()
+            product = multiply(there)
+            back.copy_(product[:crossing], non_blocking=True)
+            for (_, mine), part in zip(self._staying, _parts(product[crossing:count], self._staying), strict=True):
+                mine.copy_(part, non_blocking=True)
+
+    def finish(self) -> None:
+        """Waits for the product of the block that was started, if there is one, and writes it to the block's memory."""
+        if self._there is None:
+            return
+        self.synchronize()
+        if self.block:
+            first = self.block[0][1]
+            back = self.reply.view(sum(rows.shape[0] for rows, _ in self.block), first.shape[1], first.dtype)
+            for (_, reply), part in zip(self.block, _parts(back, self.block), strict=True):
+                reply.copy_(part)
+        self._let_go()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was started on this lane."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def drop(self) -> None:
+        """Gives up the block that was started, and waits until the device no longer uses the staging buffers. An error
+        of a lost device is ignored, since nothing in its memory is used again."""
+        with contextlib.suppress(RuntimeError):  # The memory is let go only after the device has stopped using it.
+            self.synchronize()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.block, self._staying, self._there = [], [], None
+
+
+def _parts(stacked: torch.Tensor, pairs: Sequence[RowsAndReply]) -> Sequence[torch.Tensor]:
+    """Returns the rows of each pair in a matrix that has the rows of all pairs, one pair after the other."""
+    return stacked.split([rows.shape[0] for rows, _ in pairs]) if pairs else ()
+
+
+class Staging:
+    """Holds memory through which rows pass on their way to or from a device. It grows to the largest use."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        """Makes an empty buffer. `is_pinned` says whether the device reads it directly, in copies that overlap with
+        other work."""
+        self._is_pinned = is_pinned
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def view(self, num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a matrix in this memory, with any content; `dtype` must have four bytes. Every call returns the same
+        memory, until one asks for more."""
+        size = num_rows * cols * ITEM_BYTES
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+        return self._memory[:size].view(dtype).view(num_rows, cols)
+
 
 PIECE_BYTES = 4 << 20
 """The most bytes of rows, or of their product, that one copy moves in ring arithmetic. Requests are cut evenly, so
@@ -45,7 +268,6 @@ _FLOAT_TOLERANCE = 1e-4
 the product. TF32 would differ by 1e-3."""
 PAUSE_S, MAX_TRIES = 1.0, 30
 """A lost device is tried again every `PAUSE_S` seconds, `MAX_TRIES` times. CUDA often needs a new process."""
-_LOGGER = logging.getLogger(__name__)
 
 
 class OnDevice:

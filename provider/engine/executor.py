@@ -1,7 +1,17 @@
-"""Runs the worker threads that compute products: they take batches from the scheduler and deliver the replies.
+"""Lists what the streams of tenants need from whatever computes their requests.
+
+Defines the job, a request inside the executor: its rows, the finished part of its reply, and its callback.
+
+Puts together the reply to each request from its products, and calls the request's callback.
+
+Guarantees: `done` is called exactly once for each request, or not at all if the request is cancelled. If a request is
+invalid, only that request fails; the other requests in its batch succeed. If one callback raises an error, the other
+callbacks are still called.
+
+Runs the worker threads that compute products: they take batches from the scheduler and deliver the replies.
 
 Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
-memory. `provider.engine.replies` says when each request gets its reply. In ring arithmetic a reply does not depend on
+memory. `provider.engine.executor` says when each request gets its reply. In ring arithmetic a reply does not depend on
 the other requests in its batch. In float it may differ by rounding, since a matrix product with another number of rows
 may add its terms in another order. If a replica is lost, another replica computes its unfinished batches.
 """
@@ -13,23 +23,224 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from provider.engine.job import Completed, Job, Outcome, rows_of
+from provider.engine.products import all_finite
 from provider.engine.replica import RETRY_S, Replica, ReplicaLost
-from provider.engine.replies import FAILED, Replies
-from provider.operations.meter import Meter
+from provider.operations.metrics import Meter
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Piece, Ticket
-from wire.errors import Unavailable, VeilbaseError
-from wire.frame import DTYPES, Call
-from wire.ring.seeded_rows import Rows
+from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
+from wire.frame import DTYPES, Arithmetic, Call
+from wire.ring.buffers import unwritten_like
+from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 from wire.ring.threads import use_one_core
 
-_Made = TypeVar("_Made")
+
+class Computes(Protocol):
+    """Lists the methods that a session calls to have requests computed, by one executor or by several."""
+
+    def submit(self, job: Job) -> None:
+        """Queues a job; `provider.engine.executor.Executor` describes this method and the methods below."""
+        ...
+
+    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
+
+    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool: ...
+
+    def cancel(self, job: Job) -> None: ...
+
+
+Outcome = torch.Tensor | VeilbaseError
+Completed = Callable[[str, Call, Rows, torch.Tensor | None], None]
+"""A callback that is called before a reply is sent, with the tenant's name, the call, all rows of the request, and the
+reply, which is None if the request failed or was cancelled."""
+
+
+class Job:
+    """Holds one request inside the executor until its reply is complete."""
+
+    def __init__(
+        self,
+        call: Call,
+        rows: Rows,
+        tenant: str,
+        request_class: RequestClass,
+        expires_at: float,
+        done: Callable[[Outcome], None],
+        reply_cols: int,
+    ) -> None:
+        """Makes the job and its ticket (the scheduler's record of the request). The present time counts as the time of
+        arrival.
+
+        Args:
+            call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.
+            expires_at: the request's deadline, in seconds of `time.monotonic`.
+            done: called once with the reply or the error, in any thread; not called if the job is cancelled.
+            reply_cols: the number of columns of the reply.
+        """
+        num_rows = count_rows(rows)
+        self.rows: Rows | None = rows
+        self.reply: torch.Tensor | None = None
+        self._lock = threading.Lock()
+        self._placed: dict[int, int] = {}
+        """Maps the first row of each piece that was copied into `reply` to the piece's number of rows."""
+        self.done, self.reply_cols = done, reply_cols
+        self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
+
+    def place(self, piece: Piece, part: torch.Tensor) -> torch.Tensor | None:
+        """Copies the result of one piece into the reply; several threads may call this at once.
+
+        Returns:
+            The whole reply, for the one call that completed it; None for all other calls.
+        """
+        with self._lock:
+            if self.rows is None:
+                return None  # The job has already ended.
+            if self.reply is None:
+                self.reply = unwritten_like(part, self.ticket.num_rows, part.shape[1], part.dtype)
+            reply = self.reply
+        reply[piece.first_row : piece.first_row + piece.num_rows] = part
+        if part.is_cuda:  # The part's memory may be used by another product's stream as soon as it is let go.
+            torch.cuda.current_stream(part.device).synchronize()
+        with self._lock:
+            if piece.first_row in self._placed:  # The piece was computed twice, because a replica was lost.
+                return None
+            self._placed[piece.first_row] = piece.num_rows
+            return reply if sum(self._placed.values()) == self.ticket.num_rows else None
+
+    def end(self) -> Rows | None:
+        """Ends the job: drops its rows and its unfinished reply.
+
+        Returns:
+            The rows, for the one call that ended the job; None for all other calls.
+        """
+        with self._lock:
+            rows, self.rows, self.reply = self.rows, None, None
+            return rows
+
+
+def job_of(ticket: Ticket) -> Job:
+    """Returns the executor's job for a ticket. The ticket represents a request in the scheduler, and the job represents
+    the same request in the executor. Raises TypeError if the ticket has no job."""
+    job = ticket.job
+    if not isinstance(job, Job):
+        raise TypeError("a ticket of another executor")
+    return job
+
+
+def rows_of(piece: Piece) -> Rows | None:
+    """Returns the rows of one piece of a request, or None if the request has ended, for example by a cancel."""
+    rows = job_of(piece.ticket).rows
+    if isinstance(rows, SeededRows):
+        return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
+    return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]
+
+
 _LOGGER = logging.getLogger(__name__)
+FAILED = RemoteFault("the provider failed while computing")
+
+
+class Replies:
+    """Finishes requests with a reply or an error. It is safe under threads, since several replicas may compute pieces
+    of one request."""
+
+    def __init__(self, completed: Completed | None, unqueue: Callable[[Ticket], None]) -> None:
+        """Keeps the callbacks for requests that have ended.
+
+        Args:
+            completed: called for every request that gets a reply, fails or is cancelled; None for no callback.
+            unqueue: removes the remaining rows of a request that failed or was cancelled from the queue.
+        """
+        self._completed, self._unqueue = completed, unqueue
+
+    @property
+    def are_told(self) -> bool:
+        """Returns whether a `completed` callback was given, so that `tell` does something."""
+        return self._completed is not None
+
+    def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
+        """Calls `completed` for an ended request, if it was given; `reply` is None if the request has no reply."""
+        if self._completed is not None:
+            self._completed(tenant, call, rows, reply)
+
+    def cancel(self, job: Job) -> bool:
+        """Takes a job out of the queue and drops the job's rows; returns False if the job had already ended."""
+        self._unqueue(job.ticket)
+        rows = job.end()
+        if rows is not None:
+            self.tell(job.ticket.tenant, job.ticket.call, rows, None)
+        return rows is not None
+
+    def is_good(self, piece: Piece, alone: bool) -> bool:
+        """Returns whether a piece may be computed in its batch. If not, the request has already ended, or this call
+        fails it, because its deadline has passed or because the piece holds a value that is not finite.
+
+        If the piece is `alone` in its batch, its values are not checked here, since they can harm no other request.
+        """
+        job = job_of(piece.ticket)
+        rows = job.rows
+        if rows is None:
+            return False
+        if time.monotonic() >= piece.ticket.expires_s:
+            self.fail(job, DeadlineExceeded("the request waited in the queue beyond its deadline"))
+            return False
+        if alone or not isinstance(rows, torch.Tensor) or piece.ticket.call.arithmetic is Arithmetic.RING:
+            return True
+        if all_finite(rows[piece.first_row : piece.first_row + piece.num_rows]):
+            return True
+        self.fail(job, InvalidTensor("a row holds NaN or infinity"))
+        return False
+
+    def deliver(self, piece: Piece, outcome: Outcome) -> None:
+        """Puts the outcome of one piece into the request's reply, and finishes the request once all pieces are in."""
+        try:
+            self._deliver(piece, outcome)
+        except torch.OutOfMemoryError:
+            error = Unavailable("the device has no memory left for this reply", RETRY_S)
+            self.fail_all([piece.ticket], error)
+        except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
+            _LOGGER.error("a reply could not be given: %s", type(exc).__name__)
+            self.fail_all([piece.ticket], FAILED)
+
+    def _deliver(self, piece: Piece, outcome: Outcome) -> None:
+        job = job_of(piece.ticket)
+        if job.rows is None:
+            return  # The request has been cancelled meanwhile.
+        if not isinstance(outcome, torch.Tensor):
+            self.fail(job, outcome)
+            return
+        reply = outcome if piece.num_rows == piece.ticket.num_rows else job.place(piece, outcome)
+        if reply is not None:
+            self.finish(job, reply)
+
+    def finish(self, job: Job, reply: torch.Tensor) -> None:
+        """Ends a job and calls the job's `done` with the complete reply; does nothing if the job has already ended."""
+        rows = job.end()
+        if rows is None:
+            return
+        try:
+            self.tell(job.ticket.tenant, job.ticket.call, rows, reply)
+        finally:
+            job.done(reply)
+
+    def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
+        """Ends the requests of all these tickets (the scheduler's records of requests) with an error."""
+        for ticket in tickets:
+            try:
+                self.fail(job_of(ticket), error)
+            except Exception as exc:  # noqa: BLE001 - the others must be told as well
+                _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
+
+    def fail(self, job: Job, error: VeilbaseError) -> None:
+        """Ends a job and calls the job's `done` with an error, unless the job has already ended."""
+        if self.cancel(job):
+            job.done(error)
+
+
+_Made = TypeVar("_Made")
 _CLOSE_S = 15.0
 _MAX_LOSSES = 2
 """A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""

@@ -11,8 +11,8 @@ import torch
 from provider.engine.products import compute
 from provider.engine.replica import Product
 from provider.model.weights import PreparedModel
+from provider.schedule.fairness import Policy
 from provider.schedule.latency import LatencyModel
-from provider.schedule.policy import Policy
 from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 

@@ -1,4 +1,15 @@
-"""Admits or refuses requests by the operator's limits for each tenant.
+"""Bounds each caller's number of open calls (streams and downloads), since each call occupies a thread.
+
+Guarantees: no caller has more than `MAX_CALLS_PER_TENANT` calls open. The bound is lower once half of all threads are
+taken, so that a few dozen callers cannot use up all threads. A refused call is not counted.
+
+Threads: any thread may call this. `_lock` guards the counts.
+
+Decides which callers are admitted: looks up each caller's certificate in the registry.
+
+Callers of this module must pass only certificates that TLS has verified.
+
+Admits or refuses requests by the operator's limits for each tenant.
 
 Guarantees: a tenant has one quota for all its streams, and a new connection does not reset the quota. A refused
 request uses up nothing of the quota. Memory is bounded, since only a few numbers are kept for each enrolled tenant.
@@ -7,13 +18,112 @@ request uses up nothing of the quota. Memory is bounded, since only a few number
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from provider.schedule.quota import EVERYBODY, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
-from provider.schedule.request_class import RequestClass
-from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
+from provider.identity.authority import peer_identity
+from provider.identity.revocations import RevocationList
+from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
+from provider.schedule.ticket import RequestClass
+from wire.errors import REVOKED, LimitExceeded, NotPermitted, QuotaExceeded, Unauthenticated, WireCode
 from wire.limits import MAX_RETRY_S, Limits
+
+MAX_CALLS_PER_TENANT = 8
+"""The most streams and downloads that one tenant may have open."""
+_CALLS_OF_EACH = 2
+"""The most streams and downloads that one tenant may have open while all tenants together occupy half of the threads or
+more."""
+
+
+class Calls:
+    """Counts each caller's open calls (streams and downloads), and refuses further calls beyond a bound."""
+
+    def __init__(self, most_threads: int) -> None:
+        """Sets all counts to zero. `most_threads` is the number of threads for all callers together; once half as many
+        calls are open, the lower bound holds."""
+        self._most_threads = most_threads
+        self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
+
+    def take_place(self, caller: str) -> bool:
+        """Counts one more open call of a caller and returns True; returns False and counts nothing if the caller has
+        too many open calls. After True, callers must call `leave` when the call ends."""
+        with self._lock:
+            is_crowded = 2 * self._open.total() >= self._most_threads
+            if self._open[caller] >= (_CALLS_OF_EACH if is_crowded else MAX_CALLS_PER_TENANT):
+                return False
+            self._open[caller] += 1
+            return True
+
+    def leave(self, caller: str) -> None:
+        """Subtracts one ended call from a caller's count."""
+        with self._lock:
+            self._open[caller] -= 1
+            if self._open[caller] <= 0:
+                del self._open[caller]
+
+    def counts(self) -> dict[str, int]:
+        """Returns the number of open calls by caller's name, for callers with at least one open call."""
+        with self._lock:
+            return dict(self._open)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Holds an admitted caller's name, and a check, made for every request, that the caller is still admitted.
+
+    Attributes:
+        tenant: the name of the tenant.
+        refusal: returns None if the caller is still admitted, else the error code; raises `RegistryUnreadable` if the
+            registry has been unreadable, or a copy of it has not been renewed, for too long.
+    """
+
+    tenant: str
+    refusal: Callable[[], WireCode | None]
+
+
+class AccessCheck:
+    """Identifies callers by their certificates, and admits or refuses them."""
+
+    def __init__(self, revocations: RevocationList | None) -> None:
+        """Keeps `revocations`, the registry. None is for a loopback port without TLS: every caller is then the tenant
+        `local`."""
+        self._revocations = revocations
+
+    def admit(self, cert_pem: bytes) -> Access:
+        """Checks a caller's certificate and admits the caller.
+
+        Args:
+            cert_pem: the caller's certificate in PEM, which TLS has verified; empty without TLS.
+
+        Returns:
+            The caller's name, and the check for later requests.
+
+        Raises:
+            Unauthenticated: the certificate is not a tenant's, or is not registered.
+            NotPermitted: the certificate was revoked.
+            RegistryUnreadable: the registry cannot be read at present, or is a copy that is too old.
+        """
+        if self._revocations is None:
+            return Access(LOCAL_TENANT, lambda: None)
+        peer = peer_identity(cert_pem)
+        self._revocations.check_current()
+        access = Access(peer.name, lambda: self._refusal(peer.serial))
+        code = access.refusal()
+        if code is WireCode.NOT_PERMITTED:
+            raise NotPermitted(REVOKED)
+        if code is not None:
+            raise Unauthenticated("not enrolled")
+        return access
+
+    def _refusal(self, serial: int) -> WireCode | None:
+        if self._revocations is None or self._revocations.is_enrolled(serial):
+            return None
+        revoked = self._revocations.is_revoked(serial)
+        return WireCode.NOT_PERMITTED if revoked else WireCode.UNAUTHENTICATED
+
 
 TRAINING_S = 60.0
 """The seconds for which a tenant counts as training, on all its streams, after it sent a gradient."""

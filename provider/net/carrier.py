@@ -2,6 +2,10 @@
 
 Guarantees: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant that
 reads nothing for five minutes while bytes wait to be sent to it is disconnected.
+
+Carries the frames of one session over one gRPC stream, for tenants that cannot reach the tensor port.
+
+It uses grpc's public interface only. One thread receives messages, and the RPC's own thread sends.
 """
 
 from __future__ import annotations
@@ -11,9 +15,12 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Iterator
 
+import grpc
+
+from provider.net.ports import LINGER_S
 from provider.net.session import Session
-from provider.net.stream_port import LINGER_S
 from wire.errors import MalformedFrame, WireCode
 from wire.frame import FrameType
 from wire.transport.busy_poll import BusyPoll
@@ -168,3 +175,36 @@ class _Carrier:
         while self._is_reading and (message := self._connection.next_message()) is not None:
             self._is_reading = self._session.receive(message)
             self._send()
+
+
+def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
+    """Hands received messages to a session, and yields the session's frames, until one side ends.
+
+    Args:
+        session: a new session.
+        messages: the RPC's received messages, which a new thread reads.
+
+    Yields:
+        The frames to send.
+    """
+    wake = threading.Event()
+    session.notify = wake.set
+    threading.Thread(target=_read, args=(session, messages), name="veilbase-requests", daemon=True).start()
+    try:
+        while not session.is_over:
+            wake.wait()
+            wake.clear()
+            while (message := session.next_frame()) is not None:
+                yield bytes(message)
+    finally:
+        session.stop_sending()
+
+
+def _read(session: Session, messages: Iterator[bytes]) -> None:
+    try:
+        for message in messages:
+            if not session.receive(message):
+                return
+        session.end_input()
+    except grpc.RpcError:
+        session.close()  # The tenant has disconnected.

@@ -22,12 +22,11 @@ from provider.identity.revocations import RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
-from provider.net.ipc_port import IpcPort
+from provider.net.ports import IpcPort, TensorPort
 from provider.net.service import MAX_THREADS, ProviderService
-from provider.net.tensor_port import TensorPort
 from provider.net.windows import Windows
 from provider.operations.usage import UsageBook
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.shards.router import Shard
 from wire.errors import ConfigurationError, VeilbaseError

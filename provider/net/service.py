@@ -1,4 +1,9 @@
-"""Implements the provider's network methods, each with its access check: three gRPC methods, the streams of the tensor
+"""Answers a tenant of this host that asks for the manifest or for a file of the bundle (wire/SPEC.md, section 3).
+
+Guarantees: if a tenant does not read what it asked for, its connection is ended after a deadline. Only one chunk of the
+file at a time waits in this process's memory.
+
+Implements the provider's network methods, each with its access check: three gRPC methods, the streams of the tensor
 port, and the calls of tenants on the provider's own host.
 
 Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
@@ -13,40 +18,63 @@ import math
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
-from provider.net.access import Access, AccessCheck
-from provider.net.admission import Admission
-from provider.net.calls import Calls
-from provider.net.carrier import carry
-from provider.net.fetch import send_file, wanted_file
-from provider.net.grpc_stream import carry_rpc
-from provider.net.session import HANDSHAKE_S, SWEEP_S, Session
-from provider.net.status import ServiceStatus
-from provider.net.stream_port import LINGER_S
+from provider.net.admission import Access, AccessCheck, Admission, Calls
+from provider.net.carrier import carry, carry_rpc
+from provider.net.ports import LINGER_S
+from provider.net.session import HANDSHAKE_S, SWEEP_S, ServiceStatus, Session
 from provider.net.windows import Given, Window, Windows
-from provider.operations.meter import Meter
+from provider.operations.metrics import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.router import Shard, ShardedExecutor
-from wire.errors import (
-    NotPermitted,
-    QuotaExceeded,
-    Unauthenticated,
-    Unavailable,
-    UnknownLayer,
-    VeilbaseError,
-    WireCode,
-)
-from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
+from wire.errors import NotPermitted, QuotaExceeded, Unauthenticated, Unavailable, UnknownLayer, VeilbaseError, WireCode
+from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits, deadline_s
 from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.ipc.clear_socket import ClearSocket
+from wire.transport.ipc.fetch import asked_name, data_frames
 from wire.transport.ipc.window import answer, asked_window
 from wire.transport.message_socket import MessageSocket
+
+
+def wanted_file(connection: MessageSocket) -> str | None:
+    """Waits for a connection's first frame, and returns the name of the file that the frame asks for; "" stands for
+    the manifest. Returns None if the connection is a stream; then the frame can still be received.
+
+    Raises:
+        MalformedFrame: the frame asks for a file that no bundle has, or is too long.
+        EOFError, OSError: the connection ended, or nothing came in time.
+    """
+    return asked_name(connection.peek(time.monotonic() + HANDSHAKE_S))
+
+
+def send_file(connection: MessageSocket, chunks: Iterable[bytes], total_bytes: int, linger_s: float) -> None:
+    """Sends a file, and ends the connection.
+
+    Args:
+        connection: the tenant's connection.
+        chunks: the file's bytes, in chunks of any size.
+        total_bytes: how many bytes these are together.
+        linger_s: the seconds that the tenant may take to close the connection.
+
+    Raises:
+        OSError: the tenant disconnected, or did not read everything in time.
+    """
+    give_up_at = time.monotonic() + deadline_s(total_bytes)
+    for message in data_frames(chunks, total_bytes):
+        connection.send(message)
+        while connection.has_unsent:
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the tenant did not read a file in time")
+            connection.wait_to_send(left)
+    connection.finish(linger_s)
+
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256

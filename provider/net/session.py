@@ -1,11 +1,18 @@
-"""Implements the protocol of one tenant's stream: reads the tenant's requests, has them computed, and sends replies.
+"""Describes the state of streams at one time, for the log, for metrics and for tests: counts, bytes and callers' names.
+
+Guarantees: a status is a copy that does not change. Making a status delays a stream's thread only while a few numbers
+are read. The numbers may be from slightly different times, since the streams continue meanwhile.
+
+Threads: any thread may use this.
+
+Implements the protocol of one tenant's stream: reads the tenant's requests, has them computed, and sends replies.
 
 Guarantees: a request's header passes every check before memory is allocated for the request. If a request is invalid,
 only that request fails; a frame that cannot be read ends the stream. Errors are sent as numbers, without text. When the
 tenant disconnects, all memory of the session is freed. This module does not know which transport carries the frames.
-`provider.net.request_table` keeps the requests in flight, and `provider.net.outbox` the frames to send.
+`provider.net.requests` keeps the requests in flight, and `provider.net.requests` the frames to send.
 
-Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/grpc_stream.py` hands in
+Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/carrier.py` hands in
 one message at a time, and takes out one frame at a time. The thread that hands in a small decode request
 computes it at once if a replica is free. The executor's worker threads compute the other requests, and hand in the
 outcomes. Further threads call `drain`, which refuses new requests before the provider ends; `sweep`, which looks for
@@ -17,20 +24,17 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from provider.engine.computes import Computes
-from provider.engine.job import Job, Outcome
-from provider.engine.replies import FAILED
+from provider.engine.executor import FAILED, Computes, Job, Outcome
 from provider.net.admission import TenantAdmission
-from provider.net.outbox import Outbox, error_frame
-from provider.net.request_table import MAX_REQUESTS, Request, RequestTable
-from provider.net.status import SessionStatus
+from provider.net.requests import MAX_REQUESTS, Outbox, Request, RequestTable, error_frame
 from provider.net.windows import Window
 from provider.operations.usage import TenantUsage
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -47,6 +51,59 @@ from wire.frame import Call, FrameType, Header
 from wire.gpu_window.areas import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """Describes the present state of one stream.
+
+    Attributes:
+        num_requests: number of requests in flight, except single rows that the receiving thread computes at once.
+        held_bytes: bytes of these requests and their replies.
+        num_waiting: number of frames and replies that wait to be sent.
+        num_half_sent: number of large replies of which some chunks have been sent.
+        is_idle: whether no request is in flight.
+        has_greeted: whether the tenant has sent its HELLO.
+        is_draining: whether new requests are refused.
+        is_closed: whether the session has ended, so that it takes no more messages.
+        is_over: whether no further frame will be sent.
+    """
+
+    num_requests: int
+    held_bytes: int
+    num_waiting: int
+    num_half_sent: int
+    is_idle: bool
+    has_greeted: bool
+    is_draining: bool
+    is_closed: bool
+    is_over: bool
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """Describes all streams of a provider.
+
+    Attributes:
+        num_streams: number of open streams.
+        num_tenants: number of tenants with an open stream.
+        num_unanswered: number of streams with a request in flight.
+        num_requests, held_bytes, num_waiting: sums over all streams; see `SessionStatus`.
+        num_rows: rows in flight of all tenants with an open stream, including rows that the receiving thread computes.
+        calls: by caller's name, the number of open streams and downloads; only callers with at least one.
+        is_draining: whether new streams and requests are refused.
+    """
+
+    num_streams: int
+    num_tenants: int
+    num_unanswered: int
+    num_requests: int
+    num_rows: int
+    held_bytes: int
+    num_waiting: int
+    calls: Mapping[str, int]
+    is_draining: bool
+
 
 INLINE_ROWS = 8
 """The most rows of a decode request that the receiving thread computes itself, if `Executor.compute_here` finds a

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from provider.operations.metrics import REGISTRY_LEFT
 from provider.operations.monitor import read_metrics
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from wire.errors import ConfigurationError
 
 

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from provider.identity.authority import TENANT_NAME_PATTERN, create_file, sync_directory
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from wire.errors import ConfigurationError, WireCode, os_cause
 
 SAVE_S = 60.0

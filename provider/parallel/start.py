@@ -20,8 +20,7 @@ from provider.model.weights import PreparedModel, return_freed_memory, serve_mod
 from provider.operations.recording import Recorder
 from provider.parallel.dispatch import Dispatcher, follow
 from provider.parallel.ranks import RankLost, Ranks
-from provider.parallel.sharding import Sharding, without_weights
-from provider.parallel.tensor_parallel import ColumnSlices
+from provider.parallel.sharding import ColumnSlices, Sharding, without_weights
 from wire.errors import Unavailable
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows
@@ -142,7 +141,7 @@ def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
     """
     ranks.check_equal(fingerprint(parallel, served))
     if parallel == "fsdp":
-        from provider.parallel.fsdp import GatheredLayers  # Imported here since this takes a second and a half.
+        from provider.parallel.sharding import GatheredLayers  # Imported here since this takes a second and a half.
 
         return GatheredLayers(served, ranks)
     return ColumnSlices(served, ranks.rank, ranks.size)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 
 EVERYBODY = "*"
 """The name, in the operator's limits, for all tenants that are not named there. No tenant can have this name."""

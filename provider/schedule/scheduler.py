@@ -21,11 +21,9 @@ from collections.abc import Callable
 from functools import partial
 
 from provider.schedule.decoders import Decoders, note
-from provider.schedule.fairness import TenantRing
+from provider.schedule.fairness import QUANTUM_ROWS, Policy, TenantRing, turn_rows, turn_s
 from provider.schedule.latency import LatencyModel
-from provider.schedule.policy import QUANTUM_ROWS, Policy, turn_rows, turn_s
-from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Batch, Piece, Ticket
+from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL

@@ -1,18 +1,50 @@
-"""Starts and ends the processes of a provider's shards on this machine."""
+"""Holds the replicas of a provider's shards from their start to their end, wherever they compute.
+
+Starts and ends the processes of a provider's shards on this machine.
+
+Serves a model to this process, and computes its products in the processes of shards, for a tenant that has the
+provider in its own process.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Generic, TypeVar
 
+import torch
 import zmq
 
+from provider.engine.replica import Replica, ReplicaLost
+from provider.model.served_model import ServedModel
 from provider.model.weights import PreparedModel
-from provider.shards.plan import make_plan
+from provider.shards.messages import write_weights
 from provider.shards.process import ShardProcess
-from provider.shards.started import StartedShards
-from provider.shards.weight_file import write_weights
+from provider.shards.router import make_plan
+from wire.errors import RemoteFault, UnknownLayer
+from wire.frame import Call, check_rows
+from wire.ring.seeded_rows import Rows
+
+AnyReplica = TypeVar("AnyReplica", bound=Replica)
+
+
+class StartedShards(Generic[AnyReplica]):
+    """Holds the replicas of all shards. Subclasses have a class method `start`."""
+
+    def __init__(self) -> None:
+        """Makes an instance without replicas."""
+        self._ending = ExitStack()
+        self.plan: tuple[tuple[int, ...], ...] = ()
+        """For each shard, in order of their numbers, the ids of the shard's layer groups."""
+        self.replicas: tuple[tuple[AnyReplica, ...], ...] = ()
+        """For each shard, in order of their numbers, the shard's replicas that were started."""
+
+    def close(self) -> None:
+        """Ends all replicas, and waits until they have ended."""
+        self._ending.close()
 
 
 class LocalShards(StartedShards[ShardProcess]):
@@ -79,3 +111,49 @@ class LocalShards(StartedShards[ShardProcess]):
         for replica in itertools.chain(*shards):
             replica.wait_ready()
         self.plan, self.replicas = plan, tuple(shards)
+
+
+class ShardedModel(ServedModel):
+    """Computes each product in the process that holds the call's layer group. It is safe under threads; each process
+    computes one product at a time."""
+
+    def __init__(self, served: PreparedModel, num_shards: int) -> None:
+        """Starts the processes, and lets this process's own copy of the weights go.
+
+        Raises:
+            ConfigurationError: there are more shards than groups, the weights cannot be written to disk, or a process
+                did not start.
+        """
+        super().__init__(served)
+        self._shards = LocalShards.start(served, num_shards, 1)
+        self._reviving = threading.Lock()
+        pairs = zip(self._shards.plan, self._shards.replicas, strict=True)
+        self._process_of = {group: replicas[0] for groups, replicas in pairs for group in groups}
+        self.let_weights_go()
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Computes one product; see `ServedModel.compute`. If the process was lost, it is started again and gets the
+        same rows once more.
+
+        Raises:
+            UnknownLayer, InvalidTensor: the request is not valid.
+            RemoteFault: the product failed, or the process was lost twice or can no longer be started.
+        """
+        check_rows(call, rows)
+        process = self._process_of.get(call.group)
+        if process is None:
+            raise UnknownLayer(f"expected a group below {len(self._process_of)}, got {call.group}")
+        for _ in range(2):
+            try:
+                return process.product(call, rows)
+            except ReplicaLost:
+                # Of several threads that lose a process at the same time, one starts it again.
+                with self._reviving:
+                    if not process.is_alive and not process.revive(threading.Event()):
+                        break
+        raise RemoteFault("the process of a shard was lost: connect again")
+
+    def close(self) -> None:
+        """Ends the processes of the shards."""
+        super().close()
+        self._shards.close()

@@ -24,8 +24,8 @@ import zmq
 from provider.engine.products import check_cols, together
 from provider.engine.replica import RETRY_S, ReplicaLost, product_limit_s
 from provider.operations.logs import configured
-from provider.shards import control
-from provider.shards.shared_rows import SharedRows
+from provider.shards import messages
+from provider.shards.messages import SharedRows
 from wire.errors import ConfigurationError, MalformedFrame, RemoteFault, VeilbaseError, error_from_code
 from wire.frame import ITEM_BYTES, Call, FrameType, Header
 from wire.manifest import GroupInfo
@@ -149,11 +149,11 @@ class ShardProcess:
             self._requests.view(num_rows, cols, rows.dtype).copy_(rows)
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, num_rows, cols)
-        parts = control.request(header, self._requests.num_bytes, self._replies.num_bytes, seed)
+        parts = messages.request(header, self._requests.num_bytes, self._replies.num_bytes, seed)
         # With DONTWAIT, this does not wait for ever if there is no process at the other end.
         self._socket.send_multipart(parts, zmq.DONTWAIT)
         self._wait(product_limit_s(num_rows * cols * reply_cols))
-        answer = control.read_reply(self._socket.recv_multipart())
+        answer = messages.read_reply(self._socket.recv_multipart())
         if answer.request_id != number:
             raise MalformedFrame("an answer to another request")
         if answer.kind is FrameType.ERROR:
@@ -210,7 +210,7 @@ class ShardProcess:
         with self._lock:
             try:
                 self._wait(_START_S)
-                if self._socket.recv_multipart() == control.READY:
+                if self._socket.recv_multipart() == messages.READY:
                     # The process is connected, so the socket's file is removed. A front that is killed would leave the
                     # file behind.
                     shutil.rmtree(self._folder, ignore_errors=True)

@@ -19,9 +19,8 @@ from provider.engine import products
 from provider.engine.replica import Product, ReplicaLost
 from provider.model.served_group import ServedGroup
 from provider.operations.logs import configure
-from provider.shards import control
-from provider.shards.shared_rows import SharedRows
-from provider.shards.weight_file import read_weights
+from provider.shards import messages
+from provider.shards.messages import SharedRows, read_weights
 from wire.errors import UnknownLayer, VeilbaseError, WireCode, code_of
 from wire.frame import DTYPES, Call, Header, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows
@@ -45,20 +44,20 @@ class Worker:
             MalformedFrame: the message is not one of `control.request`.
             ReplicaLost: the device of this process is lost.
         """
-        header, request_bytes, reply_bytes, seed = control.read_request(parts)
+        header, request_bytes, reply_bytes, seed = messages.read_request(parts)
         try:
             self._requests.follow(request_bytes)
             self._replies.follow(reply_bytes)
             product = self._product(header, seed)
             self._replies.view(product.shape[0], product.shape[1], product.dtype).copy_(product)
-            return control.reply(header.request_id)
+            return messages.reply(header.request_id)
         except VeilbaseError as exc:
-            return control.reply(header.request_id, code_of(exc))
+            return messages.reply(header.request_id, code_of(exc))
         except ReplicaLost:
             raise
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel: the type only, a text may hold values
             _LOGGER.error("a product of group %d failed: %s", header.call.group, type(exc).__name__)
-            return control.reply(header.request_id, WireCode.INTERNAL)
+            return messages.reply(header.request_id, WireCode.INTERNAL)
 
     def _product(self, header: Header, seed: bytes) -> torch.Tensor:
         call = header.call
@@ -109,7 +108,7 @@ def main(arguments: list[str]) -> None:
             worker = Worker(product, SharedRows(requests), SharedRows(replies))
         except VeilbaseError as exc:
             sys.exit(f"provider: {exc}")
-        socket.send_multipart(control.READY)
+        socket.send_multipart(messages.READY)
         try:
             _serve(worker, socket)
         except ReplicaLost:

@@ -17,7 +17,7 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.net.server import Server
 from provider.net.windows import Windows
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient, session
 from tests.support.chat_model import make_chat_model

@@ -18,7 +18,7 @@ import torch
 
 from provider.engine.profile import make_scheduler
 from provider.net.server import Server
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.shards.local import LocalShards
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient

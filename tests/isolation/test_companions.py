@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from tests.support.executor_gate import FLOAT, RING, Gate
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS, ring_rows

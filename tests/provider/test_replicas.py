@@ -11,15 +11,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from provider.engine.executor import Executor
-from provider.engine.job import Job, Outcome
+from provider.engine.executor import Executor, Job, Outcome
 from provider.engine.products import together
 from provider.engine.profile import latency_model
 from provider.engine.replica import RETRY_S, Replica, ReplicaLost
 from provider.model.served_model import ServedModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
+from provider.schedule.ticket import RequestClass
 from tests.support.executor_gate import Answer
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import ring_rows

@@ -20,11 +20,10 @@ import torch
 from provider.embedded import serve_in_process
 from provider.engine.replica import ReplicaLost
 from provider.model.served_model import ServedModel
-from provider.shards.in_process import ShardedModel
-from provider.shards.local import LocalShards
-from provider.shards.plan import make_plan
+from provider.shards.local import LocalShards, ShardedModel
+from provider.shards.messages import KEPT_BYTES, SharedRows
 from provider.shards.process import ShardProcess
-from provider.shards.shared_rows import KEPT_BYTES, SharedRows
+from provider.shards.router import make_plan
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, UnknownLayer

@@ -21,9 +21,7 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.ipc_port import IpcPort
-from provider.net.stream_port import PortStatus
-from provider.net.tensor_port import TensorPort
+from provider.net.ports import IpcPort, PortStatus, TensorPort
 from tests.support.links import BROKEN
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream

@@ -18,7 +18,7 @@ from provider.device.on_device import OnDevice
 from provider.engine.profile import make_scheduler
 from provider.model.served_model import ServedModel
 from provider.net.windows import LEAST_BYTES, Windows
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.shards.router import Shard
 from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
 from tests.support.links import SocketLink, connect_ipc, port_of

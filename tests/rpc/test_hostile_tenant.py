@@ -23,7 +23,7 @@ import provider.net.service as service_module
 import provider.net.session as session_module
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.calls import MAX_CALLS_PER_TENANT
+from provider.net.admission import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-import provider.net.stream_port as port_module
+import provider.net.ports as port_module
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net import carrier as carrier_module
-from provider.net.ipc_port import IpcPort
+from provider.net.ports import IpcPort
 from provider.net.server import Server
 from tests.support.file_modes import mode, umask_of
 from tests.support.forked_child import in_child
@@ -413,7 +413,7 @@ def test_a_provider_that_ends_or_is_silent_in_a_file_is_one_error() -> None:
 def test_a_connection_that_says_nothing_after_its_handshake_ends(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("provider.net.fetch.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("provider.net.service.HANDSHAKE_S", 0.05)
     silent = connect_ipc(provider, "silent")
     with pytest.raises(OSError):
         hear(silent)

@@ -33,7 +33,7 @@ from provider.net import service as service_module
 from provider.net.server import Server
 from provider.operations.status import look
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.serve import serve
 from provider.shards.router import Shard

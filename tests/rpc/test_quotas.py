@@ -15,11 +15,11 @@ from provider.engine.replica import Here
 from provider.model.served_model import ServedModel
 from provider.net.admission import EVERYBODY, Admission
 from provider.net.session import Session
-from provider.operations.meter import latency_name
+from provider.operations.metrics import latency_name
 from provider.operations.usage import TenantUsage
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
-from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
+from provider.schedule.ticket import DECODE_IN_FLIGHT, RequestClass
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served

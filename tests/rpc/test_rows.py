@@ -15,9 +15,9 @@ from provider.engine.replica import Here, RowProduct
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.session import Session
-from provider.operations.meter import Meter
+from provider.operations.metrics import Meter
 from provider.operations.usage import TenantUsage
-from provider.schedule.policy import Policy
+from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
 from tests.support.compiled_kernels import needs_products
 from tests.support.ring_products import CALL, REPLY_COLS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from provider.net.calls import MAX_CALLS_PER_TENANT
+from provider.net.admission import MAX_CALLS_PER_TENANT
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+import provider.net.ports as port_module
 import provider.net.service as service_module
-import provider.net.stream_port as port_module
 from provider.identity.registry import revoke
 from provider.net.carrier import carry
 from provider.net.session import Session
@@ -67,7 +67,7 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.net.stream_port._STOP_S", 10 * WAIT_S)
+    monkeypatch.setattr("provider.net.ports._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: tensors_of(provider).status().num_guests == 20, "all are let in")
     assert_served(provider.connect(), provider.served_model)

@@ -17,9 +17,9 @@ from provider.cli import main
 from provider.config import ProviderSettings
 from provider.identity.authority import StateDir
 from provider.model.served_model import ServedModel
+from provider.net.ports import TensorPort
 from provider.net.server import Server
 from provider.net.session import Session
-from provider.net.tensor_port import TensorPort
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served

@@ -35,7 +35,7 @@ from provider.identity import registry
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
-from provider.net.tensor_port import TensorPort
+from provider.net.ports import TensorPort
 from provider.operations.monitor import read_metrics
 from provider.operations.usage import read_usage
 from provider.parallel.ranks import RankLost, together
@@ -331,9 +331,9 @@ BEFORE_ANY_ROW = {
     ("wire/transport/ipc/connection.py", "_connect"),
     ("wire/transport/ipc/folder.py", "check_socket"),
     ("wire/transport/ipc/folder.py", "_look_at"),
-    ("provider/net/ipc_port.py", "__init__"),
-    ("provider/net/ipc_port.py", "_take_lock"),
-    ("provider/net/tensor_port.py", "__init__"),
+    ("provider/net/ports.py", "__init__"),
+    ("provider/net/ports.py", "_take_lock"),
+    ("provider/net/ports.py", "__init__"),
 }
 """The functions in these files that handle a URL, an identity's files, a folder or a port, and no rows."""
 

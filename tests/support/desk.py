@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from provider.engine.job import Job, Outcome
+from provider.engine.executor import Job, Outcome
 from wire.errors import VeilbaseError
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from provider.engine.executor import Executor
-from provider.engine.job import Job, Outcome
+from provider.engine.executor import Executor, Job, Outcome
 from provider.engine.profile import latency_model
 from provider.engine.replica import Here
 from provider.model.served_model import ServedModel
-from provider.operations.meter import Meter
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
+from provider.operations.metrics import Meter
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
+from provider.schedule.ticket import RequestClass
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS
 from tests.support.waiting import comes

@@ -12,7 +12,7 @@ import torch
 
 from provider.config import ProviderSettings
 from provider.parallel import start
-from provider.parallel.tensor_parallel import ColumnSlices
+from provider.parallel.sharding import ColumnSlices
 from wire.errors import VeilbaseError
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from provider.net.ipc_port import IpcPort
+from provider.net.ports import IpcPort
 from tests.support.loopback_provider import Provider
 from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame

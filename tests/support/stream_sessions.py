@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from provider.net.ports import TensorPort
 from provider.net.service import ProviderService
 from provider.net.session import Session
-from provider.net.tensor_port import TensorPort
 from tests.support.loopback_provider import Provider
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from provider.cluster.replica import MOST_DEATHS, ActorReplica
+from provider.cluster.actors import MOST_DEATHS, ActorReplica
 from provider.engine.replica import ReplicaLost
 from tests.support.chat_model import make_chat_model
 from tests.support.ring_rows import ring_rows

@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from provider.cluster import connection
-from provider.cluster.connection import cluster_identity, connect
-from provider.cluster.proof import prove_tls, prove_token
+from provider.cluster.connection import cluster_identity, connect, prove_tls, prove_token
 from provider.config import load_settings
 from tests.support.ray_cluster import make_settings
 from tests.support.waiting import WAIT_S, end

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from provider.device.lane import Lane
+from provider.device.on_device import Lane
 from tests.support.ring_rows import ring_rows
 from wire.ring import coding
 

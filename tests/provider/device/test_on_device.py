@@ -12,20 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.device import few_rows, on_device
-from provider.device.lane import Multiply
-from provider.device.on_device import FLOAT_ROWS, OnDevice
+from provider.device import on_device
+from provider.device.on_device import FLOAT_ROWS, Multiply, OnDevice
 from provider.device.weights import Moved
 from provider.embedded import ModelOnDevice, serve_in_process
-from provider.engine.executor import Executor
-from provider.engine.job import Job
+from provider.engine.executor import Executor, Job
 from provider.engine.profile import latency_model
 from provider.engine.replica import RETRY_S, ReplicaLost
 from provider.model.served_group import ServedGroup
 from provider.model.served_model import ServedModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
+from provider.schedule.ticket import RequestClass
 from provider.shards.worker import product_of
 from tests.support.cuda_devices import cpu_and
 from tests.support.executor_gate import Answer
@@ -264,7 +262,7 @@ def test_small_products_are_prepared_once(
 def test_without_room_for_graphs_small_products_go_on(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "MOST_GRAPHS", 0)
+    monkeypatch.setattr(on_device, "MOST_GRAPHS", 0)
     rows = rows_for(served_model, FORWARD, 1)
     assert torch.equal(replica.product(FORWARD, rows), served_model.compute(FORWARD, rows))
     assert not replica.few.graphs

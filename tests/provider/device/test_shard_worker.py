@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from provider.engine.replica import RETRY_S, ReplicaLost
-from provider.shards import control
-from provider.shards.shared_rows import SharedRows
+from provider.shards import messages
+from provider.shards.messages import SharedRows
 from provider.shards.worker import Worker
 from wire.errors import Unavailable, error_from_code
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
@@ -34,11 +34,11 @@ def worker(shared: tuple[SharedRows, SharedRows], error: Exception) -> Worker:
 
 
 def request(shared: tuple[SharedRows, SharedRows]) -> list[bytes]:
-    return control.request(Header(FrameType.REQUEST, 7, CALL, 1, 4), *(each.num_bytes for each in shared))
+    return messages.request(Header(FrameType.REQUEST, 7, CALL, 1, 4), *(each.num_bytes for each in shared))
 
 
 def test_without_memory_the_front_refuses_with_a_time(shared: tuple[SharedRows, SharedRows]) -> None:
-    answer = control.read_reply(worker(shared, Unavailable("no memory", RETRY_S)).answer(request(shared)))
+    answer = messages.read_reply(worker(shared, Unavailable("no memory", RETRY_S)).answer(request(shared)))
     assert (answer.kind, answer.request_id) == (FrameType.ERROR, 7)
     error = error_from_code(answer.code, 7, int(1000 * RETRY_S))  # as `ShardProcess` does
     assert isinstance(error, Unavailable)

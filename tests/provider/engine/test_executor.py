@@ -14,15 +14,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from provider.engine.executor import Executor
-from provider.engine.job import Job, Outcome
+from provider.engine.executor import Executor, Job, Outcome
 from provider.engine.profile import latency_model
 from provider.engine.replica import Here
 from provider.model.served_model import ServedModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
+from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Piece
+from provider.schedule.ticket import Batch, Piece, RequestClass
 from tests.support.executor_gate import FLOAT, RING, Answer, Gate
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS, ring_rows

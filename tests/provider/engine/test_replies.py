@@ -7,11 +7,9 @@ import time
 import pytest
 import torch
 
-from provider.engine.job import Job, Outcome
+from provider.engine.executor import FAILED, Job, Outcome, Replies
 from provider.engine.replica import RETRY_S
-from provider.engine.replies import FAILED, Replies
-from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Piece
+from provider.schedule.ticket import Piece, RequestClass
 from tests.support.ring_rows import ring_rows
 from wire.errors import Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction

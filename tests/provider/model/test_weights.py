@@ -23,7 +23,7 @@ from provider.model.weights import serve_model
 from provider.net.admission import Admission
 from provider.operations.recording import Recorder
 from provider.schedule.quota import TenantLimits
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from tests.support import kubelet
 from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from provider.net.calls import MAX_CALLS_PER_TENANT, Calls
+from provider.net.admission import MAX_CALLS_PER_TENANT, Calls
 
 
 def test_a_caller_has_so_many_calls_and_no_more() -> None:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from provider.net.admission import Admission
-from provider.net.outbox import Outbox
-from provider.net.request_table import Request, RequestTable
+from provider.net.requests import Outbox, Request, RequestTable
 from provider.operations.usage import TenantUsage
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES

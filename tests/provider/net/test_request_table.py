@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from provider.engine.job import Job
+from provider.engine.executor import Job
 from provider.net.admission import Admission, TenantAdmission
-from provider.net.request_table import Request, RequestTable
+from provider.net.requests import Request, RequestTable
 from provider.schedule.quota import TenantLimits
-from provider.schedule.request_class import DECODE_IN_FLIGHT, DECODE_ROWS, RequestClass
+from provider.schedule.ticket import DECODE_IN_FLIGHT, DECODE_ROWS, RequestClass
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.job import Job
+from provider.engine.executor import Job
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.net.windows import Window

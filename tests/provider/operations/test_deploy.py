@@ -25,10 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from provider.cli import app
 from provider.config import load_settings
 from provider.identity.authority import StateDamaged, StateDir
-from provider.operations.meter import Meter
-from provider.operations.metrics import ProviderCollector, registry
+from provider.operations.metrics import Meter, ProviderCollector, registry
 from provider.operations.usage import UsageBook
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from tests.support import kubelet
 from tests.support.repository import ROOT
 from wire.errors import WireCode

@@ -21,13 +21,11 @@ from rich.console import Console
 
 from provider.operations import monitor as monitor_module
 from provider.operations.logs import JsonFormatter, TextFormatter
-from provider.operations.meter import Histogram, Meter
-from provider.operations.metrics import MAX_TENANTS, OTHER, ProviderCollector, registry
+from provider.operations.metrics import MAX_TENANTS, OTHER, Histogram, Meter, ProviderCollector, registry
 from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read_metrics
 from provider.operations.status import check, look, parse, render, show
 from provider.operations.usage import UsageBook
-from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Piece, Ticket
+from provider.schedule.ticket import Piece, RequestClass, Ticket
 from tests.support.waiting import WAIT_S, until
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction

@@ -13,7 +13,7 @@ import pytest
 
 from provider.operations import usage as usage_module
 from provider.operations.usage import Usage, UsageBook, read_usage
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 from tests.support.waiting import end, until
 from wire.errors import ConfigurationError, WireCode
 
@@ -49,7 +49,7 @@ ADDS = """
 import sys
 from pathlib import Path
 from provider.operations.usage import UsageBook
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 book = UsageBook(Path(sys.argv[1]))
 for _ in range(50):
     book.of("acme").answered(RequestClass.PREFILL, 3, 1, 1)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from provider.engine import products
-from provider.parallel.command import Command, Operation
+from provider.parallel.dispatch import Command, Operation
 from provider.parallel.ranks import Ranks
-from provider.parallel.tensor_parallel import ColumnSlices
+from provider.parallel.sharding import ColumnSlices
 from tests.support.ranks import Follower, Team
 from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer

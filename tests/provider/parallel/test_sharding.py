@@ -12,9 +12,8 @@ import torch
 from provider.engine import products
 from provider.model.load import load, resolve
 from provider.model.weights import PreparedModel, serve_model
-from provider.parallel.command import INLINE_NUMBERS, NUM_NUMBERS, Command, Operation
-from provider.parallel.sharding import split, without_weights
-from provider.parallel.tensor_parallel import ColumnSlices
+from provider.parallel.dispatch import INLINE_NUMBERS, NUM_NUMBERS, Command, Operation
+from provider.parallel.sharding import ColumnSlices, split, without_weights
 from wire.errors import InvalidTensor
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import SeededRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from provider.schedule.arrivals import MOST_TENANTS, Arrivals
+from provider.schedule.decoders import MOST_DECODERS, Arrivals
 from wire.frame import Arithmetic, Call, Direction
 
 FIRST, SECOND = (Call(group, Direction.FORWARD, Arithmetic.RING) for group in (0, 1))
@@ -86,6 +86,6 @@ def test_a_pause_is_no_gap_and_who_left_is_forgotten() -> None:
 
 def test_memory_is_bounded() -> None:
     arrivals = Arrivals()
-    for number in range(10 * MOST_TENANTS):
+    for number in range(10 * MOST_DECODERS):
         arrivals.replied(f"t{number}", FIRST, 0.0)
-    assert arrivals.next_s(0.0)[2] == MOST_TENANTS
+    assert arrivals.next_s(0.0)[2] == MOST_DECODERS

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from provider.schedule.fairness import TenantRing
-from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Ticket
+from provider.schedule.ticket import RequestClass, Ticket
 from wire.frame import Arithmetic, Call, Direction
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)

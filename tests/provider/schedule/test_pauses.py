@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from provider.schedule.pauses import MOST_TENANTS, Pauses
+from provider.schedule.decoders import MOST_PAUSES, Pauses
 
 PRODUCT_S = 1e-3
 
@@ -60,7 +60,7 @@ def test_a_cancelled_request_says_nothing_about_pauses() -> None:
 def test_it_knows_a_bounded_number_of_tenants() -> None:
     pauses = Pauses()
     now_s = ask(pauses, 0.0, 1e-3, 0.0)
-    for number in range(MOST_TENANTS - 1):
+    for number in range(MOST_PAUSES - 1):
         pauses.arrived(f"t{number}", now_s, PRODUCT_S)
         pauses.left("nobody", now_s)
     assert pauses.is_flood("a")  # the tenant that sent the longest ago is still known

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from provider.schedule.quota import Quota, SharedRoom, TenantLimits
-from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import RequestClass
 
 
 def test_no_limits_by_default() -> None:

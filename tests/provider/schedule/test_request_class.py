@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from provider.schedule.request_class import DECODE_IN_FLIGHT, DECODE_ROWS, RequestClass, allowed_by, class_of
+from provider.schedule.ticket import DECODE_IN_FLIGHT, DECODE_ROWS, RequestClass, allowed_by, class_of
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 FORWARD = Call(0, Direction.FORWARD, Arithmetic.RING)

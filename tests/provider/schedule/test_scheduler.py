@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scheduling import POLICIES, LoadedQueue
+from provider.schedule.fairness import Policy
 from provider.schedule.latency import LatencyModel
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Ticket
+from provider.schedule.ticket import Batch, RequestClass, Ticket
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 FORWARD = Call(0, Direction.FORWARD, Arithmetic.RING)

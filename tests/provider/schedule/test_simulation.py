@@ -13,8 +13,8 @@ import math
 import pytest
 
 from benchmarks.simulation import Outcome, Replayer, forward_pass, simulate, training_step
-from provider.schedule.policy import Policy
-from provider.schedule.request_class import RequestClass
+from provider.schedule.fairness import Policy
+from provider.schedule.ticket import RequestClass
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 pytestmark = pytest.mark.slow  # these tests compute for about a minute
