@@ -90,9 +90,9 @@ class Stepper:
         self._optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
 
     def _save_memory(self, variant: str, folder: Path, method: str) -> None:
-        from tenant_sdk.training.checkpointing import Checkpointing, choose
-        from tenant_sdk.training.chunked_loss import chunk_loss
+        from tenant_sdk.training.activation_checkpointing import Checkpointing, choose
         from tenant_sdk.training.finetune import prepare_windows
+        from tenant_sdk.training.loss import chunk_loss
         from tenant_sdk.training.pruning import prune
 
         chunk_loss(self.model, every_position=method == "prefix")
@@ -105,7 +105,7 @@ class Stepper:
 
     def step(self, num_tokens: int) -> float:
         """Takes one step and returns its loss."""
-        from tenant_sdk.training.checkpointing import giving_pages_back
+        from tenant_sdk.training.activation_checkpointing import giving_pages_back
 
         saves_memory = self._windows is not None or (self._kept is not None and self._kept.mode is not None)
         with giving_pages_back() if saves_memory and not self.has_fixed_malloc else nullcontext():

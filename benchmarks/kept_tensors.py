@@ -94,7 +94,7 @@ def measure(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
         pruned: whether the model is first changed so that it is pruned and computes its loss in chunks.
     """
     from tenant_sdk.training import pruning
-    from tenant_sdk.training.chunked_loss import chunk_loss
+    from tenant_sdk.training.loss import chunk_loss
 
     before = pruning.saved_tensors_hooks
     if pruned:

@@ -79,7 +79,7 @@ def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
     """Computes one pass over `num_rows` tokens of one request, of which the first is at `position`."""
     import torch
 
-    from tenant_sdk.serving.attention.pieces import Piece
+    from tenant_sdk.serving.attention.few_rows import Piece
 
     ids, places = torch.zeros(num_rows, dtype=torch.int64), torch.arange(position, position + num_rows)
     model.forward([Piece(kv, position, num_rows)], ids, places, torch.tensor([num_rows - 1]))

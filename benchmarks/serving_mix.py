@@ -35,7 +35,7 @@ from benchmarks.row_watch import RowBalance, WatchedRows
 if TYPE_CHECKING:
     from tenant_sdk import Engine, TenantClient
     from tenant_sdk.serving.adapters import AdapterStore
-    from tenant_sdk.serving.answer import Answer
+    from tenant_sdk.serving.requests import Answer
 
 PROMPTS = ("Why are there tides?", "Name a bird that cannot fly, and say where it lives.", "Count to five.")
 RANKS = (16, 9, 16, 12, 16, 14, 8, 32)

@@ -61,7 +61,7 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
     """
     import torch
 
-    from tenant_sdk.training.kept_replies import KeptReplies
+    from tenant_sdk.training.activation_checkpointing import KeptReplies
     from tenant_sdk.training.windows import Windows
 
     ids = torch.randint(100, 40_000, (1, num_tokens), generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
     import tenant_sdk
 
     tenant_sdk.tune()
-    from tenant_sdk.training.reply_store import ReplyStore
+    from tenant_sdk.training.activation_checkpointing import ReplyStore
 
     with tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder) as client:
         window_tokens = None if side == "remote" else int(side.removesuffix("r"))

@@ -104,9 +104,9 @@ def tenant(url: str) -> None:
     from peft import LoraConfig
 
     from tenant_sdk.adapters import adapted_model
-    from tenant_sdk.training.completion_trainer import mean_loss
     from tenant_sdk.training.dataset import load_rows
-    from tenant_sdk.training.labelled_tokens import tokenize
+    from tenant_sdk.training.token_rows import tokenize
+    from tenant_sdk.training.trainers import mean_loss
     from wire.errors import printable
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]

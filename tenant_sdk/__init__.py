@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.tuning import NotTunedWarning, tune
 from wire.errors import (
     AccessError,
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
     from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
-    from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
-    from tenant_sdk.serving.adapters.kinds import NotServed
+    from tenant_sdk.model.run_state import NotFiniteWarning, check_run
+    from tenant_sdk.serving.adapters.peft_settings import NotServed
     from tenant_sdk.serving.engine import Engine
     from tenant_sdk.serving.many import PromptsFailed
     from tenant_sdk.serving.speculation.settings import Speculation
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
-    from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
+    from tenant_sdk.text.source import TokenizerFailed
     from tenant_sdk.text.template import TemplateDoesNotFit
-    from tenant_sdk.training.chunked_loss import chunk_loss
     from tenant_sdk.training.dataset import UnusableRowWarning
+    from tenant_sdk.training.loss import chunk_loss
 
 __all__ = [
     "AcceptedChangeWarning",
@@ -131,9 +131,9 @@ _MODULE_OF = {
     "CutWarning": "tenant_sdk.text.rows",
     "Engine": "tenant_sdk.serving.engine",
     "FewLayersWarning": "tenant_sdk.adapters",
-    "NotFiniteWarning": "tenant_sdk.model.planned_calls",
+    "NotFiniteWarning": "tenant_sdk.model.run_state",
     "NotPrivateWarning": "noise.gaussian_pool",
-    "NotServed": "tenant_sdk.serving.adapters.kinds",
+    "NotServed": "tenant_sdk.serving.adapters.peft_settings",
     "NotVerifiedWarning": "tenant_sdk.session",
     "PromptsFailed": "tenant_sdk.serving.many",
     "ProviderAwayWarning": "tenant_sdk.training.waiting",
@@ -144,10 +144,10 @@ _MODULE_OF = {
     "TemplateDoesNotFit": "tenant_sdk.text.template",
     "TemplateRefuses": "tenant_sdk.generate",
     "TenantClient": "tenant_sdk.client",
-    "TokenizerFailed": "tenant_sdk.text.failures",
+    "TokenizerFailed": "tenant_sdk.text.source",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
-    "check_run": "tenant_sdk.model.planned_calls",
-    "chunk_loss": "tenant_sdk.training.chunked_loss",
+    "check_run": "tenant_sdk.model.run_state",
+    "chunk_loss": "tenant_sdk.training.loss",
     "for_remote_base": "tenant_sdk.model.dora",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which

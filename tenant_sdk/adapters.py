@@ -1,4 +1,7 @@
-"""This module loads PEFT adapters onto a model whose base layers are at the provider.
+"""This module checks that an adapter folder exists. Importing this module is quick, so that the command line can check
+a path before it loads anything else.
+
+This module loads PEFT adapters onto a model whose base layers are at the provider.
 
 The store of adapters (tenant_sdk/serving/adapters) and this module read an adapter by the same code, `OpenAdapter`, and
 refuse the same files for the same reasons. This module also takes the kinds and settings of PEFT that the store does
@@ -40,32 +43,59 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.plain_values import positive
+from tenant_sdk.serving.adapters.files import (
+    LoraFile,
+    ModuleFile,
+    OpenAdapter,
+    OtherFile,
+    Stamp,
+    StoredTensor,
+    is_settled,
+    stamp_of,
+)
 from tenant_sdk.serving.adapters.folder import opened_by_user
-from tenant_sdk.serving.adapters.kinds import MAX_SIZE
-from tenant_sdk.serving.adapters.patterns import bounded_pattern, bounded_patterns, is_plain
 from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks, config_of, no_compiler
-from tenant_sdk.serving.adapters.reading import OpenAdapter, Stamp, is_settled, stamp_of
+from tenant_sdk.serving.adapters.peft_settings import MAX_SIZE
 from tenant_sdk.serving.adapters.targets import (
     ALL_LINEAR,
     Base,
     base_of,
+    bounded_pattern,
+    bounded_patterns,
     excluded,
+    is_plain,
     layers_patterns,
     linear_layers,
     names_of,
     shape_of,
     targeted,
 )
-from tenant_sdk.serving.adapters.weights_file import LoraFile, ModuleFile, OtherFile, StoredTensor
 from tenant_sdk.session_protocol import ModelSource
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.loading import loading
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    """Returns the path of an adapter folder, whose contents are not checked.
+
+    Raises:
+        ConfigurationError: there is no such folder, or `adapter` is no path.
+    """
+    if not isinstance(adapter, str | Path):
+        raise ConfigurationError(f"an adapter is the path of a folder, got {type(adapter).__name__}")
+    try:
+        is_there = adapter != "" and Path(adapter).is_dir()
+    except (OSError, ValueError):  # such as a name that is too long for a path
+        is_there = False
+    if not is_there:
+        raise ConfigurationError(f"there is no adapter folder {ascii(str(adapter))[1:-1][:300] or repr(adapter)}")
+    return Path(adapter)
+
 
 _REMEDY = "change base_model_name_or_path in its adapter_config.json"
 _NEVER = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from tenant_sdk.model.planned_calls import Course
+from tenant_sdk.model.run_state import Course
 from wire.errors import ConfigurationError
 
 _GUESSING = (

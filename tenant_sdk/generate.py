@@ -24,14 +24,13 @@ from tenant_sdk.fixed_length import (
     refuse_early_ends,
     refuse_guessing,
 )
-from tenant_sdk.model.planned_calls import Course, planned_calls
+from tenant_sdk.model.run_state import Course, planned_calls
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
-from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
-from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
+from tenant_sdk.text.rows import CutWarning, ReadyText, ReadyTokens, check_fits, pad_token, padded_prompt, ready_ids
+from tenant_sdk.text.source import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.template import TemplateDoesNotFit
-from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
+from tenant_sdk.training.token_rows import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
+from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.transport.connection import Traffic

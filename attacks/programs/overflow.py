@@ -42,9 +42,9 @@ from attacks.victim import quick_model
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.model import dora_norms
-from tenant_sdk.model.planned_calls import Course, NotFiniteWarning, PlannedCalls
+from tenant_sdk.model import dora
 from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.run_state import Course, NotFiniteWarning, PlannedCalls
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, count_rows
@@ -239,7 +239,7 @@ class Site:
         with contextlib.ExitStack() as open_:
             if keeps_products:
                 keeping = SimpleNamespace(WeakKeyDictionary=_KeepsProducts, ref=weakref.ref, WeakSet=weakref.WeakSet)
-                open_.enter_context(mock.patch.object(dora_norms, "weakref", keeping))
+                open_.enter_context(mock.patch.object(dora, "weakref", keeping))
             yield open_.enter_context(self._client(provider, "float")), provider
 
     @contextlib.contextmanager

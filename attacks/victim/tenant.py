@@ -144,7 +144,7 @@ def _watched(file: Path) -> Iterator[None]:
 def _batches() -> Iterator[list[dict[str, Any]]]:
     """Yields a list to which every batch that the SDK's trainer uses within the block is added, padded, in the order of
     the forward passes."""
-    from tenant_sdk.training.completion_trainer import CompletionTrainer
+    from tenant_sdk.training.trainers import CompletionTrainer
 
     kept: list[dict[str, Any]] = []
     compute_loss = CompletionTrainer.compute_loss
@@ -188,9 +188,9 @@ def _train_on(client: Any, job: Job, adapter: Path) -> None:
     nothing."""
     from peft import PeftModel
 
-    from tenant_sdk.training.completion_trainer import completion_loss
     from tenant_sdk.training.dataset import load_rows
-    from tenant_sdk.training.labelled_tokens import Collator, tokenize
+    from tenant_sdk.training.token_rows import Collator, tokenize
+    from tenant_sdk.training.trainers import completion_loss
 
     model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()
     rows = tokenize(load_rows(job.rows[: job.continued_rows]), client.tokenizer, model.config.max_position_embeddings)

@@ -11,16 +11,14 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from tenant_sdk.endpoint.answering import Answering, Piece, Submit, in_thread
 from tenant_sdk.endpoint.errors import bad_request
-from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs, TextOffsets, completion_logprobs
-from tenant_sdk.endpoint.options import engine_options
+from tenant_sdk.endpoint.options import LogprobRecord, engine_options
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
-from tenant_sdk.endpoint.service import Service
-from tenant_sdk.serving.answer import Answer
-from tenant_sdk.text.ready import ReadyText, ReadyTokens
+from tenant_sdk.endpoint.service import Answering, Piece, Service, Submit, in_thread
+from tenant_sdk.serving.requests import Answer
+from tenant_sdk.text.rows import ReadyText, ReadyTokens
 
 
 @dataclass

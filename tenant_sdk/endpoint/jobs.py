@@ -1,31 +1,333 @@
-"""This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
+"""This module lets training wait for the engine, so that answers stay fast while a job trains.
+
+Training and the engine share the processors and the provider. While the engine computes a step for its requests, a job
+goes on for a short time, its slice, and then waits at its next call to the provider until the step is over. Without
+requests a job never waits. Guarantees: the engine never waits for a job; a job gets at least one call for each step of
+the engine.
+
+This module trains the adapter of one fine-tuning job by `finetune`. The job can be stopped between two forward
+passes.
+
+The adapter is written beside the jobs and moved into the folder of adapters when it is complete, so that no request
+sees an incomplete adapter. A job that was stopped, or whose process died, resumes from its last checkpoint.
+
+This module describes fine-tuning jobs as objects of OpenAI's interface: jobs, their events and their checkpoints.
+
+A job is a dict, as jobs.py stores it. Jobs and events are listed in pages, so that looking at a job of a million steps
+costs no more than looking at a short one.
+
+This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
 
 Guarantees: a client's request (to create, cancel or resume a job) is on disk before the client is told so. A job
 therefore survives a crash: if it was running, it is queued again and resumes from its last checkpoint. The losses of
 the steps after this checkpoint are in memory only, since a resumed job computes them again. A job's record holds
 settings, states and losses, and nothing of its data. If the disk is full, the request fails, or the running job fails,
 and the next job runs.
+
+This module handles the routes of training files and fine-tuning jobs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from peft import LoraConfig
+from pydantic import Field, Tag
 
 from noise.disk.private_files import make_private_folder, write_private
-from tenant_sdk.endpoint.disk import link_or_copy, storing
-from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.endpoint.job_views import checkpoint_list, described, event_page, job_page, loss_curve
-from tenant_sdk.endpoint.training import JobStopped, checkpoints_of, publish, train
-from wire.errors import VeilbaseError
+from tenant_sdk.endpoint.errors import HttpError, bad_request, link_or_copy, storing
+from tenant_sdk.endpoint.schema import NUMBER, TEXT, ClientNotes, Strict, one_of, parsed
+from tenant_sdk.endpoint.uploads import Uploads
+from tenant_sdk.model.run_state import AT_ONCE, planned_calls
+from tenant_sdk.training.checkpoints import checkpoints_folder
+from tenant_sdk.training.finetune import finetune
+from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
+from tenant_sdk.training.waiting import WAIT_S
+from wire.errors import ConfigurationError, VeilbaseError
+
+_SHARE = 0.5
+"""A job's slice, as a share of the shortest of the last steps. Even if a step stands still while they overlap, answers
+then take half as long again."""
+NUM_STEPS = 16
+"""The number of last steps among which the shortest one is taken: a step that overlapped, or that read a long prompt,
+says little about how fast the engine can be."""
+
+
+class Turns:
+    """Holds whether the engine computes a step, how long its last steps took, and when the job's slice began."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most_wait_s: float = 2.0) -> None:
+        """Makes turns without a step.
+
+        Args:
+            clock: Returns the present time in seconds.
+            most_wait_s: The most seconds that a job waits for one step, which may itself wait for a provider that is
+                away.
+        """
+        self.most_wait_s = most_wait_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._is_in_step = False
+        self._lasted_s: deque[float] = deque([0.0], maxlen=NUM_STEPS)
+        self._slice_began = clock()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Returns a context in which the engine computes a step."""
+        began = self._clock()
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_in_step = False
+                self._lasted_s.append(self._clock() - began)
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Waits until no step is computed, if the job's slice is over; the job calls this before each of its calls."""
+        with self._changed:
+            if self._clock() - self._slice_began < _SHARE * min(self._lasted_s):
+                return
+            self._changed.wait_for(lambda: not self._is_in_step, self.most_wait_s)
+            self._slice_began = self._clock()
+
+
+SAVE_STEPS = 5
+"""The number of optimizer steps from one checkpoint to the next."""
+
+
+class JobStopped(Exception):
+    """Says that a job was asked to stop. The worker thread for jobs catches this exception; no user sees it."""
+
+
+class StoppableSession:
+    """Wraps a session. Its models call `check`, which raises `JobStopped` to stop the job, before every forward pass,
+    and `pause` before every call to the provider."""
+
+    def __init__(self, session: Any, check: Callable[[], None], pause: Callable[[], None]) -> None:
+        self._session, self._check, self._pause = session, check, pause
+        self.loaded: tuple[Any, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def load_model(self) -> Any:
+        """Returns a model that calls `check` before its embeddings, with which every forward pass begins."""
+        model = self._session.load_model()
+        planned = planned_calls(model)
+        if planned is not AT_ONCE:  # which other models share
+            planned.before_call = self._pause
+        model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._check())
+        return model
+
+
+def train(
+    session: Any, data: Path, output: Path, settings: dict[str, Any], check: Callable[[], None],
+    on_step: Callable[[int, float], None], pause: Callable[[], None],
+) -> FinetuneResult:  # fmt: skip
+    """Trains an adapter, and resumes from the job's last checkpoint if there is one.
+
+    Args:
+        session: the tenant's session.
+        data: the job's JSONL file.
+        output: the adapter's folder; checkpoints are beside it.
+        settings: num_epochs, batch_size, learning_rate, seed, rank and max_steps.
+        check: called before every forward pass, and several times a second during a wait for the provider; raises
+            `JobStopped` if the job should stop.
+        on_step: called with the number and the loss of each optimizer step.
+        pause: called before every call to the provider; it may wait.
+
+    Raises:
+        JobStopped: the job was stopped.
+        VeilbaseError: the run failed.
+    """
+    rank = settings["rank"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    # what a job does not say is as in `TenantClient.finetune`
+    chosen = FinetuneSettings(
+        max_steps=settings["max_steps"], num_epochs=settings["num_epochs"], batch_size=settings["batch_size"],
+        gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
+        warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
+    )  # fmt: skip
+    stoppable: Any = StoppableSession(session, check, pause)
+    return finetune(
+        stoppable, data, config, output, chosen, overwrite=True, provider_wait_s=WAIT_S, progress=False,
+        on_step=on_step, while_waiting=check,
+    )  # fmt: skip
+
+
+def publish(output: Path, adapter: Path) -> None:
+    """Moves a complete adapter into the folder of adapters.
+
+    Raises:
+        ConfigurationError: another adapter has this name by now, or the folder cannot be written.
+    """
+    if adapter.exists():
+        raise ConfigurationError(f"an adapter {adapter.name} is there already")
+    try:
+        os.rename(output, adapter)
+    except OSError as exc:
+        raise ConfigurationError(f"the adapter cannot be moved to the folder of adapters: {exc.strerror}") from exc
+
+
+def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
+    """Returns for each complete checkpoint of a run, in order: its step, and the losses of all steps up to it."""
+    found = []
+    for mark in checkpoints_folder(output).glob("checkpoint-*/complete"):
+        try:
+            state = json.loads((mark.parent / "trainer_state.json").read_text(encoding="utf-8"))
+            losses = [float(entry["loss"]) for entry in state["log_history"] if "loss" in entry]
+            found.append((int(state["global_step"]), losses))
+        except (OSError, ValueError, KeyError, TypeError):  # it is being removed
+            continue
+    return sorted(found)
+
+
+_PAGE, _MOST_IN_PAGE = 20, 1000
+"""How many entries of a list are given by default, as by OpenAI, and at most."""
+_MOST_POINTS = 256
+"""The most points of a loss curve."""
+
+
+def described(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a job."""
+    settings = job["settings"]
+    shown = {"n_epochs": settings["num_epochs"], "batch_size": settings["batch_size"]}
+    shown["learning_rate_multiplier"] = settings["learning_rate"] / 1e-3
+    return {
+        "id": job["id"], "object": "fine_tuning.job", "created_at": job["created_at"],
+        "finished_at": job["finished_at"], "model": job["model"], "organization_id": "", "status": job["status"],
+        "fine_tuned_model": job["adapter"] if job["status"] == "succeeded" else None, "result_files": [],
+        "seed": settings["seed"], "trained_tokens": job["tokens"] if job["status"] == "succeeded" else None,
+        "training_file": job["training_file"], "validation_file": None, "error": job["error"],
+        "user_provided_suffix": job["adapter"], "metadata": job.get("metadata"),
+        "hyperparameters": shown, "method": {"type": "supervised", "supervised": {"hyperparameters": shown}},
+    }  # fmt: skip
+
+
+def job_page(jobs: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a page of the list of jobs.
+
+    Args:
+        jobs: all jobs, the newest first.
+        query: the request's `limit`, and `after`: the id of the last entry of the page before.
+
+    Raises:
+        HttpError: the query is wrong.
+    """
+    begin = 0
+    if "after" in query:
+        begin = next((place for place, job in enumerate(jobs, 1) if job["id"] == query["after"]), len(jobs))
+    end = begin + _limit(query)
+    return {"object": "list", "data": [described(job) for job in jobs[begin:end]], "has_more": end < len(jobs)}
+
+
+def event_page(
+    job: Mapping[str, Any], losses: Sequence[float], query: Mapping[str, str], shown: Callable[[float], float]
+) -> dict[str, Any]:  # fmt: skip
+    """Returns a page of a job's events: first the loss of each step, then the messages, both the newest first.
+
+    Args:
+        job: the job.
+        losses: the losses of its steps so far, the oldest first.
+        query: see `job_page`.
+        shown: returns a loss in the form in which clients may see it.
+
+    Raises:
+        HttpError: the query is wrong.
+    """
+    told = job["messages"]
+    begin = _place_after(query.get("after"), str(job["id"]), len(losses), len(told))
+    end = min(begin + _limit(query), len(losses) + len(told))
+    data = [
+        _step(job, len(losses) - place, shown(losses[-1 - place]))
+        if place < len(losses)
+        else _message(job, len(losses) + len(told) - 1 - place)
+        for place in range(begin, end)
+    ]
+    return {"object": "list", "data": data, "has_more": end < len(losses) + len(told)}
+
+
+def _place_after(after: str | None, job_id: str, num_steps: int, num_told: int) -> int:
+    """Returns the place in the list of events that follows the event with the id `after`; 0 if this is None.
+
+    Raises:
+        HttpError: the id is not that of an event of this job.
+    """
+    if after is None:
+        return 0
+    found = re.fullmatch(rf"ftevent-{job_id}-([sm])([0-9]{{1,9}})", after)
+    if found is None:
+        raise bad_request("after is the id of an event of this job", "after")
+    number = int(found[2])
+    place = num_steps - number + 1 if found[1] == "s" else num_steps + num_told - number
+    return max(0, place)
+
+
+def _limit(query: Mapping[str, str]) -> int:
+    given = query.get("limit", str(_PAGE))
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= _MOST_IN_PAGE):
+        raise bad_request(f"limit is a number from 1 to {_MOST_IN_PAGE}", "limit")
+    return int(given)
+
+
+def _step(job: Mapping[str, Any], step: int, loss: float) -> dict[str, Any]:
+    text, data = f"Step {step}: training loss={loss:.4f}", {"step": step, "train_loss": loss}
+    return _event(job, f"s{step}", job["created_at"], text, "metrics", data)
+
+
+def _message(job: Mapping[str, Any], number: int) -> dict[str, Any]:
+    created_at, text = job["messages"][number]
+    return _event(job, f"m{number}", created_at, text, "message", None)
+
+
+def _event(
+    job: Mapping[str, Any], number: str, created_at: int, text: str, kind: str, data: dict[str, Any] | None
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "id": f"ftevent-{job['id']}-{number}", "object": "fine_tuning.job.event", "created_at": created_at,
+        "level": "info", "message": text, "type": kind, "data": data,
+    }  # fmt: skip
+
+
+def checkpoint_list(job: Mapping[str, Any], found: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
+    """Returns the list of a job's checkpoints, the newest first.
+
+    Args:
+        job: the job.
+        found: the step of each checkpoint, and the loss of this step; the oldest first.
+    """
+    data = [
+        {
+            "id": f"ftckpt-{job['id']}-{step}", "object": "fine_tuning.job.checkpoint",
+            "created_at": job["created_at"], "fine_tuning_job_id": job["id"], "step_number": step,
+            "fine_tuned_model_checkpoint": job["adapter"], "metrics": {"step": step, "train_loss": loss},
+        }
+        for step, loss in reversed(found)
+    ]  # fmt: skip
+    return {"object": "list", "data": data, "has_more": False}
+
+
+def loss_curve(losses: Sequence[float], shown: Callable[[float], float]) -> dict[str, Any]:
+    """Returns at most 256 points of the loss curve, each a pair of a step and its loss. With more steps, it takes every
+    second one, every third one and so on, and always the newest one. Args: see `event_page`."""
+    every = -(-len(losses) // _MOST_POINTS) or 1
+    points = [[step, shown(losses[step - 1])] for step in range(len(losses), 0, -every)]
+    return {"object": "fine_tuning.job.losses", "num_steps": len(losses), "data": points[::-1]}
+
 
 MOST_JOBS = 256
 """The most jobs that are remembered, ended ones included; further ones are refused."""
@@ -304,3 +606,119 @@ def _stored(folder: Path) -> Iterator[dict[str, Any]]:
             _log.error("a stored job cannot be read, and is left out")
             continue
         yield job
+
+
+_BASE_RATE = 1e-3
+"""The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
+_Auto = Annotated[Literal["auto"], Tag(TEXT)]
+_CHOICE = one_of("auto or a number")
+
+
+class _Hyperparameters(Strict):
+    n_epochs: Annotated[_Auto | Annotated[int, Field(ge=1, le=1000), Tag(NUMBER)], _CHOICE] = "auto"
+    batch_size: Annotated[_Auto | Annotated[int, Field(ge=1, le=1024), Tag(NUMBER)], _CHOICE] = "auto"
+    learning_rate_multiplier: Annotated[_Auto | Annotated[float, Field(gt=0, le=1000), Tag(NUMBER)], _CHOICE] = "auto"
+    max_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    rank: Annotated[int, Field(ge=1, le=256)] = 16
+
+
+class _Supervised(Strict):
+    hyperparameters: _Hyperparameters = Field(default_factory=_Hyperparameters)
+
+
+class _Method(Strict):
+    type: Literal["supervised"]
+    supervised: _Supervised = Field(default_factory=_Supervised)
+
+
+class JobRequest(ClientNotes):
+    """Holds a request for a new fine-tuning job."""
+
+    model: str = Field(min_length=1, max_length=512)
+    training_file: str = Field(min_length=1, max_length=64)
+    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    seed: int = Field(0, ge=0, lt=1 << 31)
+    hyperparameters: _Hyperparameters | None = None
+    method: _Method | None = None
+
+
+class JobRoutes:
+    """Handles requests whose path is that of a training file or a fine-tuning job."""
+
+    def __init__(self, base: str, uploads: Uploads, jobs: Jobs) -> None:
+        """Keeps the arguments; `base` is the base model's name."""
+        self._base, self._uploads, self._jobs = base, uploads, jobs
+
+    def answer(
+        self, method: str, path: str, query: Mapping[str, str], content_type: str, body: bytes,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Handles one request. Returns the response, or None if there is no such route.
+
+        Args:
+            method, path, query, content_type, body: the request's parts.
+            is_gone: returns whether the client has gone away, so that long work for it may end.
+
+        Raises:
+            HttpError: the request is refused.
+            ClientGone: the client went away.
+        """
+        parts = path.removeprefix("/v1/").split("/")
+        if parts[0] == "files":
+            return self._files(method, parts[1:], content_type, body, is_gone)
+        if parts[:2] == ["fine_tuning", "jobs"]:
+            return self._fine_tuning(method, parts[2:], query, body)
+        return None
+
+    def _files(
+        self, method: str, rest: list[str], content_type: str, body: bytes, is_gone: Callable[[], bool]
+    ) -> dict[str, Any] | None:  # fmt: skip
+        match method, rest:
+            case "GET", []:
+                return self._uploads.listed()
+            case "POST", []:
+                return self._uploads.add(content_type, body, is_gone)
+            case "GET", [file_id]:
+                return self._uploads.get(file_id)
+            case "DELETE", [file_id]:
+                return self._uploads.delete(file_id)
+        return None
+
+    def _fine_tuning(
+        self, method: str, rest: list[str], query: Mapping[str, str], body: bytes
+    ) -> dict[str, Any] | None:  # fmt: skip
+        match method, rest:
+            case "GET", []:
+                return self._jobs.listed(query)
+            case "POST", []:
+                return self._create(body)
+            case "GET", [job_id]:
+                return self._jobs.described(job_id)
+            case "GET", [job_id, "events"]:
+                return self._jobs.events(job_id, query)
+            case "GET", [job_id, "losses"]:
+                return self._jobs.losses(job_id)
+            case "GET", [job_id, "checkpoints"]:
+                return self._jobs.checkpoints(job_id)
+            case "POST", [job_id, "cancel" | "pause"]:
+                return self._jobs.cancel(job_id)
+            case "POST", [job_id, "resume"]:
+                return self._jobs.resume(job_id)
+        return None
+
+    def _create(self, body: bytes) -> dict[str, Any]:
+        request = parsed(JobRequest, body)
+        if request.model != self._base:
+            raise HttpError(404, "jobs train adapters of the base model: see /v1/models", "model_not_found", "model")
+        if request.hyperparameters is not None and request.method is not None:
+            raise bad_request("hyperparameters stand in the method, or beside it, and not in both", "hyperparameters")
+        chosen = request.hyperparameters or (request.method or _Method(type="supervised")).supervised.hyperparameters
+        rate = 1.0 if chosen.learning_rate_multiplier == "auto" else chosen.learning_rate_multiplier
+        settings = {
+            "num_epochs": 3.0 if chosen.n_epochs == "auto" else float(chosen.n_epochs),
+            "batch_size": 8 if chosen.batch_size == "auto" else chosen.batch_size,
+            "learning_rate": _BASE_RATE * rate, "seed": request.seed, "rank": chosen.rank,
+            "max_steps": chosen.max_steps,
+        }  # fmt: skip
+        data = self._uploads.path(request.training_file)
+        return self._jobs.create(request.model, request.training_file, data, request.suffix, settings, request.metadata)

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tenant_sdk.endpoint.hooks import LogprobRecord
+from tenant_sdk.endpoint.options import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
-from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.requests import Answer
 
 _LEAST = -9999.0
 """The logprob that stands for minus infinity, which JSON cannot express; OpenAI uses the same number."""

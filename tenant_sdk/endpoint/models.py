@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapter_slots import Ticket
-from tenant_sdk.serving.adapters.status import StoreStatus
-from tenant_sdk.serving.adapters.store import Tier
+from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000

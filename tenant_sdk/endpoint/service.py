@@ -1,33 +1,239 @@
-"""This module holds the objects that the routes share: the engine, the names of models, prompts, grammars and the rules
-for the release of numbers."""
+"""This module joins the answers of one HTTP request, which has several where n is above 1, into one stream of events
+for asyncio.
+
+Guarantees: if a request ends before an answer is complete, that answer is cancelled. A request ends early if its client
+left, or if one of its answers failed.
+
+This module counts what the endpoint does, for `/metrics` in Prometheus' text format.
+
+Guarantees: names and labels are fixed words and statuses. No model name, key or text of a request becomes a label.
+
+This module holds the objects that the routes share: the engine, the names of models, prompts, grammars and the rules
+for the release of numbers.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from noise.off import READABLE
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.endpoint.grammar import Grammars
 from tenant_sdk.endpoint.logprobs import TokenTexts
-from tenant_sdk.endpoint.metrics import Metrics
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.settings import EndpointSettings
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
+from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.ready import ReadyText, ReadyTokens
-from tenant_sdk.text.rows import CutWarning
+from tenant_sdk.text.rows import CutWarning, ReadyText, ReadyTokens
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import VeilbaseError, VerificationFailed
+
+Submit = Callable[[Callable[[str], None]], Answer]
+"""A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Runs a function in another thread and returns its result, so that the event loop can serve other requests.
+
+    An example is writing the logprobs of a long answer, which takes seconds.
+    """
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Holds a piece of the text of one choice (one of the `n` answers to a request)."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Says that one choice is complete."""
+
+    index: int
+    answer: Answer
+
+
+class Answering:
+    """Holds the answers of one request. As an asynchronous context manager it cancels incomplete answers at its end."""
+
+    def __init__(self) -> None:
+        """Makes an object without answers. Callers must call it in the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Piece | End] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self.answers: list[Answer] = []
+
+    async def submit(self, submits: Sequence[Submit]) -> None:
+        """Asks the engine for all answers. This runs in another thread, since it tokenizes prompts and reads files.
+
+        Raises:
+            HttpError: a prompt is larger than the model's context.
+            VeilbaseError: the engine refused one of them.
+        """
+        await asyncio.get_running_loop().run_in_executor(None, self._submit_all, submits)
+
+    def _submit_all(self, submits: Sequence[Submit]) -> None:
+        for index, submit in enumerate(submits):
+            answer = submit(self._piece_of(index))
+            with self._lock:
+                self.answers.append(answer)
+                is_over = self._is_over
+            if is_over:  # the client left meanwhile
+                answer.cancel()
+                return
+            answer.add_done_callback(self._end_of(index))
+
+    def _piece_of(self, index: int) -> Callable[[str], None]:
+        return lambda text: self._put(Piece(index, text))
+
+    def _end_of(self, index: int) -> Callable[[Answer], None]:
+        return lambda answer: self._put(End(index, answer))
+
+    def _put(self, event: Piece | End) -> None:
+        """Hands an event to the event loop; called in the engine's thread."""
+        if not self._is_over:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def events(self) -> AsyncIterator[Piece | End]:
+        """Yields the pieces and ends of all answers as they come.
+
+        Raises:
+            VeilbaseError: an answer failed.
+        """
+        num_left = len(self.answers)
+        while num_left:
+            event = await self._events.get()
+            if isinstance(event, End):
+                if event.answer.error is not None:
+                    event.answer.result()  # raises a copy of the error
+                num_left -= 1
+            yield event
+
+    async def texts(self) -> list[str]:
+        """Waits for all answers and returns their texts. Raises: see `events`."""
+        texts = [""] * len(self.answers)
+        async for event in self.events():
+            if isinstance(event, Piece):
+                texts[event.index] += event.text
+        return texts
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Returns the number of prompt tokens, without padding. A prompt counts once for each of its answers."""
+        return sum(answer.num_prompt_tokens for answer in self.answers)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Returns the number of tokens of all answers so far."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    async def __aenter__(self) -> Answering:
+        """Returns this object."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancels the answers that are not complete, so that other requests can run."""
+        with self._lock:
+            self._is_over = True
+            answers = list(self.answers)
+        for answer in answers:
+            answer.cancel()
+
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_WEIGHT = 0.2
+"""The weight of the newest request in the moving average of how long requests take."""
+_MOST_BUSY_S = 60.0
+
+
+class Metrics:
+    """Holds the counters of one endpoint."""
+
+    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+        """Makes counters that start at 0.
+
+        Args:
+            gauges: a function that returns the present value of each gauge, by name.
+        """
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "veilbase_endpoint_requests", "Requests.", ("route", "status"), registry=self._registry
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "veilbase_endpoint_request_seconds", "Seconds from the first byte of a request to the end of its answer.",
+            ("route",), buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "veilbase_endpoint_tokens", "Tokens of prompts and of answers.", ("kind",), registry=self._registry
+        )
+        self._registry.register(_Gauges(gauges))
+        self._lock = threading.Lock()
+        self._mean_s = 1.0
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        """Counts one request; a status of 0 stands for a client that left before the response."""
+        self._requests.labels(route, str(status or "gone")).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def count_answer(self, num_prompt: int, num_new: int, seconds: float) -> None:
+        """Counts the tokens of one request and its answers, and records how long the request took."""
+        self._tokens.labels("prompt").inc(num_prompt)
+        self._tokens.labels("answer").inc(num_new)
+        with self._lock:
+            self._mean_s += _WEIGHT * (seconds - self._mean_s)
+
+    def busy_s(self) -> float:
+        """Returns the seconds after which a full engine is expected to take another request: a moving average of how
+        long requests took, but at least 1 and at most 60."""
+        with self._lock:
+            return min(_MOST_BUSY_S, max(1.0, self._mean_s))
+
+    def text(self) -> bytes:
+        """Returns all metrics as text."""
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Reads the values of the gauges each time Prometheus collects them."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Yields one gauge for each name."""
+        for name, value in self._read().items():
+            yield GaugeMetricFamily(f"veilbase_endpoint_{name}", f"Present {name.replace('_', ' ')}.", value)
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Returns an empty list, so that no gauge is read when this collector is registered."""
+        return ()
+
 
 _SLOW_THREADS, _UPLOAD_THREADS, _GRAMMAR_THREADS = 4, 2, 2
 _FULL_RETRY_S = 5.0

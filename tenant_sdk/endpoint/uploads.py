@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from noise.disk.private_files import make_private_folder, write_private
-from tenant_sdk.endpoint.disk import storing, write_new
-from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.endpoint.forms import Part, read_form
-from tenant_sdk.endpoint.http import ClientGone
+from tenant_sdk.endpoint.errors import HttpError, bad_request, storing, write_new
+from tenant_sdk.endpoint.http import ClientGone, Part, read_form
 from tenant_sdk.endpoint.settings import EndpointLimits
 from tenant_sdk.training.dataset import are_preferences, load_rows
 from wire.errors import DatasetError

@@ -2,21 +2,47 @@
 
 Guarantees: gradients are recorded. Every call masks its rows as the model's own calls do. The number of rows depends on
 shapes only. A call neither uses nor replaces the outputs that the layers of a group share.
+
+This module multiplies public rows by base weights, in the open, for numbers that become part of an adapter's file.
+
+Under a mask such as `lattice`, noise is left in a product. If the product is published, and its rows are known, then
+whoever knows the weight learns the noise, hence the mask's secret, and with it other rows under the same secret
+(docs/threat-model.md, "Rows without a mask"). So an adapter's start is found with rows that hold nothing of the tenant:
+unit rows, rows of random numbers that anyone can make again, and what follows from these and from the replies to them.
+They need no mask, and no mask's noise is in their products.
+
+Guarantees: with `verify` every reply is checked. The number of calls and rows depends on shapes only, whatever a
+provider answers: numbers that are not finite, or so large that sums of their squares are not, are replaced.
+
+This module finds low-rank parts of a base weight W from products, for adapters that start from such parts.
+
+What is found becomes part of the adapter's file, so it comes from public rows (tenant_sdk/kinds/products.py).
+
+Guarantees: the number of calls and rows depends on shapes and settings only. Without `verify` a provider that answers
+wrongly decides where such an adapter starts.
+
+Not guaranteed: the exact singular vectors of W. `leading_factors` finds a subspace that holds nearly as much of W.
+
+This module is for adapters that are trained as one kind and saved as another, as PSOFT is saved as plain LoRA.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
-from tenant_sdk.model import base_products, product_source
-from tenant_sdk.model.planned_calls import Course
+from tenant_sdk.model import base_products, run_state
+from tenant_sdk.model.base_products import group_of
+from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model.run_state import Course
+from wire.errors import ConfigurationError
+from wire.frame import Direction
 
 
 def is_remote(target: nn.Module) -> bool:
@@ -76,7 +102,7 @@ class KnownProduct:
         state, course = (rows._version, rows.data_ptr()), base_products.group_of(layer).planned_calls.course
         known = self._asked.get(course)
         if known is None or known[0] != state:
-            if product_source.sends_nothing():
+            if run_state.sends_nothing():
                 return _asked(layer, rows)
             # Not from a store of replies: the second run of a block finds this product here, and asks for none.
             known = self._asked[course] = (state, base_products.transposed_product(layer, rows).to(rows.dtype))
@@ -84,10 +110,10 @@ class KnownProduct:
 
 
 def _asked(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows·Wᵀ from this thread's source of products (tenant_sdk/model/product_source.py), which is usually the
+    """Returns rows·Wᵀ from this thread's source of products (tenant_sdk/model/run_state.py), which is usually the
     provider."""
     shape = (rows.shape[0], layer_shape(layer)[0])
-    return product_source.product(lambda: base_products.transposed_product(layer, rows), shape).to(rows.dtype)
+    return run_state.product(lambda: base_products.transposed_product(layer, rows), shape).to(rows.dtype)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -115,3 +141,133 @@ def added(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.
         weight: shape (out_features, in_features).
     """
     return result + functional.linear(x, weight.to(x.dtype)).to(result.dtype)
+
+
+_LARGEST = 1e15
+"""The bound on a number of a reply. Sums of squares of such numbers are finite in float32, and no weight is near it."""
+
+
+@torch.no_grad()
+def public_group_products(group: RemoteGroup, rows: torch.Tensor) -> list[torch.Tensor]:
+    """Returns rows·W for each layer of a group, without biases; the rows are public.
+
+    Args:
+        group: the group.
+        rows: shape (num_rows, in_features).
+
+    Returns:
+        For each layer, in the order of the manifest: float32, shape (num_rows, out_features of the layer).
+    """
+    parts = list(group.run_public(Direction.FORWARD, rows).split(group.member_features, dim=1))
+    biases = group.base_biases if group.provider_adds_bias else [None] * len(parts)
+    return [_bounded(part if bias is None else part - bias) for part, bias in zip(parts, biases, strict=True)]
+
+
+def public_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows·W for one layer, without the bias; the rows are public.
+
+    Args:
+        layer: the remote layer whose weight is W.
+        rows: shape (num_rows, in_features).
+    """
+    return public_group_products(group_of(layer), rows)[int(layer.index)]
+
+
+@torch.no_grad()
+def public_transposed_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows·Wᵀ for one layer; the rows are public.
+
+    Args:
+        layer: the remote layer whose weight is W.
+        rows: shape (num_rows, out_features).
+    """
+    group = group_of(layer)
+    parts = [rows.new_zeros(rows.shape[0], features) for features in group.member_features]
+    parts[layer.index] = rows.detach()
+    return _bounded(group.run_public(Direction.BACKWARD, torch.cat(parts, dim=1)))
+
+
+def public_numbers(layer: Any) -> torch.Generator:
+    """Returns a generator of numbers that anyone can make again: they depend on the layer's place in the model only."""
+    group = group_of(layer)
+    return torch.Generator().manual_seed(group.spec.id * len(group.member_features) + int(layer.index))
+
+
+def _bounded(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.nan_to_num(0.0, 0.0, 0.0).clamp(-_LARGEST, _LARGEST)
+
+
+OVERSAMPLING = 8
+"""The rows that an iteration has beyond the rank that is asked for. With 5 to 10 more, subspace iteration comes close
+to the best subspace (Halko, Martinsson, Tropp, SIAM Review 53, 2011, section 4)."""
+ITERATIONS = 8
+"""The number of iterations where PEFT's settings name none. With it a subspace of rank 4 holds 99% of
+what the best one holds of random weights (tests/tenant_sdk/kinds/test_products.py)."""
+
+
+@torch.no_grad()
+def leading_factors(layer: Any, rank: int, iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns approximate leading singular vectors and values of W, by randomised subspace iteration.
+
+    Args:
+        layer: the remote layer whose weight is W, seen as a matrix of shape (out_features, in_features).
+        rank: the number of singular values.
+        iterations: the number of iterations; each makes one call in each direction. One more forward call follows.
+
+    Returns:
+        (left, values, right) of float32, with W ≈ left · diag(values) · right: shapes (out_features, rank), (rank,) and
+        (rank, in_features). The columns of `left` and the rows of `right` are orthonormal.
+
+    Source: Halko, Martinsson, Tropp, SIAM Review 53 (2011), algorithm 4.4.
+    """
+    width = min(rank + OVERSAMPLING, layer_shape(layer)[0], layer_shape(layer)[1])
+    rows = torch.randn(width, layer_shape(layer)[0], generator=public_numbers(layer))
+    for _ in range(iterations):
+        outer = _orthonormal(public_product(layer, rows))
+        rows = _orthonormal(public_transposed_product(layer, outer))
+    seen = public_product(layer, rows)  # (width, out_features): rows·Wᵀ
+    turn, values, outer = torch.linalg.svd(seen, full_matrices=False)
+    return outer[:rank].T.contiguous(), values[:rank], turn.T[:rank] @ rows
+
+
+@torch.no_grad()
+def leading_columns(layer: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the first columns of Q and rows of R in W = Q·R, by two calls of `rank` rows.
+
+    Args:
+        layer: the remote layer whose weight is W, seen as a matrix of shape (out_features, in_features).
+        rank: the number of columns.
+
+    Returns:
+        (Q's columns, R's rows) of float32, shapes (out_features, rank) and (rank, in_features).
+    """
+    columns = public_product(layer, torch.eye(rank, layer_shape(layer)[0]))  # (rank, out_features)
+    outer = torch.linalg.qr(columns.T).Q.contiguous()
+    return outer, public_transposed_product(layer, outer.T)
+
+
+def check_rank(layer: Any, rank: int) -> None:
+    """Checks that a weight has as many singular values as a rank asks for.
+
+    Raises:
+        ConfigurationError: the rank is too large.
+    """
+    if rank > min(layer_shape(layer)):
+        raise ConfigurationError(f"expected a rank of at most {min(layer_shape(layer))} for this layer, got {rank}")
+
+
+def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows that span the same space as `rows` and are orthonormal."""
+    return torch.linalg.qr(rows.T).Q.T  # type: ignore[no-any-return]
+
+
+class SavedSettings:
+    """Serves as a mixin for PEFT's classes of settings. A subclass overrides `to_dict`, from which PEFT writes an
+    adapter's settings file, so that the file has the settings of the kind as which the adapter is saved."""
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Returns an object of this class that holds the settings of `config`."""
+        made = cls.__new__(cls)
+        made.__dict__.update(config.__dict__)
+        return made

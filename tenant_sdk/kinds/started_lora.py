@@ -22,9 +22,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.model import LoraModel
 from torch.nn import functional
 
-from tenant_sdk.kinds.products import is_remote
-from tenant_sdk.kinds.saved_settings import SavedSettings
-from tenant_sdk.kinds.subspace import check_rank, leading_columns, leading_factors
+from tenant_sdk.kinds.products import SavedSettings, check_rank, is_remote, leading_columns, leading_factors
 from wire.errors import ConfigurationError
 
 _ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")

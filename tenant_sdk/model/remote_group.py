@@ -7,7 +7,7 @@ Guarantees: the autograd node keeps no tensor, since the gradient g·Wᵀ of a l
 share a call only if they read the same tensor object at the same version. A backward call is made only if the input
 needs a gradient. After a reply that failed its check nothing is sent, and every call in every thread ends with the same
 `VerificationFailed`. The choice of calls does not depend on values, except that a run may end at a value that is not
-finite where tenant_sdk/model/planned_calls.py allows it. Executors and groups cannot be pickled, because a mask scheme
+finite where tenant_sdk/model/run_state.py allows it. Executors and groups cannot be pickled, because a mask scheme
 holds secrets.
 """
 
@@ -26,8 +26,8 @@ from noise import staging
 from noise.off import Off
 from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
-from tenant_sdk.model import product_source
-from tenant_sdk.model.planned_calls import AT_ONCE, Course, PlannedCalls, masked_on_course
+from tenant_sdk.model import run_state
+from tenant_sdk.model.run_state import AT_ONCE, Course, PlannedCalls, masked_on_course
 from wire.errors import InvalidTensor, VerificationFailed
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction
 from wire.limits import Limits
@@ -138,7 +138,7 @@ class RemoteExecutor:
 
         Args:
             group, direction, rows: as for `run`. The rows are constants, or follow from constants and from earlier
-                replies to such rows alone; all are finite. tenant_sdk/kinds/public_products.py says what this is for.
+                replies to such rows alone; all are finite. tenant_sdk/kinds/products.py says what this is for.
         """
         with self.in_session():
             request_cols, reply_cols = group.widths(direction)
@@ -251,7 +251,7 @@ def _forward(
         out_features).
     """
     rows = x.detach().reshape(-1, x.shape[-1])
-    product = product_source.product(
+    product = run_state.product(
         lambda: group.run(Direction.FORWARD, rows).to(out_dtype), (rows.shape[0], group.spec.out_features)
     ).to(device=x.device, dtype=out_dtype)
     if len(group.member_features) == 1:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tenant_sdk.model.planned_calls import PlannedCalls
 from tenant_sdk.model.remote_group import RemoteGroup
+from tenant_sdk.model.run_state import PlannedCalls
 from wire.errors import ConfigurationError
 
 NOT_ATTACHED = "a remote layer was used before TenantClient.load_model attached it"

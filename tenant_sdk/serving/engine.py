@@ -1,4 +1,9 @@
-"""This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
+"""This module bounds the tokens of a request, prompt and answer together, by the model's context and the engine's own
+limit.
+
+This module writes the text that `Engine.explain` prints: how many requests fit, and what the provider sees.
+
+This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
 base model.
 
 The engine has one thread (loop.py), which plans a step, computes it with the model, chooses each request's next token,
@@ -9,7 +14,7 @@ Guarantees:
   the request joined, do not change these tokens;
 - a failure that concerns one request ends only that request, with an error of one line. Such failures are an adapter
   that cannot be loaded, a logits hook or `on_text` that raises, a tokenizer that fails, and a value that is not finite
-  (lost_rows.py). If the provider fails in a step, the requests of that step fail, and waiting requests are still
+  (loop.py). If the provider fails in a step, the requests of that step fail, and waiting requests are still
   served. If a reply fails its check, the session is over and all requests fail;
 - the engine retries nothing by itself.
 
@@ -17,7 +22,7 @@ The provider sees the number of rows of every step, which is a sum over all requ
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, such effects are on when an answer
-ends, and on whether a DoRA adapter can be loaded (adapters/dora_gains.py). A request with `fixed_length` shows no such
+ends, and on whether a DoRA adapter can be loaded (adapters/reader.py). A request with `fixed_length` shows no such
 end. Its rows go on to its length limit, whatever its tokens, stop strings and values are, and if its logits hook or
 `on_text` raises, so that only its submission, its limit and a `cancel` show. The time at which a request is admitted
 never depends on its own text. It depends on lengths, limits, callers, the loading of its adapter, the lengths of other
@@ -44,29 +49,146 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tenant_sdk.generate import DEFAULT_NEW_TOKENS, prompt_tokens, stop_ids_given
+from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.answer import Answer
-from tenant_sdk.serving.context import ContextLimit
-from tenant_sdk.serving.explain import explain
-from tenant_sdk.serving.host_kv import kv_place
-from tenant_sdk.serving.kv import kv_layout
-from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop
-from tenant_sdk.serving.prefix_cache import PrefixCache
+from tenant_sdk.serving.kv import KvLayout, kv_layout, kv_place
+from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop, StepRunner
+from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, PrefixCache, block_bytes
 from tenant_sdk.serving.ragged import RaggedModel
-from tenant_sdk.serving.requests import Ending, Prompt, Request
+from tenant_sdk.serving.requests import Answer, Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler
 from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
-from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.failures import SafeDecoding
-from tenant_sdk.text.ready import ReadyText, ReadyTokens
-from tenant_sdk.text.rows import pad_token
-from tenant_sdk.text.stops import special_texts
+from tenant_sdk.text.rows import ReadyText, ReadyTokens, pad_token
+from tenant_sdk.text.source import SafeDecoding, special_texts
 from wire.errors import ConfigurationError, VeilbaseError
+
+
+class ContextLimit:
+    """Holds the largest number of tokens that a request may have, prompt and answer together."""
+
+    def __init__(self, max_context: int | None, model_context: int, bucket: int | None) -> None:
+        """Checks the engine's limit.
+
+        Args:
+            max_context: the engine's limit, in tokens; None means the model's context.
+            model_context: the tokens that the model's context holds.
+            bucket: the number of tokens to which prompts are padded; None if they are not padded.
+
+        Raises:
+            ConfigurationError: the limit is larger than the model's context, or leaves no room for an answer.
+        """
+        self.num_tokens = model_context if max_context is None else positive("max_context", max_context)
+        if self.num_tokens > model_context:
+            raise ConfigurationError(f"max_context is {self.num_tokens}, the model's context holds {model_context}")
+        if max_context is not None and self.num_tokens <= (bucket or 1):
+            raise ConfigurationError(
+                f"max_context is {self.num_tokens}: a prompt of {bucket or 1} tokens leaves no room for an answer"
+            )
+        self._is_own = self.num_tokens < model_context
+
+    def answer_length(self, asked: int | None, num_prompt: int, default: int = DEFAULT_NEW_TOKENS) -> int:
+        """Returns the length limit of an answer, in tokens.
+
+        Args:
+            asked: the limit that the user gave; None means `default`, or fewer if there is less room.
+            num_prompt: the number of tokens of the prompt.
+            default: a limit above 0.
+
+        Raises:
+            ConfigurationError: `asked` is not a whole number above 0, or there is no room for it, or for any answer.
+        """
+        if asked is not None:
+            positive("max_new_tokens", asked)
+        room = self.num_tokens - num_prompt
+        if self._is_own and room < (asked or 1):
+            advice = f"ask for at most {room}" if room > 0 else "the prompt is too long"
+            raise ConfigurationError(
+                f"the prompt has {num_prompt} tokens, and prompt and answer together may have {self.num_tokens} here "
+                f"(max_context): {advice}"
+            )
+        answer_length(asked, num_prompt, 0, self.num_tokens)  # Raises an error if there is no room.
+        return min(default, room) if asked is None else asked
+
+
+_LENGTHS = (1024, 8192, 32768)
+"""The request lengths, in tokens, for which the text says how many requests fit."""
+_VISIBLE = (
+    "the rows of every step, summed over all requests: prompts that join, as far as lengths and numbers show in the "
+    "sums, and answers that end; not which row is whose, nor which adapter"
+)
+_DORA = (
+    "show when they are brought into host memory, by calls with as many rows as their ranks add up to in each layer "
+    "group; steps with them look like any other"
+)
+_TIMES = "show, and with them the tenant's own work between calls, which takes longer with some kinds of adapters"
+_ENDS = (
+    "show, unless fixed_length=True: then the rows go on to the length limit, and only the limit and the time of the "
+    "request show"
+)
+_ENDS_EARLIER = (
+    "show. The number of steps of an answer shows how many drafted tokens were accepted, so how well its text can be "
+    "foretold, or how much it copies"
+)
+"""The line about the ends of answers for an engine with speculation, which refuses fixed_length."""
+
+
+_GROWS = (
+    "grows with their answers. If it runs out, the request that began last waits, and its tokens are computed again: "
+    "the provider sees rows as of a prompt"
+)
+_GROWS_NOT = ". A request with fixed_length=True has all its memory from the beginning"
+_HITS = (
+    "to the provider, a request whose prompt begins like an earlier one of the same caller and adapter shows as a "
+    "shorter prompt, in steps of {tokens} tokens; to other callers, only that the room for kept prompts is used. A "
+    "request with fixed_length=True neither uses nor leaves a kept prompt"
+)
+
+
+def explain(
+    layout: KvLayout, budget: Budget, context_length: int, prefix_bytes: int = 0, adapters: str = "",
+    default_new_tokens: int = DEFAULT_NEW_TOKENS,
+) -> str:  # fmt: skip
+    """Returns the text, one line for each topic.
+
+    Args:
+        layout: how keys and values are kept.
+        budget: the scheduler's limits.
+        context_length: the most tokens of a request, prompt and answer together.
+        prefix_bytes: the most bytes of kept prompts.
+        adapters: how many adapters fit; see `AdapterSlots.describe`.
+        default_new_tokens: the length limit of an answer without one of its own, to an empty prompt.
+    """
+    lengths = sorted({min(length, context_length) for length in _LENGTHS})
+    fitting = ", ".join(
+        f"{min(budget.kv_bytes // layout.bytes_for(length), budget.max_running)} of {length} tokens"
+        for length in lengths
+    )
+    kept = f"{budget.kv_bytes / 1e6:.0f} MB of KV ({str(layout.dtype).removeprefix('torch.')})"
+    drafted = budget.num_drafted
+    answers = f"{1 + drafted} rows for each answer, whatever is drafted" if drafted else "a row for each answer"
+    lines = {
+        "tokens of a request": f"{context_length} at most, prompt and answer together",
+        "answers without a limit": f"{default_new_tokens} tokens at most, fewer where the prompt leaves fewer",
+        "requests at a time": f"{budget.max_running} at most; in {kept} {fitting}",
+        "memory of requests": _GROWS if drafted else _GROWS + _GROWS_NOT,
+        "rows a step": f"{budget.step_tokens} at most: {answers}, and pieces of prompts",
+        **({"adapters that fit": adapters} if adapters else {}),
+        "the provider sees": _VISIBLE,
+        "adapters with DoRA": _DORA,
+        "times of calls": _TIMES,
+        "ends of answers": _ENDS_EARLIER if drafted else _ENDS,
+    }
+    if prefix_bytes:
+        num_tokens = prefix_bytes // block_bytes(layout) * BLOCK_TOKENS
+        lines["kept prompts"] = f"{prefix_bytes / 1e6:.0f} MB beside the KV of running requests, {num_tokens} tokens"
+        lines["hits on kept prompts"] = _HITS.format(tokens=BLOCK_TOKENS)
+    width = max(len(name) for name in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
 
 MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
 """A function that makes the store of adapters. It takes the model and a function that wakes the engine."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.adapters import adapter_folder
 from tenant_sdk.plain_values import true_or_false
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine, MakeSlots
+from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
 from wire.errors import (
     AccessError,

@@ -25,9 +25,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tenant_sdk.serving.attention.few_rows import FewRows, split
-from tenant_sdk.serving.attention.pieces import Piece
-from tenant_sdk.serving.host_kv import attention_device
+from tenant_sdk.serving.attention.few_rows import FewRows, Piece, split
+from tenant_sdk.serving.kv import attention_device
 from tenant_sdk.serving.long_attention import attend_in_chunks, takes_chunks
 from wire.errors import ConfigurationError
 

@@ -1,25 +1,289 @@
-"""This module holds the state of one request inside the engine: its tokens, its keys and values (KV) and its text."""
+"""This module decodes the tokens of one answer into text, token by token, and finds stop strings.
+
+Guarantees: the pieces together are the text that the tokenizer decodes from all tokens at once, without special tokens,
+up to the first stop string, which is left out. This holds for tokenizers with which further tokens do not change
+complete earlier characters. A piece never ends inside a character of several tokens, up to 16; such a character decodes
+to U+FFFD until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such
+text is held back. A stop string may be, begin with, hold or end with special tokens: it is looked for in the text with
+them.
+
+This module holds the handle of one request, which gives the answer piece by piece, waits for the end and can cancel
+the request.
+
+Any thread may use the handle.
+
+This module holds the state of one request inside the engine: its tokens, its keys and values (KV) and its text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+import itertools
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
 from tenant_sdk.fixed_length import bounded_logits
 from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
-from tenant_sdk.serving.answer import Answer, FinishReason
-from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.attention.few_rows import Piece
 from tenant_sdk.serving.kv import RequestKv
 from tenant_sdk.serving.prefix_cache import CallerPrefixes, Hit
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.speculation.acceptance import take_accepted
-from tenant_sdk.serving.text_stream import TextStream
-from tenant_sdk.text.failures import SafeDecoding
-from wire.errors import NotFinite, VeilbaseError
+from tenant_sdk.text.source import SafeDecoding
+from wire.errors import DeadlineExceeded, NotFinite, VeilbaseError
+
+_UNFINISHED = "�"
+_MOST_WAITING = 16
+"""The most tokens that are held back for an incomplete character. A character has up to 4 bytes, and a token has at
+least one byte."""
+
+
+_NONE: Mapping[int, str] = MappingProxyType({})
+
+
+class TextStream:
+    """Decodes the text of one answer."""
+
+    def __init__(self, decoding: SafeDecoding, stops: Sequence[str] = (), special: Mapping[int, str] = _NONE) -> None:
+        """Makes a stream without text.
+
+        Args:
+            decoding: the tokenizer; after a failure, the tokenizer gives no more text.
+            stops: strings at which the answer ends.
+            special: the texts of the special tokens by id. They are no text of the answer, but stop strings see them.
+        """
+        self._decoding, self._stops = decoding, tuple(stops)
+        self._special = special if self._stops else _NONE
+        self._marks: list[tuple[int, str]] = []
+        """The special tokens in the text that is held back, in order: the characters of it before each, and its text or
+        the end of it."""
+        self._token_ids: list[int] = []
+        # The tokens before `_read` are in the text. New tokens are decoded together with the tokens from `_begin` on.
+        self._begin = self._read = 0
+        self._held = ""
+        self.is_stopped = False
+        self.text = ""
+        """The text that was handed out so far."""
+        self.token_ends: list[int] = []
+        """For each token whose text is known, the number of characters of the text up to its end, as if there were no
+        stop strings. Tokens that make a character together have the same number. So have tokens without text and the
+        next one with text; at the end of an answer they have none."""
+
+    def put(self, token_id: int) -> str:
+        """Adds a token and returns the text that is now complete; returns an empty string after a stop string."""
+        if self.is_stopped:
+            return ""
+        self._token_ids.append(token_id)
+        if token_id in self._special:
+            self._marks.append((len(self._held), self._special[token_id]))
+            return self._hand_out("", is_end=False)
+        before = self._decode(self._begin, self._read)
+        now = self._decode(self._begin, len(self._token_ids))
+        is_waiting = now.endswith(_UNFINISHED) and len(self._token_ids) - self._read < _MOST_WAITING
+        if is_waiting or not now.startswith(before) or len(now) == len(before):
+            return ""
+        self._begin, self._read = self._read, len(self._token_ids)
+        return self._hand_out(now[len(before) :], is_end=False)
+
+    def end(self) -> str:
+        """Returns the rest of the text, which was held back for a character or a stop string that was never completed;
+        returns an empty string after a stop string."""
+        if self.is_stopped:
+            return ""
+        whole = self._decode(0, len(self._token_ids))
+        given = self.text + self._held
+        rest = whole[len(given) :] if whole.startswith(given) else self._left_over()
+        return self._hand_out(rest, is_end=True)
+
+    def _left_over(self) -> str:
+        before, now = self._decode(self._begin, self._read), self._decode(self._begin, len(self._token_ids))
+        return now[len(before) :]
+
+    def _decode(self, start: int, stop: int) -> str:
+        if start == stop:
+            return ""
+        return self._decoding.decode(self._token_ids[start:stop], skip_special_tokens=True)
+
+    def _hand_out(self, more: str, is_end: bool) -> str:
+        ready = self._held + more
+        if more:
+            self.token_ends += [len(self.text) + len(ready)] * (len(self._token_ids) - len(self.token_ends))
+        marked = self._marked(ready)
+        found = [place for place in map(marked.find, self._stops) if place >= 0]
+        if found:
+            ready, self._held, self.is_stopped = ready[: self._pass(min(found))], "", True
+        else:
+            num_held = 0 if is_end else max((_overlap(marked, stop) for stop in self._stops), default=0)
+            num_ready = self._pass(len(marked) - num_held)
+            ready, self._held = ready[:num_ready], ready[num_ready:]
+        self.text += ready
+        return ready
+
+    def _marked(self, text: str) -> str:
+        """Returns the text that is held back with its special tokens, as stop strings see it."""
+        places = [0, *(place for place, _ in self._marks), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(places)]
+        return "".join(part + mark for part, (_, mark) in zip(parts, [*self._marks, (0, "")], strict=True))
+
+    def _pass(self, size: int) -> int:
+        """Takes the first `size` characters off the marked text. Returns how many of them are no special tokens."""
+        num_before = num_marked = 0
+        left: list[tuple[int, str]] = []
+        for place, mark in self._marks:
+            begin = place + num_marked  # in the marked text
+            num_marked += len(mark)
+            passed = min(max(size - begin, 0), len(mark))
+            num_before += passed
+            if passed < len(mark):
+                left.append((place, mark[passed:]))
+        num_text = size - num_before
+        self._marks = [(max(0, place - num_text), mark) for place, mark in left]
+        return num_text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest suffix of the text that is a prefix of the stop string and shorter than it."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""How an answer ended: at a stop token or stop string, at its length limit, or because it was cancelled."""
+
+
+class Answer:
+    """Holds the answer to one request. The engine's thread writes the answer; all other threads read it."""
+
+    def __init__(self, num_prompt_tokens: int, cancel: Callable[[], None]) -> None:
+        """Makes an answer that has no text yet.
+
+        Args:
+            num_prompt_tokens: the number of tokens of the prompt, without padding.
+            cancel: a function that asks the engine to end the request.
+        """
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_reused_tokens = 0
+        """The number of the prompt's first tokens whose keys and values were kept from an earlier request
+        (`prefix_bytes`)."""
+        self.token_ids: list[int] = []
+        """The tokens of the answer so far. The list grows until the answer is done."""
+        self.token_ends: list[int] = []
+        """For each token whose text is known, the number of characters of the text up to its end (requests.py)."""
+        self.mean_hidden: torch.Tensor | None = None
+        """The mean of the last hidden states of the prompt's tokens, float32, shape (hidden_size,), on the CPU. It is
+        None until the answer is done, if the request failed or was cancelled, and for a request without `pools`. A mask
+        such as `lattice` leaves a small error in it, which anyone who knows the prompt and the model can compute."""
+        self.finish_reason: FinishReason | None = None
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._pieces: list[str] = []
+        self._error: VeilbaseError | None = None
+        self._is_done = False
+        self._callbacks: list[Callable[[Answer], None]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Returns whether the answer has ended, so that no more text will come."""
+        return self._is_done
+
+    @property
+    def error(self) -> VeilbaseError | None:
+        """Returns the reason why the request failed; None if the request did not fail."""
+        return self._error
+
+    def cancel(self) -> None:
+        """Ends the request after the step that is being computed; does nothing if the answer is done."""
+        if not self._is_done:
+            self._cancel()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the pieces of text, starting with the first. Each piece is yielded as soon as it is complete.
+
+        Raises:
+            VeilbaseError: the request failed; the text before the failure was yielded.
+        """
+        num_given = 0
+        while fresh := self._pieces_after(num_given):
+            num_given += len(fresh)
+            yield from fresh
+        self._raise_error()
+
+    def _pieces_after(self, num_given: int) -> list[str]:
+        """Waits for text after the first `num_given` pieces and returns the new pieces; returns an empty list if the
+        answer has ended without more text."""
+        with self._changed:
+            self._changed.wait_for(lambda: num_given < len(self._pieces) or self._is_done)
+            return self._pieces[num_given:]
+
+    def result(self, timeout_s: float | None = None) -> str:
+        """Waits for the end of the answer and returns its whole text. For a cancelled request, the text ends at the
+        cancellation.
+
+        Args:
+            timeout_s: seconds to wait; None waits without a limit.
+
+        Raises:
+            DeadlineExceeded: the answer was not complete in this time; the engine goes on with it.
+            VeilbaseError: the request failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
+                raise DeadlineExceeded(f"the answer was expected within {timeout_s} s, and is not complete")
+        self._raise_error()
+        return "".join(self._pieces)
+
+    def add_done_callback(self, callback: Callable[[Answer], None]) -> None:
+        """Registers a function that is called when the answer is done.
+
+        The engine's thread calls the function, so it must return quickly. An exception that the function raises there
+        is logged by its type only, and changes nothing. If the answer is already done, the function is called at once
+        in the calling thread.
+        """
+        with self._changed:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise copy.copy(self._error) from None  # Each thread that raises the error has its own traceback.
+
+    def num_tokens_within(self, num_characters: int) -> int:
+        """Returns how many of the answer's first tokens have their text within the first characters of its text. Tokens
+        without text at its end, and those of a stop string, are in none."""
+        return bisect_right(self.token_ends, num_characters)
+
+    def put(self, text: str) -> None:
+        """Adds a piece of text. Only the engine calls this method."""
+        if text:
+            with self._changed:
+                self._pieces.append(text)
+                self._changed.notify_all()
+
+    def finish(self, reason: FinishReason | None, error: VeilbaseError | None = None) -> None:
+        """Ends the answer, with an error if the request failed. Only the engine calls this method, and only the first
+        call counts."""
+        with self._changed:
+            if self._is_done:
+                return
+            # The copy has no traceback, whose frames would keep the rows, keys and values of all requests of the step.
+            self.finish_reason, self._error, self._is_done = reason, copy.copy(error), True
+            self._changed.notify_all()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException as exc:  # noqa: BLE001 - a function of the user's; its text may show the answer
+                logging.getLogger(__name__).error("a callback of an answer failed (%s)", type(exc).__name__)
+
 
 LOST = (
     "a value of this request was NaN or infinite, so nothing came of it: its adapter overflows, or the provider "

@@ -3,7 +3,7 @@
 Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most c·n tokens plus a constant; Unicode's
 tables fix the factor c. Such a tokenizer has no random part and no rule that replaces text by a text of the provider's
 choice, and no component that may lengthen a text occurs twice. Not guaranteed: that the vocabulary is honest, or that
-the tokenizer accepts every text (`failures.py` handles failures). The vocabulary decides how many tokens a text has.
+the tokenizer accepts every text (`source.py` handles failures). The vocabulary decides how many tokens a text has.
 A provider that guesses some texts may therefore still learn from a row count which of them was sent
 (docs/security-evaluation.md, "Row counts").
 """

@@ -1,4 +1,15 @@
-"""This module loads a session's tokenizer: that of the verified bundle, one that the tenant names, or the provider's.
+"""This module finds the stop tokens, which end an answer, if no trusted generation settings name them, and the special
+tokens, which have no text in an answer but may be named as a stop string.
+
+Guarantees: the stop tokens are the tokenizer's end-of-sequence token and the special token that the chat template puts
+after an assistant's turn. A provider's generation settings are never read.
+
+This module turns a tokenizer's failure on a text into one typed error.
+
+An unverified provider may choose a vocabulary or a pattern that fails on texts of the provider's choice. The tokenizers
+library then raises a bare `Exception`, or, after a panic in Rust, an exception that is no subclass of `Exception`.
+
+This module loads a session's tokenizer: that of the verified bundle, one that the tenant names, or the provider's.
 
 Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
 the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer
@@ -19,11 +30,103 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tenant_sdk.text.components import REMEDY, check_components
-from tenant_sdk.text.stops import stop_ids_of
 from tenant_sdk.text.template import BlindTemplates
 from wire.built_in import BuiltIn
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, VeilbaseError
 from wire.loading import loading
+
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "VeilbaseProbeEnd"}]
+
+
+def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids of the stop tokens in ascending order; an empty tuple if the tokenizer and its template name no
+    stop token.
+
+    Args:
+        tokenizer: a transformers tokenizer, with or without a chat template.
+    """
+    found = {tokenizer.eos_token_id, _turn_end(tokenizer)}
+    return tuple(sorted(token for token in found if isinstance(token, int)))
+
+
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Returns the texts of the special tokens by id; an answer is decoded without them.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    found = {int(number): str(token) for number, token in added if token.special and str(token)}
+    pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return found | {int(number): str(token) for number, token in pairs if str(token)}
+
+
+def _turn_end(tokenizer: Any) -> int | None:
+    """Returns the id of the special token with which the template ends an assistant's turn; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template may raise anything: then it names no stop token
+        return None
+    rest = text.rpartition(_PROBE[1]["content"])[2].lstrip()
+    ends = [(len(text), number) for number, text in special_texts(tokenizer).items() if rest.startswith(text)]
+    return max(ends)[1] if ends else None
+
+
+class TokenizerFailed(ConfigurationError):
+    """Says that the tokenizer failed on a text. The message does not quote the text."""
+
+
+@contextlib.contextmanager
+def surviving(what: str, *passing: type[BaseException]) -> Iterator[None]:
+    """Turns errors that a tokenizer raises inside the context into `TokenizerFailed`.
+
+    Errors of this project, Ctrl-C and the end of the program are passed on unchanged.
+
+    Args:
+        what: the name of the text for the error message, such as a line of a data set; never the text itself.
+        passing: further error classes that are passed on unchanged.
+
+    Raises:
+        TokenizerFailed: the tokenizer raised any other error.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        if isinstance(exc, (VeilbaseError, KeyboardInterrupt, SystemExit, GeneratorExit, *passing)):
+            raise
+        raise TokenizerFailed(f"{what}: the tokenizer failed ({type(exc).__name__})") from None
+
+
+class SafeDecoding:
+    """Decodes tokens for a streamer; after a failure it returns no more text, and `check` raises the failure's error.
+
+    If decoding raised the error at once, an answer of fixed length would end early, at a token that depends on the
+    text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Wraps a transformers tokenizer, which has not failed yet."""
+        self._tokenizer = tokenizer
+        self.failed: TokenizerFailed | None = None
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        """Returns the text of the tokens; from the first failure on, returns an empty string."""
+        if self.failed is not None:
+            return ""
+        try:
+            with surviving("the answer"):
+                return str(self._tokenizer.decode(token_ids, **options))
+        except TokenizerFailed as exc:
+            self.failed = exc
+            return ""
+
+    def check(self) -> None:
+        """Raises TokenizerFailed if a text could not be decoded."""
+        if self.failed is not None:
+            raise self.failed
+
 
 Origin = Literal["verified", "named", "provider"]
 """The source of the tokenizer, one of `verified` (a bundle that equals the checkpoint of `verify`), `named` (the

@@ -55,7 +55,7 @@ def fingerprint(data: Any, peft_config: dict[str, Any], settings: Any, digests: 
     """Returns the fingerprint of a run, SHA-256 in hex; only runs with the same fingerprint share checkpoints.
 
     Args:
-        data: what the tokens are made from (`tenant_sdk.training.run_data.sources`). The tokens themselves may differ
+        data: what the tokens are made from (`tenant_sdk.training.token_rows.sources`). The tokens themselves may differ
             from day to day, since chat templates print the date.
         peft_config: PEFT's settings of the adapter.
         settings: the run's `FinetuneSettings`.

@@ -1,37 +1,53 @@
-"""This module fine-tunes an adapter by transformers' Trainer. Adapter, data and optimizer stay with the tenant.
+"""This module turns errors of libraries during a run into errors of one line that say what to do.
 
-Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/labelled_tokens.py). If a run fails, the
+Guarantees: errors of saving and of reading keep no cause, since its frames hold texts, an adapter or gradients.
+
+This module refuses options of a run that would have no effect, since the user expects that they do something.
+
+This module fine-tunes an adapter by transformers' Trainer. Adapter, data and optimizer stay with the tenant.
+
+Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/token_rows.py). If a run fails, the
 same call again resumes it from its last complete checkpoint. The adapter folder is written completely or not at all,
 and loads in stock PEFT. The calls of a run do not depend on whether a value was finite
-(tenant_sdk/model/planned_calls.py).
+(tenant_sdk/model/run_state.py).
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
-from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
+from tenant_sdk.model.run_state import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.serving.adapters.peft_modules import no_compiler
 from tenant_sdk.serving.adapters.targets import linear_layers
 from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
-from tenant_sdk.training.checkpointing import Checkpointing, choose, giving_pages_back, has_dropout, resolve
+from tenant_sdk.training.activation_checkpointing import (
+    Checkpointing,
+    KeptReplies,
+    choose,
+    giving_pages_back,
+    has_dropout,
+    resolve,
+)
 from tenant_sdk.training.checkpoints import (
     Checkpoints,
     check_output,
@@ -42,30 +58,130 @@ from tenant_sdk.training.checkpoints import (
     save_adapter,
     step_of,
 )
-from tenant_sdk.training.chunked_loss import chunk_loss
-from tenant_sdk.training.completion_trainer import CompletionTrainer
 from tenant_sdk.training.dataset import are_preferences
-from tenant_sdk.training.evaluation import EvaluateAtTheEnd, evaluations
-from tenant_sdk.training.kept_replies import KeptReplies
-from tenant_sdk.training.labelled_tokens import Collator
-from tenant_sdk.training.loss_branches import StopEarly, check_loss_branches, steps_without_progress
-from tenant_sdk.training.own_state import DrawnFrom, check_alone, own_accelerate_state
+from tenant_sdk.training.loss import chunk_loss, score_tokens
 from tenant_sdk.training.pruning import prune
-from tenant_sdk.training.reports import check_report_to, reports
-from tenant_sdk.training.result import FinetuneResult
-from tenant_sdk.training.run_data import RunData, check_kind, parse_data, sources, token_data
-from tenant_sdk.training.run_errors import adapter_errors, reading_errors, saving_errors
-from tenant_sdk.training.settings import FinetuneSettings
-from tenant_sdk.training.soft_prompts import PREFIX, kind_of
-from tenant_sdk.training.step_losses import StepLosses
-from tenant_sdk.training.token_scores import score_tokens
-from tenant_sdk.training.truncation import REFUSE, check_truncation
-from tenant_sdk.training.unused_options import check_used
+from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
+from tenant_sdk.training.token_rows import (
+    REFUSE,
+    Collator,
+    RunData,
+    check_kind,
+    check_truncation,
+    parse_data,
+    sources,
+    token_data,
+)
+from tenant_sdk.training.trainers import (
+    CompletionTrainer,
+    DrawnFrom,
+    EvaluateAtTheEnd,
+    StepLosses,
+    StopEarly,
+    check_alone,
+    check_loss_branches,
+    check_report_to,
+    evaluations,
+    own_accelerate_state,
+    reports,
+    steps_without_progress,
+)
 from tenant_sdk.training.waiting import with_waits
-from tenant_sdk.training.window_attention import check_window
-from tenant_sdk.training.windows import Windows
-from wire.errors import ConfigurationError, NotFinite
+from tenant_sdk.training.windows import PREFIX, Windows, check_window, kind_of
+from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.loading import loading, quiet_transformers
+
+
+@contextmanager
+def adapter_errors() -> Iterator[None]:
+    """Turns an error of PEFT about an adapter into a ConfigurationError of one line."""
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except (ValueError, TypeError, StopIteration) as exc:  # the last if a module that it wants has no parameter here
+        text = str(exc).split("\n")[0][:200] or type(exc).__name__
+        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
+
+
+@contextmanager
+def saving_errors() -> Iterator[None]:
+    """Turns an error of writing a file, such as a full disk, into a VeilbaseError of one line."""
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except Exception as exc:
+        reason = _full_disk(exc)
+        if reason is None:
+            raise
+        # `from None`, here and below: frames of a training step hold texts, adapter and gradients.
+        raise VeilbaseError(
+            f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
+            "it goes on from the last complete checkpoint"
+        ) from None
+
+
+@contextmanager
+def reading_errors(checkpoint: Path | None) -> Iterator[None]:
+    """Turns an error about a damaged checkpoint into a ConfigurationError of one line. Without a checkpoint (None),
+    errors stay as they are."""
+    try:
+        yield
+    except (json.JSONDecodeError, pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError) as exc:
+        read_by_torch = not isinstance(exc, RuntimeError) or "PytorchStreamReader" in str(exc)
+        if checkpoint is None or not read_by_torch or _full_disk(exc) is not None:
+            raise
+        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False (--no-resume) to start over") from None
+
+
+def _full_disk(exc: BaseException) -> str | None:
+    """Returns the reason why a file could not be written, or None if the failure was another one.
+
+    The error's text is searched too, because safetensors and torch do not pass on the OSError.
+    """
+    if isinstance(exc, OSError):
+        return exc.strerror or "write error"
+    text = str(exc)
+    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "unexpected pos", "os error")
+    return "no space or no permission" if any(word in text for word in writes) else None
+
+
+_DEFAULTS = {field.name: field.default for field in fields(FinetuneSettings)}
+
+
+def check_used(
+    settings: FinetuneSettings,
+    *,
+    has_evaluation: bool,
+    are_preferences: bool,
+    report_to: str | None,
+    log_dir: str | Path | None,
+) -> None:
+    """Refuses an option that differs from its default but has no effect, because another option or a kind of rows is
+    missing.
+
+    Args:
+        settings: the run's settings.
+        has_evaluation: whether there are rows to evaluate on.
+        are_preferences: whether the rows are preferences.
+        report_to, log_dir: the arguments of `TenantClient.finetune`.
+
+    Raises:
+        ConfigurationError: such an option is set; the text says what it needs.
+    """
+    needs = {
+        "eval_steps": ("eval_data", has_evaluation),
+        "early_stopping_threshold": ("early_stopping_steps", settings.early_stopping_steps is not None),
+        "dpo_beta": ("rows with chosen and rejected", are_preferences),
+        "dpo_loss": ("rows with chosen and rejected", are_preferences),
+        "dpo_precompute_reference": ("rows with chosen and rejected", are_preferences),
+    }
+    for name, (needed, is_there) in needs.items():
+        if not is_there and getattr(settings, name) != _DEFAULTS[name]:
+            raise ConfigurationError(f"{name} has no effect without {needed}: leave it out")
+    if log_dir is not None and report_to is None:
+        raise ConfigurationError("log_dir has no effect without report_to: leave it out")
 
 
 def default_peft_config() -> LoraConfig:
@@ -416,7 +532,7 @@ def _make_trainer(
     pad = pad_token(session.tokenizer)
     trainer: Any
     if rows.are_preferences:
-        from tenant_sdk.training.preference_trainer import make_preference_trainer
+        from tenant_sdk.training.trainers import make_preference_trainer
 
         trainer = make_preference_trainer(
             model, arguments, settings, rows.rows, rows.eval_rows, session.tokenizer, pad, session.bucket, callbacks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.settings import FinetuneResult
 
 if TYPE_CHECKING:
     from peft import PeftConfig

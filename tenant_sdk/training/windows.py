@@ -1,4 +1,32 @@
-"""This module trains in windows: a batch's tokens are split into ranges that go through the model one by one.
+"""This module adds a soft prompt to a batch that goes through the model in windows of tokens.
+
+A soft prompt is a number of virtual tokens in front of every row, which are trained. Prompt tuning and P-tuning train
+their embeddings, and prefix tuning trains their keys and values in every layer.
+
+Guarantees: a batch gets the virtual tokens that PEFT's own forward method would give it. The gradients of the virtual
+tokens are collected while the windows go backward, and reach the adapter once, after the last window.
+
+This module decides whether a model can be trained in windows of tokens, and prepares its attention for them.
+
+A window is a range of tokens of a batch that goes through the model on its own (tenant_sdk/training/windows.py).
+
+Guarantees: a model or adapter that cannot be trained in windows is refused with one line that says why. Their
+configurations decide this. At run time `WindowCache.check` finds layers that do not use their cache.
+
+This module keeps the keys and values of a batch that goes through the model in windows, and their gradients.
+
+A window is a range of tokens; see tenant_sdk/training/windows.py.
+
+A later window attends to the keys and values of earlier windows, so its backward pass gives a part of their gradients.
+These parts are added up here. The backward pass of the window that computed the keys and values starts from the sum.
+
+Guarantees: the keys of a layer are one tensor for all tokens, and so are its values. A window gets a view of a part of
+it, not a copy. The memory of a layer's gradients is allocated when the first gradient arrives. By then autograd has
+freed what it kept for this layer.
+
+Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
+
+This module trains in windows: a batch's tokens are split into ranges that go through the model one by one.
 
 The forward pass goes from the first window to the last and keeps the keys and values. The backward pass goes from the
 last window to the first. The tenant thus keeps the autograd graph of one window, not of the whole batch. A provider
@@ -15,28 +43,424 @@ Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import Trainer
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, Trainer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.training.labelled_tokens import IGNORE_INDEX
-from tenant_sdk.training.soft_prompts import Prompted, kind_of
-from tenant_sdk.training.window_attention import allow_recomputation, check_adapter, share_masks, sliding_windows
-from tenant_sdk.training.window_cache import WindowCache
+from tenant_sdk.training.loss import has_another_loss
+from tenant_sdk.training.token_rows import IGNORE_INDEX
 from wire.errors import ConfigurationError
+
+EMBEDDINGS = frozenset({"PROMPT_TUNING", "P_TUNING"})
+"""PEFT's names of the kinds that train embeddings of virtual tokens."""
+PREFIX = "PREFIX_TUNING"
+"""PEFT's name of the kind that trains keys and values of virtual tokens."""
+
+_Inputs = Mapping[str, torch.Tensor]
+
+
+def kind_of(model: Any) -> str | None:
+    """Returns PEFT's name of a model's kind of soft prompt; None if the model has no soft prompt."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+class Prompted:
+    """Holds a batch with the soft prompt of a model, if the model has one.
+
+    Attributes:
+        inputs: the batch: `attention_mask`, `labels`, and either `input_ids` or `inputs_embeds`. Embeddings of virtual
+            tokens are in front of the rows; keys and values are not, but have places in `attention_mask`.
+        prefix: the keys and values of the virtual tokens in each layer; None for other kinds.
+    """
+
+    def __init__(self, model: Any, inputs: _Inputs) -> None:
+        """Adds the soft prompt of a PEFT model to a batch, with the graph through which its gradients go."""
+        kind, num_rows = kind_of(model), inputs["labels"].shape[0]
+        self.inputs: _Inputs = inputs
+        self.prefix: Cache | None = None
+        self._embeddings: torch.Tensor | None = None
+        if kind is None:
+            return
+        with torch.enable_grad():
+            prompt = model.get_prompt(num_rows)
+        num_virtual = model.active_peft_config.num_virtual_tokens
+        changed = {"attention_mask": functional.pad(inputs["attention_mask"], (num_virtual, 0), value=1)}
+        if kind == PREFIX:
+            self.prefix = prompt
+        else:
+            with torch.enable_grad():
+                embedded = model.word_embeddings(inputs["input_ids"])
+                self._embeddings = torch.cat([prompt.to(embedded.dtype), embedded], dim=1)
+            # rows ask for gradients as those of PEFT's forward method do, so the calls are the same
+            changed["inputs_embeds"] = self._embeddings.detach().requires_grad_()
+            changed["labels"] = functional.pad(inputs["labels"], (num_virtual, 0), value=IGNORE_INDEX)
+        self.inputs = {**{name: value for name, value in inputs.items() if name != "input_ids"}, **changed}
+        if kind == PREFIX:
+            self.inputs["input_ids"] = inputs["input_ids"]
+
+    def backward(self) -> None:
+        """Adds the gradients of the embeddings of virtual tokens to those of the adapter's parameters."""
+        if self._embeddings is not None and self._embeddings.requires_grad:
+            torch.autograd.backward([self._embeddings], [self.inputs["inputs_embeds"].grad])
+
+
+_ATTENTION = "veilbase_windows"
+"""The name under which transformers' tables hold the attention function of this module."""
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""The rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a
+batch."""
+_NOT_BY_TOKEN = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
+"""The kinds of adapters, apart from soft prompts, that do not treat each token by itself. Lily takes a mean over
+tokens, and Shadow has a network of its own over all tokens."""
+_SOFT_PROMPTS = EMBEDDINGS | {PREFIX}
+"""The kinds of soft prompts that windows support. Others need more than token ids (multitask prompt tuning) or have a
+loss of their own (CPT)."""
+
+
+def check_window(window_tokens: int | None, batch_size: int, room: int) -> None:
+    """Checks the size of a window against the sizes of the batch and of the context, before anything is sent.
+
+    Args:
+        window_tokens: the most tokens of a window, over all rows of the batch; None if training uses no windows.
+        batch_size: the number of rows of a batch.
+        room: the most tokens of a row.
+
+    Raises:
+        ConfigurationError: the window has less than one token for each row, or more tokens than the longest batch.
+    """
+    if window_tokens is not None and not batch_size <= window_tokens <= batch_size * room:
+        raise ConfigurationError(
+            f"window_tokens (--window-tokens) counts the tokens of a window over all {batch_size} rows of a batch: "
+            f"expected {batch_size} to {batch_size * room}, got {window_tokens}"
+        )
+
+
+def check_adapter(model: Any) -> None:
+    """Raises ConfigurationError if an adapter neither treats each token by itself nor is a soft prompt of a known
+    kind."""
+    config = getattr(model, "active_peft_config", None)
+    if config is None:
+        return
+    kind = getattr(config.peft_type, "value", str(config.peft_type))
+    if kind in _NOT_BY_TOKEN or kind_of(model) not in {None, *_SOFT_PROMPTS}:
+        raise ConfigurationError(f"window_tokens is not possible with {kind}: take an adapter of layers, such as LoRA")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ConfigurationError("window_tokens is not possible with alora_invocation_tokens")
+
+
+def sliding_windows(model: Any) -> list[int | None]:
+    """Returns for each layer the number of tokens that a token attends to; None stands for all earlier tokens.
+
+    Raises:
+        ConfigurationError: the model's attention cannot be cut into windows.
+    """
+    config = model.config.get_text_config(decoder=True)
+
+    def refused(reason: str) -> ConfigurationError:
+        return ConfigurationError(f"window_tokens is not possible with {config.model_type}: {reason}")
+
+    taken = inspect.signature(model.forward).parameters
+    if getattr(model, "_is_stateful", False) or not {"past_key_values", "logits_to_keep"} <= taken.keys():
+        raise refused("its layers keep other than keys and values")
+    layers = DynamicCache(config=config).layers
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        raise refused("its layers keep other than keys and values")
+    if has_another_loss(model):
+        raise refused("its loss is more than the cross entropy of tokens")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise refused("its layers share keys and values")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise refused("its attention is cut into chunks already")
+    if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT_ROPE:
+        raise refused("its rotary embedding depends on the longest row")
+    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yields the kinds of rotary embeddings that a config names, also those for its layer types."""
+    if isinstance(parameters, dict):
+        yield str(parameters.get("rope_type", "default"))
+        for value in parameters.values():
+            yield from _rope_types(value) if isinstance(value, dict) else ()
+
+
+def allow_recomputation(model: Any) -> None:
+    """Lets transformer blocks use their cache while activations are checkpointed.
+
+    transformers forbids this, because its own caches must not be updated twice. A `WindowCache` may be updated twice.
+    GPT-2's code drops the cache if the `gradient_checkpointing` flag of the whole model is set. This function clears
+    that flag; each block still has its own flag.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for block in blocks:
+        block._can_checkpoint_with_cache = True
+    if not blocks:
+        return
+    for module in model.modules():
+        if module not in blocks and getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+
+
+def share_masks(model: Any) -> None:
+    """Saves memory in a model that uses torch's attention: layers share one attention mask, and heads are not copied.
+
+    Otherwise, for every window but the first, transformers would copy the keys and values of all earlier tokens for
+    each query head, and torch would make a float mask in each layer. Autograd would keep all of them.
+    """
+    chosen = model.config.get_text_config(decoder=True)._attn_implementation
+    if chosen != "sdpa" or not getattr(model, "_supports_attention_backend", False):
+        return
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, _float_mask)
+    model.set_attn_implementation(_ATTENTION)
+
+
+def _float_mask(*args: Any, **options: Any) -> torch.Tensor | None:
+    """Returns transformers' mask for torch's attention as numbers to add to scores: 0, or -inf for hidden tokens.
+    Returns None if no mask is needed."""
+    mask: torch.Tensor | None = sdpa_mask(*args, **options)
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    numbers = torch.zeros(mask.shape, dtype=options.get("dtype", torch.float32), device=mask.device)
+    return numbers.masked_fill_(~mask, -torch.inf)
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Computes torch's attention as transformers does. On a CPU, query heads share the heads of keys and values, so
+    these are not copied; elsewhere torch cannot do this together with a mask."""
+    is_plain = options.get("position_bias") is None and options.get("softcap") is None
+    if attention_mask is None or query.shape[1] == key.shape[1] or not query.is_cpu or not is_plain:
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return found
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+class _Kept:
+    """Keeps the keys, or the values, of one layer for all tokens of a batch, and the sum of their gradients."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._numbers: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        """The part that the present window computed, with its autograd graph; None before that, or if it needs no
+        gradient."""
+        self._prefix: torch.Tensor | None = None
+        self._anchor: torch.Tensor | None = None
+
+    def put_prefix(self, prefix: torch.Tensor, stop: int) -> None:
+        """Stores the keys (or values) of virtual tokens that are trained, which end before the token `stop`."""
+        self.extended(prefix, 0, stop - prefix.shape[2], is_again=False)
+        self._prefix, self.own = self.own, None
+        self._anchor = prefix.new_zeros(0).requires_grad_()  # lets autograd record windows that have nothing to train
+
+    def prefix_gradient(self, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns what `put_prefix` stored, with its gradient from all windows; None if there is no such gradient."""
+        if self._prefix is None or self._gradients is None:
+            return None
+        return self._prefix, self._gradients[:, :, stop - self._prefix.shape[2] : stop].to(self._prefix.dtype)
+
+    def extended(self, own: torch.Tensor, first: int, start: int, is_again: bool) -> torch.Tensor:
+        """Stores the keys (or values) of the present window, and returns those of the tokens from `first` on.
+
+        Args:
+            own: the keys or values of the window's tokens, shape (batch, num_kv_heads, window tokens, head_dim).
+            first: the index of the first token to which the window's first token may attend.
+            start: the index of the window's first token.
+            is_again: whether the same window is computed again for checkpointing, so that nothing may be written:
+                autograd has kept the first result.
+        """
+        if self._numbers is None:
+            self._numbers = own.new_empty(*own.shape[:2], self._num_tokens, own.shape[3])
+        stop = start + own.shape[2]
+        if not is_again:
+            with torch.no_grad():
+                self._numbers[:, :, start:stop] = own
+        if not (torch.is_grad_enabled() and (own.requires_grad or self._anchor is not None)):
+            return self._numbers[:, :, first:stop]
+        if not is_again and own.requires_grad:
+            self.own = own
+        given = (own, self._anchor, self, self._numbers, first, start)
+        seen: torch.Tensor = _Seen.apply(*given)  # type: ignore[no-untyped-call]
+        return seen
+
+    def add_gradient(self, gradient: torch.Tensor, first: int, start: int) -> None:
+        """Adds a gradient, shape (batch, num_kv_heads, tokens, head_dim), to the sum for tokens `first` to `start`."""
+        if first == start:
+            return
+        if self._gradients is None:
+            # float32, since the sum has a part from every later window
+            shape = (*gradient.shape[:2], start, gradient.shape[3])
+            self._gradients = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
+        self._gradients[:, :, first:start] += gradient
+
+    def taken(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the keys (or values) of the present window and their gradient from later windows, and drops `own`.
+        Returns None if there is no such gradient."""
+        own, self.own = self.own, None
+        if own is None or self._gradients is None:
+            return None
+        return own, self._gradients[:, :, start:stop].to(own.dtype)
+
+
+class _Seen(torch.autograd.Function):
+    """Returns the keys or values to which a window may attend, as a view, and passes their gradients on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, anchor: torch.Tensor | None, kept: _Kept, numbers: torch.Tensor, first: int,
+        start: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the part of `numbers`, all keys or values, from token `first` to the end of the window.
+
+        `own`, the part of the window that begins at token `start`, is already in `numbers`. It is an argument so that
+        it gets a gradient. `anchor` is an argument so that autograd calls `backward` even if `own` needs no gradient.
+        """
+        ctx.kept, ctx.first, ctx.start = kept, first, start
+        return numbers[:, :, first : start + own.shape[2]]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        """Returns the gradient of the window's own keys or values, and adds that of earlier ones to `kept`'s sum."""
+        num_earlier = ctx.start - ctx.first
+        ctx.kept.add_gradient(gradient[:, :, :num_earlier], ctx.first, ctx.start)
+        return gradient[:, :, num_earlier:], None, None, None, None, None
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Holds one layer of a `WindowCache`, with the interface that transformers' model code expects."""
+
+    is_croppable = False
+
+    def __init__(self, sliding_window: int | None, num_tokens: int) -> None:
+        super().__init__()
+        self.is_sliding = sliding_window is not None
+        self._sliding_window = sliding_window
+        self._kept = (_Kept(num_tokens), _Kept(num_tokens))
+        self._start = 0
+        self.num_updates = 0
+
+    def begin(self, start: int) -> None:
+        self._start, self.num_updates = start, 0
+
+    @property
+    def _first(self) -> int:
+        return 0 if self._sliding_window is None else max(self._start - self._sliding_window + 1, 0)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        is_again = self.num_updates > 0
+        self.num_updates += 1
+        self.is_initialized = True
+        return tuple(
+            kept.extended(own, self._first, self._start, is_again)
+            for kept, own in zip(self._kept, (key_states, value_states), strict=True)
+        )
+
+    def taken(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for kept in self._kept:
+            found = kept.taken(self._start, stop)
+            if found is not None:
+                yield found
+
+    def put_prefix(self, keys: torch.Tensor, values: torch.Tensor, stop: int) -> None:
+        for kept, given in zip(self._kept, (keys, values), strict=True):
+            kept.put_prefix(given, stop)
+
+    def prefix_gradients(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for kept in self._kept:
+            found = kept.prefix_gradient(stop)
+            if found is not None:
+                yield found
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._start + query_length - self._first, self._first
+
+    def get_seq_length(self) -> int:
+        return self._start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Does nothing: memory is taken by the first `update`."""
+
+
+class WindowCache(Cache):  # type: ignore[misc]
+    """Holds the keys and values of a batch that goes through a model window by window, as a cache of transformers."""
+
+    def __init__(self, sliding_windows: Sequence[int | None], num_tokens: int, prefix: Cache | None = None) -> None:
+        """Makes a cache without the batch's tokens.
+
+        Args:
+            sliding_windows: for each layer, the number of tokens that a token attends to; None means all.
+            num_tokens: the number of tokens of each row of the batch.
+            prefix: keys and values of virtual tokens in front of each row, as a cache of transformers; None for no
+                such tokens. Indices of tokens, below, do not count virtual tokens.
+        """
+        self.num_virtual = 0 if prefix is None else prefix.get_seq_length()
+        super().__init__(layers=[_Layer(window, self.num_virtual + num_tokens) for window in sliding_windows])
+        for layer, given in zip(self.layers, [] if prefix is None else prefix.layers, strict=prefix is not None):
+            layer.put_prefix(given.keys, given.values, self.num_virtual)
+
+    def begin(self, start: int) -> None:
+        """Begins a pass over the window whose first token has the index `start`. Earlier windows must come first."""
+        for layer in self.layers:
+            layer.begin(self.num_virtual + start)
+
+    def check(self) -> None:
+        """Checks, after a pass, that every layer of the model has used this cache.
+
+        Raises:
+            ConfigurationError: a layer did not use the cache, so it did not attend to earlier windows.
+        """
+        if not all(layer.num_updates for layer in self.layers):
+            raise ConfigurationError("window_tokens is not possible: not every layer of this model uses its cache")
+
+    def taken(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the keys, and the values, that the last pass computed in each layer, with their gradient from later
+        windows.
+
+        Args:
+            stop: the end of the window.
+        """
+        for layer in self.layers:
+            yield from layer.taken(self.num_virtual + stop)
+
+    def prefix_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the keys, and the values, of the virtual tokens in each layer, with their gradient from all
+        windows."""
+        for layer in self.layers:
+            yield from layer.prefix_gradients(self.num_virtual)
+
 
 _LOGITS_AT_ONCE = 1 << 22
 """The number of logits that are computed together if the tenant holds the head: 16 MiB in float32, and three times as
 much with their gradient and softmax."""
 
-_Inputs = Mapping[str, torch.Tensor]
 _Window = tuple[int, int]
 """The token range of a window: (index of the first token, index after the last token)."""
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]

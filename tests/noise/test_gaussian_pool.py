@@ -24,7 +24,7 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tenant_sdk.model.planned_calls import Course, masked_on_course
+from tenant_sdk.model.run_state import Course, masked_on_course
 from tests.support.answered import Answered
 from tests.support.parity import adapted, batch, grads, lora, relative
 from tests.support.tiny_models import make_tiny

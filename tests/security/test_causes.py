@@ -42,10 +42,10 @@ from provider.parallel.ranks import RankLost, together
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import adapted_model
 from tenant_sdk.identity import issuer_of, read_endpoint
-from tenant_sdk.text.failures import surviving
+from tenant_sdk.text.source import surviving
 from tenant_sdk.training.checkpoints import Checkpoints
 from tenant_sdk.training.dataset import load_rows
-from tenant_sdk.training.labelled_tokens import tokenize
+from tenant_sdk.training.token_rows import tokenize
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import check_files, check_scale_names
 from wire.errors import VeilbaseError, os_cause
@@ -320,7 +320,7 @@ def test_of_a_mixed_except_the_operating_systems_error_alone_is_shown() -> None:
 
 ROW_PATHS = (
     "noise", "tenant_sdk/text", "tenant_sdk/training/dataset.py", "tenant_sdk/model/remote_group.py",
-    "tenant_sdk/model/remote_linear.py", "tenant_sdk/model/planned_calls.py", "wire/ring", "wire/frame.py",
+    "tenant_sdk/model/remote_linear.py", "tenant_sdk/model/run_state.py", "wire/ring", "wire/frame.py",
     "wire/transport", "provider/net", "provider/engine", "provider/model/served_model.py",
 )  # fmt: skip
 BEFORE_ANY_ROW = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenant_sdk.serving.adapters.module_batch import ModuleBatch
+from tenant_sdk.serving.adapters.module_stack import ModuleBatch
 
 
 @pytest.fixture

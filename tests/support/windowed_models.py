@@ -37,7 +37,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 def whole_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Returns (the loss, the gradients by the parameter's name) of one pass over the whole batch."""
-    from tenant_sdk.training.completion_trainer import completion_loss
+    from tenant_sdk.training.trainers import completion_loss
 
     model.zero_grad()
     loss, _ = completion_loss(model, dict(inputs))

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import adapted_model, say_how_little
-from tenant_sdk.serving.adapters import AdapterStore, patterns
+from tenant_sdk.serving.adapters import AdapterStore, targets
 from tests.support.saved_adapters import Bell, save_adapter, stepped
 from wire.errors import ConfigurationError
 
@@ -356,14 +356,14 @@ def test_what_is_no_folder_is_refused_in_one_line(adapter: Any, chat_client: Ten
 
 
 def test_a_pattern_is_ended_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MATCHING_S", 1)
+    monkeypatch.setattr(targets, "MATCHING_S", 1)
     began = time.monotonic()
     with pytest.raises(ConfigurationError, match="the adapter one has a pattern in target_modules that is invalid or"):
-        patterns.fully_matched("one", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
-    assert time.monotonic() - began < patterns.WAIT_S
+        targets.fully_matched("one", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+    assert time.monotonic() - began < targets.WAIT_S
     again = time.monotonic()
     with pytest.raises(ConfigurationError):  # it is remembered, so that many requests cost no more than one
-        patterns.fully_matched("two", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+        targets.fully_matched("two", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
     assert time.monotonic() - again < 0.5
 
 
@@ -388,7 +388,7 @@ def test_another_adapter_with_the_same_times_counts_at_once(
 ) -> None:
     """The second adapter has the sizes and the times of the first. Files of just now, whose times cannot be relied on,
     are told by their bytes."""
-    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", racy_ns)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", racy_ns)
     other = shutil.copytree(folder, folder.with_name("other"))
     tensors(other, lambda saved: [each.neg_() for each in saved.values() if each.shape[1] == 8] and None)
     for each in (folder, other):

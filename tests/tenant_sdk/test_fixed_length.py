@@ -13,8 +13,8 @@ from transformers import GenerationConfig, TemperatureLogitsWarper
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
-from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
 from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.run_state import Course, NotFiniteWarning
 from tests.support.overflowing import HONEST, Opened
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction

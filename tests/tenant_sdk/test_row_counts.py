@@ -17,8 +17,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session import NotVerifiedWarning
-from tenant_sdk.text.failures import TokenizerFailed
 from tenant_sdk.text.rows import CutWarning
+from tenant_sdk.text.source import TokenizerFailed
 from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.dataset import UnusableRowWarning
 from tests.support.chat_model import SPECIAL, make_chat_model

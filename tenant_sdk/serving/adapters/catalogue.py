@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from noise.disk.private_files import FILE_MODE, make_private_folder
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
-from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES
+from tenant_sdk.serving.adapters.peft_settings import MAX_CONFIG_BYTES
 from wire.errors import ConfigurationError
 
 MAX_CATALOGUE_BYTES = 8 << 20

@@ -19,9 +19,8 @@ import torch
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer
 from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers, Stack
-from tenant_sdk.serving.adapters.module_batch import Batching, ModuleBatch, RowFormat
-from tenant_sdk.serving.adapters.packed_modules import PackedModules
-from tenant_sdk.serving.adapters.peft_modules import Layer, make_modules
+from tenant_sdk.serving.adapters.module_stack import Batching, ModuleBatch, RowFormat
+from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules, make_modules
 
 
 @dataclass

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tenant_sdk.serving.adapters.packed_modules import PackedModules
-from tenant_sdk.serving.adapters.reading import Reading
-from tenant_sdk.serving.adapters.weights_file import LoraFile, LoraLayer
+from tenant_sdk.serving.adapters.files import LoraFile, LoraLayer, Reading
+from tenant_sdk.serving.adapters.peft_modules import PackedModules
 from wire.errors import ConfigurationError
 
 

@@ -1,4 +1,6 @@
-"""This module computes the attention of all requests that have few rows in a step, layer by layer in one call each.
+"""This module describes which rows of a step belong to which request.
+
+This module computes the attention of all requests that have few rows in a step, layer by layer in one call each.
 
 An answer that is being written has one row in each step. Torch would compute the attention of each request in calls of
 its own, and copy keys and values that are not kept in float32. The compiled attention (kernels.c) reads all requests'
@@ -8,15 +10,33 @@ keys and values where they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tenant_sdk.serving.attention import kernels
-from tenant_sdk.serving.attention.pieces import Piece
-from tenant_sdk.serving.kv import KvLayout, as_kept
+from tenant_sdk.serving.kv import KvLayout, RequestKv, as_kept
 from wire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Describes the rows of one request in a step.
+
+    Attributes:
+        kv: the request's keys and values.
+        position: the position of the first row that is not padding; padding before a prompt has no position.
+        num_rows: the number of rows, with padding.
+        num_unseen: the number of padding rows at the beginning. No row attends to them, and their attention gives
+            zeros.
+    """
+
+    kv: RequestKv = field(repr=False)
+    position: int
+    num_rows: int
+    num_unseen: int = 0
 
 
 class FewRows:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.attention.few_rows import Piece
 from tenant_sdk.serving.kv import KvLayout, RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Request

@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tenant_sdk.model.planned_calls import AT_ONCE, planned_calls
+from tenant_sdk.model.run_state import AT_ONCE, planned_calls
 from tenant_sdk.plain_values import positive
 from tenant_sdk.serving.speculation.draft import DraftModel
-from tenant_sdk.serving.speculation.drafter import Drafter
-from tenant_sdk.serving.speculation.lookup import PromptLookup
+from tenant_sdk.serving.speculation.drafter import Drafter, PromptLookup
 from wire.errors import ConfigurationError
 from wire.loading import loading
 
@@ -25,7 +24,7 @@ class Speculation:
             additional rows for every answer, whether tokens are drafted or not, so that the rows of a pass do not show
             what was drafted.
         draft: a transformers model at the tenant that drafts, with the same tokenizer as the remote model. None drafts
-            by prompt lookup (lookup.py).
+            by prompt lookup (drafter.py).
         draft_tokenizer: the tokenizer of `draft`; None reads the tokenizer from the place from which `draft` was
             loaded.
     """

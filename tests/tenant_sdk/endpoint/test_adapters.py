@@ -14,7 +14,7 @@ import pytest
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
-from tenant_sdk.serving.adapters import reading
+from tenant_sdk.serving.adapters import files
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
 from tests.support.saved_kinds import save_kind
@@ -50,7 +50,7 @@ ESCAPES = [
 def test_each_adapter_is_shown_with_its_tier(
     client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "RACY_NS", 0)  # files that have just been written are read again for each request
+    monkeypatch.setattr(files, "RACY_NS", 0)  # files that have just been written are read again for each request
     for name in ("used", "unused"):
         save_adapter(client.load_model(), tmp_path / "adapters" / name, 1)
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
@@ -127,7 +127,7 @@ def test_load_and_unload(client: TenantClient, root: Path) -> None:
 def test_unloading_frees_the_memory_once_no_name_is_left(
     client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "RACY_NS", 0)
+    monkeypatch.setattr(files, "RACY_NS", 0)
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         store: Any = endpoint.service.names.store
         for name in ("support", "help"):

@@ -19,7 +19,7 @@ import pytest
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.job_routes import JobRequest
+from tenant_sdk.endpoint.jobs import JobRequest
 from tenant_sdk.endpoint.schema import (
     CalledFunction,
     ChatRequest,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.job_views import event_page, job_page, loss_curve
+from tenant_sdk.endpoint.jobs import event_page, job_page, loss_curve
 
 SETTINGS = {"num_epochs": 3.0, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.logprobs import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs
+from tenant_sdk.endpoint.options import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
 
 FACE = "😊"

@@ -14,8 +14,8 @@ import torch
 
 from noise.params import PARAMETERS
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.hooks import LogprobRecord
 from tenant_sdk.endpoint.logprobs import TokenTexts
+from tenant_sdk.endpoint.options import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.served_kinds import open_client

@@ -14,8 +14,7 @@ import pytest
 import trustme
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.connections import MOST_ENDING, ListeningSocket
-from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.endpoint.server import MOST_ENDING, Endpoint, ListeningSocket
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
 from tests.support.endpoints import KEY, WHO, chat
 from tests.support.waiting import WAIT_S

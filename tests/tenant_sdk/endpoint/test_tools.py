@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.chat import Call, HeldText, read_calls
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
-from tenant_sdk.endpoint.tools import Call, HeldText, read_calls
-from tenant_sdk.serving.answer import Answer
-from tenant_sdk.text.ready import ReadyText
+from tenant_sdk.serving.requests import Answer
+from tenant_sdk.text.rows import ReadyText
 from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
 
 NAMES = frozenset({"f", "g"})

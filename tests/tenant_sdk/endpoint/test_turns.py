@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.training import StoppableSession
-from tenant_sdk.endpoint.turns import NUM_STEPS, Turns
+from tenant_sdk.endpoint.jobs import NUM_STEPS, StoppableSession, Turns
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.waiting import comes, end
 

@@ -23,10 +23,8 @@ import pytest
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint import jobs, uploads
-from tenant_sdk.endpoint.disk import write_new
-from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.forms import Part, read_form
-from tenant_sdk.endpoint.http import ClientGone, read_body
+from tenant_sdk.endpoint.errors import HttpError, write_new
+from tenant_sdk.endpoint.http import ClientGone, Part, read_body, read_form
 from tenant_sdk.endpoint.settings import EndpointLimits
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
 from tests.support.waiting import end, until

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
-from tenant_sdk.kinds.delora import row_norms
-from tenant_sdk.kinds.products import KnownProduct, hadamard_product
-from tenant_sdk.kinds.subspace import leading_columns, leading_factors
+from tenant_sdk.kinds.low_rank import row_norms
+from tenant_sdk.kinds.products import KnownProduct, hadamard_product, leading_columns, leading_factors
 from tenant_sdk.model import base_products
-from tenant_sdk.training.kept_replies import KeptReplies
-from tenant_sdk.training.reply_store import ReplyStore
+from tenant_sdk.training.activation_checkpointing import KeptReplies, ReplyStore
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import RELATIVE, local, relative

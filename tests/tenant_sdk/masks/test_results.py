@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tenant_sdk.model.planned_calls import NotFiniteWarning
+from tenant_sdk.model.run_state import NotFiniteWarning
 from tests.support.lattice import BACKWARD, FORWARD
 from tests.support.lattice_bounds import bounds, wide
 from tests.support.mask_parameters import DEFAULT

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from noise.blocks.pool import Block, MaskPool
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
-from tenant_sdk.model import decode_threads
-from tenant_sdk.model.decode_threads import watch
+from tenant_sdk.model import build
+from tenant_sdk.model.build import watch
 from tests.support.waiting import end
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import RowsPayload
@@ -135,7 +135,7 @@ def test_after_ctrl_c_the_next_step_finds_all_cores_again() -> None:
     with torch.no_grad():
         with pytest.raises(KeyboardInterrupt):
             decoder(tokens(1, 1), past_key_values=cache_of(10), interrupts=True)
-        decoder(tokens(1, decode_threads.MOST_TOKENS + 1), past_key_values=cache_of(10))
+        decoder(tokens(1, build.MOST_TOKENS + 1), past_key_values=cache_of(10))
         decoder(tokens(1, 1), past_key_values=cache_of(10))
     assert decoder.seen == [1, 3, 1]
     assert torch.get_num_threads() == 3
@@ -151,10 +151,10 @@ def test_a_step_that_fails_gives_the_cores_back() -> None:
 
 def test_large_steps_training_and_what_cannot_be_seen_are_left_alone() -> None:
     decoder = Decoder()
-    longest = decode_threads.MOST_CACHED // WIDTH
+    longest = build.MOST_CACHED // WIDTH
     with torch.no_grad():
-        decoder(tokens(1, decode_threads.MOST_TOKENS + 1), past_key_values=cache_of(10))
-        decoder(tokens(decode_threads.MOST_TOKENS + 1, 1), past_key_values=cache_of(10))
+        decoder(tokens(1, build.MOST_TOKENS + 1), past_key_values=cache_of(10))
+        decoder(tokens(build.MOST_TOKENS + 1, 1), past_key_values=cache_of(10))
         decoder(tokens(1, 1), past_key_values=cache_of(longest))
         decoder(tokens(1, 1))  # no cache: a whole sequence, whatever its length
         decoder(past_key_values=cache_of(10))

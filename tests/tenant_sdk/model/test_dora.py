@@ -16,10 +16,9 @@ from safetensors.torch import load, save
 
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient, embedded, for_remote_base
-from tenant_sdk.model.dora_norms import SMALLEST_SHARE, column_norms_of_sum
-from tenant_sdk.model.planned_calls import Course, planned_calls
-from tenant_sdk.model.product_source import products_from, zeros
+from tenant_sdk.model.dora import SMALLEST_SHARE, column_norms_of_sum
 from tenant_sdk.model.remote_linear import RemoteWeightError
+from tenant_sdk.model.run_state import Course, planned_calls, products_from, zeros
 from tests.support.client_seams import before_requests
 from tests.support.lying_bundle import Liar
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -277,7 +276,7 @@ def test_false_norms_are_one_line_before_anything_is_sent(
         adapted(client.load_model(), lora(r=RANK))(batch())  # nothing else needs norms
 
 
-@pytest.mark.filterwarnings("ignore::tenant_sdk.model.planned_calls.NotFiniteWarning")
+@pytest.mark.filterwarnings("ignore::tenant_sdk.model.run_state.NotFiniteWarning")
 @pytest.mark.parametrize("mask", ["off", "lattice"])
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_lie_in_a_product_shows_in_no_call(opened: Opened, tmp_path: Path, mask: str, after: int) -> None:
@@ -295,7 +294,7 @@ def test_a_lie_in_a_product_shows_in_no_call(opened: Opened, tmp_path: Path, mas
     assert seen[0] == seen[1]
 
 
-@pytest.mark.filterwarnings("ignore::tenant_sdk.model.planned_calls.NotFiniteWarning")
+@pytest.mark.filterwarnings("ignore::tenant_sdk.model.run_state.NotFiniteWarning")
 @pytest.mark.parametrize("after", [0, 3, 30], ids=["in A·W", "in the first pass", "in a later pass"])
 def test_a_second_answer_does_not_show_whether_the_first_was_spoilt(opened: Opened, tmp_path: Path, after: int) -> None:
     """Every answer asks for A·W, whatever the answers before it were. Otherwise the second answer of a session would

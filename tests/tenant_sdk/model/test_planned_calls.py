@@ -23,8 +23,8 @@ from noise.off import Off
 from noise.scheme import GroupSpec
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
 from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.run_state import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
 from tests.support.client_seams import before_requests
 from tests.support.overflowing import HONEST, Opened
 from tests.support.quick_training import QUICK, ROWS, lora

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.generate import prompt_ids
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import kv_layout
+from tenant_sdk.serving.requests import Answer
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import PROMPTS, make_model, open_client
 from tests.support.step_gate import TIMEOUT_S, Gate

@@ -16,7 +16,7 @@ import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
-from tenant_sdk.serving.host_kv import DEVICE_ROWS
+from tenant_sdk.serving.kv import DEVICE_ROWS
 from tests.support.cuda_devices import cpu_and
 from tests.support.logits_recorder import alone, together
 from tests.support.saved_adapters import save_adapter

@@ -13,8 +13,7 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.serving import long_attention
 from tenant_sdk.serving.engine import Engine
-from tenant_sdk.serving.host_kv import DEVICE_ROWS, attention_device, kv_place
-from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
+from tenant_sdk.serving.kv import DEVICE_ROWS, KV_DTYPES, KvLayout, RequestKv, attention_device, kv_place
 from tenant_sdk.serving.long_attention import attend_in_chunks, read_floats, takes_chunks
 from tenant_sdk.serving.ragged import attend
 from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client

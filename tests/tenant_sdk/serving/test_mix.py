@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.loop import EngineStatus
+from tenant_sdk.serving.requests import Answer
 from tests.support.logits_recorder import alone
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.mask_site import Watched

@@ -14,10 +14,10 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.generate import prompt_ids
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, CallerPrefixes, PrefixCache
+from tenant_sdk.serving.requests import Answer
 from tests.support.logits_recorder import Recorder
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import KINDS, make_model, open_client

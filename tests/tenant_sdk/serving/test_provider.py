@@ -13,7 +13,7 @@ import torch
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import Speculation, TenantClient
-from tenant_sdk.model.planned_calls import NotFiniteWarning
+from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
 from tests.support.counting_provider import TOY_MASK, Change, CountingProvider, open_counted
 from tests.support.served_kinds import make_model

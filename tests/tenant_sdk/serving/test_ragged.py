@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tenant_sdk.serving.attention import kernels
-from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.attention.few_rows import Piece
 from tenant_sdk.serving.kv import RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel, attend
 from tests.support.served_kinds import CONFIGS, KINDS

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tenant_sdk.serving.text_stream import TextStream
-from tenant_sdk.text.failures import SafeDecoding
-from tenant_sdk.text.stops import special_texts
+from tenant_sdk.serving.requests import TextStream
+from tenant_sdk.text.source import SafeDecoding, special_texts
 
 
 def byte_tokenizer() -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tenant_sdk.training import checkpointing
-from tenant_sdk.training.checkpointing import choose, estimate, free_memory, has_dropout, resolve
+from tenant_sdk.training import activation_checkpointing
+from tenant_sdk.training.activation_checkpointing import choose, estimate, free_memory, has_dropout, resolve
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, StorageError
@@ -28,7 +28,7 @@ from wire.errors import ConfigurationError, StorageError
     ],
 )  # fmt: skip
 def test_options_that_go_together(checkpointing: Any, older: bool, budget: Any, mode: str | None) -> None:
-    assert resolve(checkpointing, older, budget) == mode
+    assert resolve(activation_checkpointing, older, budget) == mode
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_auto_is_the_cheapest_that_fits(base: Any, tmp_path: Path, monkeypatch: 
     assert chosen(base, need.plain / MEGABYTES - 1, tmp_path) == "replies"
     assert chosen(base, 0, tmp_path) == "replies"
     disk = SimpleNamespace(free=need.stored // 2)
-    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda folder: disk)
+    monkeypatch.setattr(activation_checkpointing.shutil, "disk_usage", lambda folder: disk)
     assert chosen(base, 0, tmp_path) == "recompute", "the disk has no room"
     assert chosen(base, (need.working + 0.6 * need.stored) / MEGABYTES, tmp_path) == "replies", "memory has it"
     with pytest.raises(StorageError, match="MB of free disk for replies") as failure:
@@ -87,7 +87,7 @@ def test_without_a_budget_half_of_the_free_memory_counts(
     assert 1e6 < free_memory() < 1e15
     plain = estimate(base, NUM_ROWS, False).plain
     for free, mode in ((2 * plain + 10, None), (2 * plain - 10, "replies")):
-        monkeypatch.setattr(checkpointing, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(activation_checkpointing, "free_memory", lambda free=free: free)
         assert chosen(base, None, tmp_path) == mode
 
 
@@ -97,11 +97,11 @@ def test_without_a_budget_replies_go_to_a_disk_that_has_room(
     """Who names this mode wants memory; half of the free memory would often hold all replies."""
     need = estimate(base, NUM_ROWS, False)
     budgets = []
-    monkeypatch.setattr(checkpointing, "ReplyStore", lambda in_memory, folder: budgets.append(in_memory))
-    monkeypatch.setattr(checkpointing, "free_memory", lambda: 4 * need.stored)
+    monkeypatch.setattr(activation_checkpointing, "ReplyStore", lambda in_memory, folder: budgets.append(in_memory))
+    monkeypatch.setattr(activation_checkpointing, "free_memory", lambda: 4 * need.stored)
     for free_disk in (need.stored, need.stored - 1):
         disk = SimpleNamespace(free=free_disk)
-        monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda folder, disk=disk: disk)
+        monkeypatch.setattr(activation_checkpointing.shutil, "disk_usage", lambda folder, disk=disk: disk)
         choose("replies", base, NUM_ROWS, False, None, tmp_path)
     assert budgets == [0, 2 * need.stored - need.working]
 
@@ -130,14 +130,14 @@ def set_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     calls: list[tuple[int, int]] = []
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(checkpointing, "_mallopt", lambda: lambda *call: calls.append(call))
+    monkeypatch.setattr(activation_checkpointing, "_mallopt", lambda: lambda *call: calls.append(call))
     return calls
 
 
 def test_pages_go_back_during_a_step_and_only_then(set_here: list[tuple[int, int]]) -> None:
-    with checkpointing.giving_pages_back():
+    with activation_checkpointing.giving_pages_back():
         assert dict(set_here)[-3] == 1 << 20
-        with checkpointing.giving_pages_back():  # another run's step, which ends first
+        with activation_checkpointing.giving_pages_back():  # another run's step, which ends first
             pass
         assert len(set_here) == 2
     assert dict(set_here[2:]) == {-1: 64 << 20, -3: 32 << 20}
@@ -150,14 +150,14 @@ def test_thresholds_of_the_user_stay(
     set_here: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with checkpointing.giving_pages_back():
+    with activation_checkpointing.giving_pages_back():
         pass
     assert set_here == []
 
 
 def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "_mallopt", lambda: None)
-    with checkpointing.giving_pages_back():
+    monkeypatch.setattr(activation_checkpointing, "_mallopt", lambda: None)
+    with activation_checkpointing.giving_pages_back():
         pass
 
 
@@ -184,7 +184,7 @@ def test_a_full_disk_ends_the_run_before_the_step(
     per_step, sent = len(plain) // QUICK["max_steps"], plain.copy()
     plain.clear()
     steps = 0
-    before_step = checkpointing.Checkpointing.before_step
+    before_step = activation_checkpointing.Checkpointing.before_step
 
     def fill(self: Any, num_rows: int) -> None:
         nonlocal steps
@@ -195,7 +195,7 @@ def test_a_full_disk_ends_the_run_before_the_step(
         if size > 1 << 26:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpointing.Checkpointing, "before_step", fill)
+    monkeypatch.setattr(activation_checkpointing.Checkpointing, "before_step", fill)
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(StorageError, match="No space left on device") as failure:
         chat_client.finetune(ROWS, lora(), tmp_path / "out", **REPLIES)
@@ -212,7 +212,7 @@ def test_a_store_that_is_taken_away_in_a_step(
     chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    store = checkpointing.ReplyStore
+    store = activation_checkpointing.ReplyStore
 
     def note(*arguments: Any) -> Any:
         made.append(store(*arguments))
@@ -222,7 +222,7 @@ def test_a_store_that_is_taken_away_in_a_step(
         if call.direction.name == "BACKWARD":
             made[0].close()
 
-    monkeypatch.setattr(checkpointing, "ReplyStore", note)
+    monkeypatch.setattr(activation_checkpointing, "ReplyStore", note)
     before_requests(monkeypatch, take_away)
     with pytest.raises(StorageError, match="cannot be used") as failure:
         chat_client.finetune(ROWS, lora(), tmp_path / "out", **REPLIES)

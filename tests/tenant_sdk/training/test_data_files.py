@@ -16,8 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from tenant_sdk.training.data_files import NOT_READ
-from tenant_sdk.training.dataset import Text, load_rows
+from tenant_sdk.training.dataset import NOT_READ, Text, load_rows
 from tests.support.quick_training import ROWS
 from wire.errors import ConfigurationError, DatasetError
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tenant_sdk.training import labelled_tokens
+from tenant_sdk.training import token_rows
 from tenant_sdk.training.dataset import Completion, Conversation, Preference, Row, Text, load_rows
-from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator, tokenize
+from tenant_sdk.training.token_rows import IGNORE_INDEX, Collator, tokenize
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError, DatasetError
 
@@ -548,10 +548,10 @@ def long_talk(num_turns: int) -> dict[str, Any]:
 def test_a_long_conversation_has_the_labels_of_short_ones(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, rows = tiny(LONG_TEMPLATES[template]), load_rows([long_talk(60)])
     long = tokenize(rows, tokenizer, 1 << 20)
-    monkeypatch.setattr(labelled_tokens, "MOST_RENDERED", 1 << 20)
-    monkeypatch.setattr(labelled_tokens, "LINE_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(token_rows, "MOST_RENDERED", 1 << 20)
+    monkeypatch.setattr(token_rows, "LINE_CHARACTERS", 1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(labelled_tokens, "last_place", lambda places, most: (0, 0))
+        patch.setattr(token_rows, "last_place", lambda places, most: (0, 0))
         assert tokenize(rows, tokenizer, 1 << 20) == long
     assert len(labelled(tokenizer, long[0])) == 30
 

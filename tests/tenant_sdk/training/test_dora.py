@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from tenant_sdk import TenantClient
 from tenant_sdk.model.dora import for_remote_base
-from tenant_sdk.training.checkpointing import estimate
+from tenant_sdk.training.activation_checkpointing import estimate
 from tenant_sdk.training.windows import Windows
 from tests.support.client_seams import before_requests
 from tests.support.dequantised import dequantised

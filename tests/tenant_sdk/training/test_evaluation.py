@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
-from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tenant_sdk.training.labelled_tokens import Collator
-from tenant_sdk.training.run_data import parse_data
+from tenant_sdk.model.run_state import NotFiniteWarning
+from tenant_sdk.training.token_rows import Collator, parse_data
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.overflowing import HONEST, Opened

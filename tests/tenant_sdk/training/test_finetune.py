@@ -30,8 +30,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import FewLayersWarning
 from tenant_sdk.kinds.started_lora import StartedLoraModel
-from tenant_sdk.training.completion_trainer import CompletionTrainer, mean_loss
-from tenant_sdk.training.labelled_tokens import Collator
+from tenant_sdk.training.token_rows import Collator
+from tenant_sdk.training.trainers import CompletionTrainer, mean_loss
 from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora

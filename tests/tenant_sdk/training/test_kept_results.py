@@ -13,10 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tenant_sdk.model.product_source import product
-from tenant_sdk.training.kept_replies import KeptReplies
-from tenant_sdk.training.kept_results import bytes_per_row
-from tenant_sdk.training.reply_store import ReplyStore
+from tenant_sdk.model.run_state import product
+from tenant_sdk.training.activation_checkpointing import KeptReplies, ReplyStore, bytes_per_row
 
 ATTENTION, PRODUCT = "_scaled_dot_product_flash_attention_for_cpu", "mm"
 TOKENS, WIDTH, RANK = 12, 32, 4

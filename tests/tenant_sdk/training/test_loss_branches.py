@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.training.loss_branches import steps_without_progress
-from tenant_sdk.training.result import Evaluation
+from tenant_sdk.training.settings import Evaluation
+from tenant_sdk.training.trainers import steps_without_progress
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.quick_training import QUICK, ROWS, lora

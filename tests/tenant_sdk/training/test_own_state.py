@@ -26,7 +26,7 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
-from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
+from tenant_sdk.training.trainers import DrawnFrom, own_accelerate_state
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import WAIT_S
 

@@ -16,8 +16,7 @@ from transformers import OPTConfig
 
 from tenant_sdk import TenantClient
 from tenant_sdk.training import pruning
-from tenant_sdk.training.bit_masks import apply_bits, bits_of, keep_bits
-from tenant_sdk.training.pruning import prune
+from tenant_sdk.training.pruning import apply_bits, bits_of, keep_bits, prune
 from tests.support.served_kinds import CONFIGS, make_model, open_client
 from tests.support.tiny_models import VOCAB, save_random
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tenant_sdk.training.reply_store import ReplyStore
+from tenant_sdk.training.activation_checkpointing import ReplyStore
 from wire.errors import StorageError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

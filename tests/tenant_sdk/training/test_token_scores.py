@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
-from tenant_sdk.training import token_scores
-from tenant_sdk.training.token_scores import Scores, score_tokens
+from tenant_sdk.training import loss
+from tenant_sdk.training.loss import Scores, score_tokens
 from tests.support.client_seams import before_requests
 from tests.support.parity import adapted, lora, relative
 from tests.support.tiny_models import VOCAB, make_tiny
@@ -53,7 +53,7 @@ def test_scores_and_gradients(client_of_kind: Any, every_position: bool, monkeyp
     """Chunks of three rows leave an uneven rest. Each row's score has its own factor in the loss."""
     kind, client = client_of_kind
     for name in ("LOCAL_CHUNK_BYTES", "REMOTE_CHUNK_BYTES"):
-        monkeypatch.setattr(token_scores, name, 4 * VOCAB * 3)
+        monkeypatch.setattr(loss, name, 4 * VOCAB * 3)
     factors = torch.linspace(-1, 2, 22).view(2, 11)
     found = []
     for is_chunked in (False, True):
@@ -88,7 +88,7 @@ def test_logits_that_cannot_be_computed_in_chunks(client_of_kind: Any, monkeypat
     model = adapted(client.load_model(), lora(kind)).eval()
     with torch.no_grad():
         want = expected(model, batch())
-        monkeypatch.setattr(token_scores, "probe", lambda base: None)
+        monkeypatch.setattr(loss, "probe", lambda base: None)
         score_tokens(model)
         assert torch.allclose(model(**batch(), fused_lm_head=True).log_probs, want.log_probs, rtol=1e-4, atol=1e-5)
 

@@ -24,8 +24,7 @@ from peft import (
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, JambaConfig, LlamaConfig, MixtralConfig
 
-from tenant_sdk.training.window_cache import _Kept
-from tenant_sdk.training.windows import Windows
+from tenant_sdk.training.windows import Windows, _Kept
 from tests.support import served_kinds
 from tests.support.parity import adapted, relative
 from tests.support.tiny_models import GPT2_SIZES, SIZES

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tenant_sdk.serving.adapters.files import LoraFile
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS, AdapterFolder
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
-from tenant_sdk.serving.adapters.weights_file import LoraFile
 from tests.support.saved_adapters import base_model, save_adapter
 from wire.errors import ConfigurationError
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tenant_sdk.serving.adapters import AdapterStore, kinds, peft_modules
+from tenant_sdk.serving.adapters import AdapterStore, peft_modules, peft_settings
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.saved_kinds import EXAMPLES, save_kind
@@ -218,7 +218,7 @@ def test_a_kind_that_is_listed_by_mistake_is_refused_when_it_is_loaded(
     checks = dict.fromkeys(json.loads((tmp_path / "one" / CONFIG).read_text()), lambda value: True)
     listed = {name: checks[name] for name in own}
     training = tuple(checks.keys() - own.keys())
-    monkeypatch.setitem(kinds.KINDS, peft_type, kinds.Kind(peft_type, listed, training=training))
+    monkeypatch.setitem(peft_settings.KINDS, peft_type, peft_settings.Kind(peft_type, listed, training=training))
     with pytest.raises(ConfigurationError, match=match):
         raise ConfigurationError(refused(stock, tmp_path, "one"))
 
@@ -273,7 +273,7 @@ def test_numbers_that_overflow_are_refused_and_this_is_remembered(
 ) -> None:  # fmt: skip
     shutil.copytree(made / "LoHa", tmp_path / "one")
     tensors(tmp_path / "one", lambda saved: [each.fill_(1e30) for each in saved.values()])
-    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)  # the files are new, and stay as they are
+    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
     ticket = store.reserve("one")
@@ -293,7 +293,7 @@ def test_a_module_that_fails_when_it_is_tried_is_remembered(
 
     shutil.copytree(made / "LoHa", tmp_path / "one")
     monkeypatch.setattr(peft_modules, "outputs", outputs)
-    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)  # the files are new, and stay as they are
+    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
     ticket = store.reserve("one")

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tenant_sdk.serving.adapters import AdapterStore, module_stack
-from tenant_sdk.serving.adapters.module_batch import Batching, ModuleBatch, RowFormat
-from tenant_sdk.serving.adapters.stub_layers import base_inputs, outputs, stub_of
+from tenant_sdk.serving.adapters.module_stack import Batching, ModuleBatch, RowFormat
+from tenant_sdk.serving.adapters.peft_modules import base_inputs, outputs, stub_of
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
 from wire.errors import InvalidTensor

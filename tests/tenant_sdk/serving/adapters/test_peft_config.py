@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from tenant_sdk.serving.adapters.peft_config import LoraSettings, parse_settings
+from tenant_sdk.serving.adapters.peft_settings import LoraSettings, parse_settings
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
 

@@ -18,10 +18,9 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
 from tenant_sdk.serving.adapters import reader as reader_module
 from tenant_sdk.serving.adapters.device import DeviceTier
+from tenant_sdk.serving.adapters.files import Reading
 from tenant_sdk.serving.adapters.folder import WEIGHTS
-from tenant_sdk.serving.adapters.placement import MOST_PASSED, Placement
-from tenant_sdk.serving.adapters.reading import Reading
-from tenant_sdk.serving.adapters.store import RANKS
+from tenant_sdk.serving.adapters.store import MOST_PASSED, RANKS, Placement
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
@@ -93,7 +92,7 @@ class Reads:
 def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the store rely on the stamps of new files, since a test does not change its files within a tick of the
     clock."""
-    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)
 
 
 def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tenant_sdk.serving.attention import kernels
-from tenant_sdk.serving.attention.few_rows import FewRows, split
-from tenant_sdk.serving.attention.pieces import Piece
+from tenant_sdk.serving.attention.few_rows import FewRows, Piece, split
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
 from tenant_sdk.serving.ragged import attend
 from wire.errors import ConfigurationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant_sdk.serving.speculation.lookup import continuation
+from tenant_sdk.serving.speculation.drafter import continuation
 
 LONGEST = 5
 

@@ -1,0 +1,738 @@
+"""This module keeps the provider's replies of a forward pass, in memory and on disk, until the backward pass.
+
+Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which
+also detects changes. The replies are unmasked activations, so nobody who gets the disk may be able to read them.
+
+Guarantees: the key is drawn from the operating system when a store is made, is only in memory, and is used by this
+store alone. No nonce is used twice: the nonce is the number of the stored reply, which counts up. The file has no name
+once it is open, so it disappears when the process ends. If stored bytes have changed, reading them is an error, so no
+gradient is wrong. `reserve` takes the space on disk, so a full disk shows before a step and not during it. Not
+guaranteed: that memory is not swapped out.
+
+This module keeps the results of two costly operations of a transformer block, so that the backward pass need not
+compute them again: attention, and products that are much narrower than their input, such as those of LoRA's A.
+
+It works beside tenant_sdk/training/activation_checkpointing.py, which keeps the provider's products of the same block. These
+results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
+computing a block again.
+
+Guarantees: results come back bit for bit, in the layout in memory that they had. If the block runs an
+operation in only one of its two runs, the other operations still get their own results. A result that was
+not kept, because the store has no room for it or because the operation is another one (one on a GPU, or attention with
+dropout), is computed again, which gives the same numbers.
+
+This module recomputes a transformer block in the backward pass, from the provider's replies of the forward pass.
+
+Activation checkpointing runs each block of a model twice. Here the first run stores every forward product that the
+block got from the provider, and the second run takes the products from the store. Norms, activations and adapters are
+computed again, but the provider is not asked again. What costs much to compute again and little to keep is stored too
+(tenant_sdk/training/activation_checkpointing.py).
+
+Guarantees: a run sends exactly the calls of a run without checkpointing. The second run gets bit-equal products, also
+under a mask whose results differ slightly from call to call. A backward pass can run once for each forward pass.
+
+This module chooses how a training run saves memory for activations (activation checkpointing), and turns it on.
+
+There are three modes. With None nothing is computed twice: the forward pass keeps everything that the backward pass
+needs. With `replies` the backward pass computes each transformer block again, from stored replies of the provider
+(tenant_sdk/training/activation_checkpointing.py). With `recompute` it computes each block again and asks the provider again, which
+adds about half to the traffic. `auto` chooses the first of these three that fits.
+
+Guarantees: the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that
+a row says. It is made once, before a run sends rows.
+
+`giving_pages_back` makes a step's savings show in the process's resident memory, where glibc's malloc would keep the
+pages of freed tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from noise.disk.private_files import make_private_folder
+from tenant_sdk.kinds.register import features_of_kinds
+from tenant_sdk.model.dora import features_of_dora
+from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model.run_state import products_from
+from wire.errors import ConfigurationError, StorageError
+
+_PIECE_BYTES = 1 << 20
+"""The bytes that are encrypted and written at a time, so that a reply of any size needs one small buffer."""
+_KEY_BYTES = 32
+_NONCE_BYTES = 12
+
+
+class KeptReply(ABC):
+    """Holds one stored reply, which `take` returns once. If this object is deleted, the store forgets the reply."""
+
+    @abstractmethod
+    def take(self) -> torch.Tensor:
+        """Returns the reply, bit for bit as it was stored.
+
+        Raises:
+            StorageError: the file cannot be read, or its bytes have changed.
+        """
+
+
+class ReplyStore:
+    """Keeps replies in memory up to a budget, and beyond the budget in an encrypted file."""
+
+    def __init__(self, memory_bytes: int, folder: Path) -> None:
+        """Makes an empty store; the file is made when it is first needed.
+
+        Args:
+            memory_bytes: the most bytes of replies in memory; with 0 all go to the file.
+            folder: the folder on whose disk the file is made.
+        """
+        self._memory_bytes, self._folder = memory_bytes, folder
+        self._in_memory = self._on_disk = 0  # bytes of the replies that are kept now; on disk, their number
+        self._end = self._reserved = 0  # the file's next free byte, and its size
+        self._extra_bytes = 0  # how many bytes `keep_extra` may still take
+        self._num_records = 0
+        self._key = os.urandom(_KEY_BYTES)
+        self._file: IO[bytes] | None = None
+        self._piece = bytearray(0)
+        self._lock = threading.RLock()  # a dropped reply may free its place while this thread is in here
+
+    def reserve(self, num_bytes: int, extra_bytes: int = 0) -> None:
+        """Reserves space on disk for the part of a step's replies that does not fit into memory.
+
+        Args:
+            num_bytes: the bytes of the replies that the step will keep.
+            extra_bytes: the bytes that `keep_extra` may take in this step, in addition.
+
+        Raises:
+            StorageError: the disk has no room for them.
+        """
+        with self._lock:
+            self._extra_bytes = extra_bytes
+            beyond = num_bytes + extra_bytes - (self._memory_bytes - self._in_memory)
+            if beyond > 0:
+                self._grow(self._end + beyond)
+
+    def keep(self, reply: torch.Tensor) -> KeptReply:
+        """Keeps a copy of a reply.
+
+        Args:
+            reply: any dtype, shape and device.
+
+        Raises:
+            StorageError: the disk has no room for it.
+        """
+        num_bytes = reply.numel() * reply.element_size()
+        with self._lock:
+            if self._in_memory + num_bytes <= self._memory_bytes:
+                self._in_memory += num_bytes
+                return _InMemory(self, reply.clone(), num_bytes)
+            return self._write(reply, num_bytes)
+
+    def keep_extra(self, tensor: torch.Tensor) -> KeptReply | None:
+        """Keeps a copy of a tensor like a reply, if `reserve` left room for such tensors; returns None otherwise.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        with self._lock:
+            if num_bytes > self._extra_bytes:
+                return None
+            self._extra_bytes -= num_bytes
+            return self.keep(tensor)
+
+    def _write(self, reply: torch.Tensor, num_bytes: int) -> _OnDisk:
+        start, number = self._end, self._num_records
+        self._grow(start + num_bytes)
+        self._num_records += 1
+        plain = _bytes_of(reply.detach().cpu())
+        with self._disk() as file:
+            encryptor = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number))).encryptor()
+            for begin in range(0, num_bytes, _PIECE_BYTES):
+                part = plain[begin : begin + _PIECE_BYTES]
+                encryptor.update_into(part, self._piece)
+                _write_all(file.fileno(), memoryview(self._piece)[: len(part)], start + begin)
+            encryptor.finalize()
+        self._end = start + num_bytes  # a reply that was dropped meanwhile may have set it to 0
+        self._on_disk += 1
+        return _OnDisk(self, number, start, encryptor.tag, reply)
+
+    def read(self, number: int, start: int, tag: bytes, into: torch.Tensor) -> None:
+        """Fills a tensor with a reply from the file.
+
+        Args:
+            number: the number of the reply, from which its nonce follows.
+            start: the offset of its first byte in the file.
+            tag: the authentication tag of AES-GCM.
+            into: the tensor, of the reply's shape and dtype, on the CPU.
+
+        Raises:
+            StorageError: the file cannot be read, or its bytes are not those that were written.
+        """
+        plain = _bytes_of(into)
+        with self._lock, self._disk() as file:
+            decryptor = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number), tag)).decryptor()
+            for begin in range(0, len(plain), _PIECE_BYTES):
+                part = plain[begin : begin + _PIECE_BYTES]
+                encrypted = memoryview(self._piece)[: len(part)]
+                if os.preadv(file.fileno(), [encrypted], start + begin) != len(part):
+                    raise StorageError(f"the store of replies in {self._folder} is damaged: its file is too short")
+                decryptor.update_into(encrypted, part)
+            try:
+                decryptor.finalize()
+            except InvalidTag:
+                raise StorageError(
+                    f"the store of replies in {self._folder} is damaged: it gave back other bytes than were written"
+                ) from None
+
+    def _grow(self, size: int) -> None:
+        if size <= self._reserved:
+            return
+        with self._disk() as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        self._reserved = size
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[IO[bytes]]:
+        """Yields the open file, and turns the operating system's errors into `StorageError`."""
+        try:
+            if self._file is None:
+                make_private_folder(self._folder)
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed in `close`
+                self._piece = bytearray(_PIECE_BYTES)
+            yield self._file
+        except (OSError, ValueError) as exc:  # ValueError: the file was closed
+            reason = exc.strerror if isinstance(exc, OSError) else "it was closed"
+            raise StorageError(
+                f"the store of replies in {self._folder} cannot be used ({reason}): make room there, or choose "
+                "another memory_budget_mb or checkpointing='recompute' (--memory-budget-mb, --checkpointing)"
+            ) from None
+
+    def forget(self, in_memory: int = 0, on_disk: int = 0) -> None:
+        """Forgets replies that were taken or dropped: `in_memory` bytes in memory, and `on_disk` replies on disk."""
+        with self._lock:
+            self._in_memory -= in_memory
+            self._on_disk -= on_disk
+            if self._on_disk == 0:
+                self._end = 0  # the next step writes from the file's beginning, under new nonces
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Returns the size of the store's file."""
+        return self._reserved
+
+    def close(self) -> None:
+        """Closes the file, which removes it, and drops the key; kept replies on disk are lost."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._key = b""
+
+
+class _InMemory(KeptReply):
+    def __init__(self, store: ReplyStore, reply: torch.Tensor, num_bytes: int) -> None:
+        self._store, self._reply, self._num_bytes = store, reply, num_bytes
+
+    def take(self) -> torch.Tensor:
+        return self._reply
+
+    def __del__(self) -> None:
+        self._store.forget(in_memory=self._num_bytes)
+
+
+class _OnDisk(KeptReply):
+    def __init__(self, store: ReplyStore, number: int, start: int, tag: bytes, like: torch.Tensor) -> None:
+        self._store, self._place = store, (number, start, tag)
+        self._form: dict[str, Any] = {"dtype": like.dtype}
+        self._shape, self._device = like.shape, like.device
+
+    def take(self) -> torch.Tensor:
+        reply = torch.empty(self._shape, **self._form)
+        self._store.read(*self._place, reply)
+        return reply.to(self._device)
+
+    def __del__(self) -> None:
+        self._store.forget(on_disk=1)
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(_NONCE_BYTES, "big")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor on the CPU; writing to them changes the tensor if it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_all(fd: int, data: memoryview, start: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, start)
+        data, start = data[written:], start + written
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCT = torch.ops.aten.mm.default
+_COSTLY_CALLS = frozenset({
+    functional.scaled_dot_product_attention, functional.linear, torch.matmul, torch.mm, torch.Tensor.matmul,
+    torch.Tensor.mm, torch.Tensor.__matmul__,
+})  # fmt: skip
+"""The functions of torch's interface in Python that run these two operations."""
+_NARROW = 8
+"""A product is kept if it has at most 1/8 of the columns of its input."""
+_SUM_BYTES = 4
+"""The bytes of the float32 number that attention gives for each head and token, besides its output."""
+
+
+Operation = tuple[Any, ...]
+"""Identifies an operation of a block: the function, the weight's address (0 for attention), and the shape and type of
+each tensor argument. A kept result holds the weight's memory, so that no other weight can get the same address:
+autocast and some kinds of adapters make new weights in each run."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Holds a kept tensor, the order of its dimensions in memory, and the memory of a product's weight."""
+
+    reply: KeptReply
+    order: tuple[int, ...]
+    weight: torch.UntypedStorage | None
+
+    def take(self) -> torch.Tensor:
+        stored = self.reply.take()
+        return stored.permute([self.order.index(each) for each in range(len(self.order))])
+
+
+Results = deque[tuple[Operation, list[_Kept] | None]]
+"""The operations of one block in their order, with their results. None stands for a result that was not kept."""
+
+
+def _operation(func: Any, args: tuple[Any, ...]) -> Operation:
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    weight = args[1].data_ptr() if func is _PRODUCT else 0
+    return func, weight, *((each.shape, each.dtype) for each in tensors)
+
+
+def _is_costly(func: Any, args: tuple[Any, ...]) -> bool:
+    return func is _ATTENTION or (func is _PRODUCT and args[0].is_cpu and _is_narrow(*args[1].shape))
+
+
+def _is_narrow(in_features: int, out_features: int) -> bool:
+    return out_features * _NARROW <= in_features
+
+
+class _InCostlyCalls(TorchFunctionMode):
+    """Turns a dispatch mode on inside those of torch's functions that may run a costly operation. Leaving the mode on
+    for all operations would add four times as much time."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _COSTLY_CALLS:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, store: ReplyStore, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store, self._results = store, results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_costly(func, args):
+            weight = args[1].untyped_storage() if func is _PRODUCT else None
+            self._results.append((_operation(func, args), self._keep(result if weight is None else (result,), weight)))
+        return result
+
+    def _keep(self, tensors: tuple[torch.Tensor, ...], weight: torch.UntypedStorage | None) -> list[_Kept] | None:
+        found = []
+        for each in tensors:
+            strides = each.stride()
+            order = tuple(sorted(range(each.dim()), key=lambda place: -strides[place]))
+            reply = self._store.keep_extra(each.permute(order))
+            if reply is None:
+                return None
+            found.append(_Kept(reply, order, weight))
+        return found
+
+
+class _HandingOut(TorchDispatchMode):
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = self._next(_operation(func, args)) if _is_costly(func, args) else None
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        tensors = tuple(each.take() for each in kept)
+        return tensors[0] if func is _PRODUCT else tensors
+
+    def _next(self, operation: Operation) -> list[_Kept] | None:
+        """Returns the operation's result, and forgets those before it, which the second run left out; None if there is
+        no such operation, or its result was not kept."""
+        while any(each == operation for each, _ in self._results):
+            found, kept = self._results.popleft()
+            if found == operation:
+                return kept
+        return None
+
+
+def keeping_results(store: ReplyStore, results: Results) -> TorchFunctionMode:
+    """Returns a context in which results of costly operations are kept in `store`, and appended to `results`."""
+    return _InCostlyCalls(_Keeping(store, results))
+
+
+def handing_out_results(results: Results) -> TorchFunctionMode:
+    """Returns a context in which costly operations return the results at the beginning of `results`, and remove them
+    there, in place of computing."""
+    return _InCostlyCalls(_HandingOut(results))
+
+
+def bytes_per_row(model: Any) -> int:
+    """Returns the bytes that the results of all blocks take for each token, on a CPU; elsewhere nothing is kept.
+
+    Args:
+        model: a model of transformers, with or without adapters in it.
+    """
+    if model.device.type != "cpu":
+        return 0
+    config, item_bytes = model.config.get_text_config(), model.dtype.itemsize
+    num_heads = int(getattr(config, "num_attention_heads", 0))
+    head_dim = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // max(num_heads, 1)
+    attention: int = int(getattr(config, "num_hidden_layers", 1)) * num_heads * (head_dim * item_bytes + _SUM_BYTES)
+    narrow = sum(
+        int(each.out_features) * each.weight.dtype.itemsize
+        for each in model.modules()
+        if isinstance(each, nn.Linear)
+        and not isinstance(each, RemoteLinear)
+        and _is_narrow(each.in_features, each.out_features)
+    )
+    return attention + narrow
+
+
+class KeptReplies:
+    """Makes the two contexts in which torch's activation checkpointing runs a block (torch's `context_fn`)."""
+
+    def __init__(self, store: ReplyStore) -> None:
+        """Uses `store` for the replies of all blocks."""
+        self._store = store
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Returns two contexts: one for the first run, which stores replies, and one for the second, which uses
+        them."""
+        kept: deque[KeptReply] = deque()
+        results: Results = deque()
+
+        def keep(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():  # masks and checks of replies multiply too
+                product = ask()
+            kept.append(self._store.keep(product))
+            return product
+
+        return _within(products_from(keep), keeping_results(self._store, results)), _handing_out(kept, results)
+
+
+@contextlib.contextmanager
+def _within(*contexts: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+@contextlib.contextmanager
+def _handing_out(kept: deque[KeptReply], results: Results) -> Iterator[None]:
+    def hand_out(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+        if not kept:
+            raise StorageError("a block asked for more products in the backward pass than in the forward pass")
+        product = kept.popleft().take()
+        if product.shape != shape:
+            raise StorageError("a block asked for other products in the backward pass than in the forward pass")
+        return product
+
+    try:
+        with products_from(hand_out), handing_out_results(results):
+            yield
+    finally:  # torch ends the second run as soon as it has what it needs
+        kept.clear()
+        results.clear()
+
+
+MODES = ("auto", "replies", "recompute")
+"""The values of the option `checkpointing` besides None."""
+
+_KEPT = 1.2
+"""The estimate of what a step without checkpointing keeps for each token, as a multiple of all base layers' inputs and
+outputs: autograd's saved tensors of SmolLM2 with LoRA on all layers are 1.0 times those."""
+_KEPT_WITH_DROPOUT = 1.8
+"""The same estimate if an adapter has dropout, which keeps a copy of its input."""
+_SHARE_OF_MEMORY = 0.5
+"""The part of the free memory that a run may use if the tenant names no budget."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
+_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 1 << 20}
+"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 1 MiB a block is mapped by itself, so its
+pages return to the system when it is freed. With 64 KiB a step of 1,024 tokens took a quarter less memory (170 MB in
+place of 231), but half as much time again, for page faults. The heap keeps 64 MiB, as provider/serve.py has it."""
+_BETWEEN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
+"""The thresholds afterwards: those that malloc's own rule reaches once a block of 32 MiB has been freed (mallopt(3),
+DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that). The rule itself ends with the first call of `mallopt`."""
+_SET_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_pages_lock = threading.Lock()
+_num_giving_back = 0
+
+
+def resolve(checkpointing: str | None, gradient_checkpointing: bool, memory_budget_mb: float | None) -> str | None:
+    """Returns the mode that a run's options name: one of MODES, or None.
+
+    Raises:
+        ConfigurationError: an option has an impossible value, or two options contradict each other.
+    """
+    if checkpointing is not None and checkpointing not in MODES:
+        raise ConfigurationError(f"checkpointing must be {', '.join(MODES)} or None, got {checkpointing!r}")
+    if gradient_checkpointing:
+        if checkpointing not in ("auto", "recompute"):
+            raise ConfigurationError(
+                f"gradient_checkpointing=True means checkpointing='recompute', got checkpointing={checkpointing!r} too"
+            )
+        checkpointing = "recompute"
+    if memory_budget_mb is None:
+        return checkpointing
+    is_number = isinstance(memory_budget_mb, int | float) and not isinstance(memory_budget_mb, bool)
+    if not is_number or not 0 <= memory_budget_mb < float("inf"):
+        raise ConfigurationError(f"memory_budget_mb must be a finite number from 0, got {memory_budget_mb!r}")
+    if checkpointing not in ("auto", "replies"):
+        raise ConfigurationError(
+            f"memory_budget_mb needs checkpointing='auto' or 'replies', got checkpointing={checkpointing!r}"
+        )
+    return checkpointing
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Holds estimates of a step's memory for its longest batch, in bytes.
+
+    Attributes:
+        plain: what a step without checkpointing keeps until its backward pass.
+        working: what a step with checkpointing keeps, apart from replies: the inputs of all transformer blocks, and
+            the autograd graph of one block.
+        replies: the provider's replies for all blocks.
+        results: what is kept beside the replies (tenant_sdk/training/activation_checkpointing.py).
+    """
+
+    plain: int
+    working: int
+    replies: int
+    results: int
+
+    @property
+    def stored(self) -> int:
+        """Returns the bytes that `replies` stores for the batch."""
+        return self.replies + self.results
+
+
+def estimate(base: Any, num_rows: int, has_dropout: bool) -> Estimate:
+    """Returns an estimate of the memory that a training step takes for a batch.
+
+    Args:
+        base: the model, whose layers may have adapters.
+        num_rows: the batch's rows times their length, in tokens.
+        has_dropout: whether an adapter has dropout.
+    """
+    layers = list(_remote(base.base_model))
+    item_bytes = base.dtype.itemsize
+    outputs = sum(shape[1] for shape in layers) * item_bytes
+    both = sum(sum(shape) for shape in layers) * item_bytes
+    config = base.config.get_text_config()
+    num_blocks = max(1, int(getattr(config, "num_hidden_layers", 1)))
+    kept = both * (_KEPT_WITH_DROPOUT if has_dropout else _KEPT)
+    inputs = int(getattr(config, "hidden_size", 0)) * num_blocks * item_bytes
+    for kept_by_kind, second_outputs in (features_of_dora(base), features_of_kinds(base)):
+        kept, outputs = kept + kept_by_kind * item_bytes, outputs + second_outputs * item_bytes
+    return Estimate(
+        int(num_rows * kept), int(num_rows * (inputs + kept / num_blocks)), num_rows * outputs,
+        num_rows * bytes_per_row(base),
+    )  # fmt: skip
+
+
+def _remote(model: Any) -> Iterable[tuple[int, int]]:
+    """Yields (in_features, out_features) of each remote layer, also of layers that share one input."""
+    for module in model.modules():
+        if isinstance(module, RemoteLinear):
+            yield module.in_features, module.out_features
+        elif isinstance(module, RemoteConv1D):
+            yield module.nx, module.nf
+
+
+def has_dropout(model: Any) -> bool:
+    """Returns whether a module of the model drops values out in training."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+class Checkpointing:
+    """Holds the mode of one run, and the store of the provider's replies if the mode is `replies`."""
+
+    def __init__(self, mode: str | None, store: ReplyStore | None, stored_per_row: tuple[int, int] = (0, 0)) -> None:
+        """Keeps what `choose` found; `stored_per_row` is the size of all replies for one token, and the size of what is
+        kept beside them, in bytes."""
+        self.mode, self.store = mode, store
+        self._stored_per_row = stored_per_row
+
+    def before_step(self, num_rows: int) -> None:
+        """Reserves room in the store for the replies of the next forward pass.
+
+        Args:
+            num_rows: the batch's rows times their length, in tokens.
+
+        Raises:
+            StorageError: the disk has no room.
+        """
+        if self.store is not None:
+            self.store.reserve(*(num_rows * each for each in self._stored_per_row))
+
+    def turn_on(self, base: Any) -> None:
+        """Turns checkpointing on in a model without adapters, or in the base model of a model with adapters.
+
+        This does what Trainer's `gradient_checkpointing` does, except that the embeddings' output gets no gradient.
+        With such a gradient, the layers below the lowest adapter would send backward calls to the provider too.
+        Checkpointing that is not re-entrant, which is used here, does not need such a gradient.
+
+        Raises:
+            ConfigurationError: the architecture has no activation checkpointing.
+        """
+        if self.mode is None:
+            return
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.store is not None:
+            options["context_fn"] = KeptReplies(self.store).contexts
+        try:
+            base.activation_checkpointing_enable(options)
+        except ValueError as exc:
+            raise ConfigurationError(
+                f"{type(base).__name__} does not support gradient_checkpointing: use checkpointing=None"
+            ) from exc
+        base.disable_input_require_grads()
+
+    def close(self) -> None:
+        """Removes the store's file and drops its key."""
+        if self.store is not None:
+            self.store.close()
+
+
+@contextlib.contextmanager
+def giving_pages_back() -> Iterator[None]:
+    """Makes malloc return a large block's pages to the system when the block is freed, until the context ends.
+
+    By default glibc keeps them, so that the resident memory of a step with checkpointing came close to that of a step
+    without. The thresholds count for the whole process: other threads' large blocks cost page faults meanwhile.
+    Contexts may overlap; the last one that ends puts the thresholds back. The context changes nothing with another
+    libc, and nothing if the environment sets malloc's thresholds (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or
+    GLIBC_TUNABLES). Used as a decorator, it holds for each call of a function.
+    """
+    global _num_giving_back
+    with _pages_lock:
+        _num_giving_back += 1
+        if _num_giving_back == 1:
+            _set_thresholds(_IN_STEPS)
+    try:
+        yield
+    finally:
+        with _pages_lock:
+            _num_giving_back -= 1
+            if _num_giving_back == 0:
+                _set_thresholds(_BETWEEN_STEPS)
+
+
+def _set_thresholds(values: dict[int, int]) -> None:
+    mallopt = _mallopt()
+    if mallopt is None or any(name in os.environ for name in _SET_BY_USER):
+        return
+    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    for parameter, value in values.items():
+        mallopt(parameter, value)
+
+
+def _mallopt() -> Any:
+    """Returns glibc's function `mallopt`; None with a libc that has none."""
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+def choose(
+    mode: str | None, base: Any, num_rows: int, has_dropout: bool, memory_budget_mb: float | None, folder: Path
+) -> Checkpointing:
+    """Returns the checkpointing of a run.
+
+    Args:
+        mode: the result of `resolve`; `auto` chooses the cheapest that fits.
+        base: the model without adapters.
+        num_rows: the longest batch's rows times their length, in tokens.
+        has_dropout: whether an adapter has dropout.
+        memory_budget_mb: the memory that a step's activations may take, in MB. With None it is half of the free memory
+            for `auto`; `replies`, which is asked for by name to save memory, then puts all replies on disk if they fit.
+        folder: a folder on the disk that takes the replies that are not held in memory.
+
+    Raises:
+        StorageError: the mode is `replies`, and the disk has no room for them.
+    """
+    need = estimate(base, num_rows, has_dropout)
+    budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)
+    in_memory = max(0, budget - need.working)
+    if mode == "replies" and memory_budget_mb is None and need.stored <= _free_disk(folder):
+        in_memory = 0
+    if mode == "auto":
+        mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
+        if mode == "replies" and need.stored - in_memory > _free_disk(folder):
+            mode = "recompute"
+    if mode != "replies":
+        return Checkpointing(mode, None)
+    if need.stored - in_memory > _free_disk(folder):
+        raise StorageError(
+            f"expected {(need.stored - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
+            f"{_free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
+        )
+    per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
+    return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that the machine and this process's control group leave free."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+        return min(free, int(limit) - int(used)) if limit != "max" else free
+    except (OSError, ValueError):
+        return free
+
+
+def _free_disk(folder: Path) -> int:
+    """Returns the free bytes of the disk on which a folder is or will be."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    try:
+        return shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
+    except OSError:
+        return 0
