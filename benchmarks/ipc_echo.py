@@ -50,8 +50,7 @@ def serve(state: str, folder: str) -> None:
     from provider.identity.authority import StateDir, issue_server_certificate
     from wire.transport.ipc.folder import SOCKET_NAME
     from wire.transport.ipc.handshake import provider_handshake
-    from wire.transport.tls_context import IPC_ALPN, server_context
-    from wire.transport.tls_socket import handshake
+    from wire.transport.tls import IPC_ALPN, handshake, server_context
 
     key, chain, ca = issue_server_certificate(StateDir(Path(state)), "127.0.0.1")
     tcp = socket.create_server(("127.0.0.1", 0))
@@ -182,8 +181,7 @@ def _connect(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, Me
     from wire.transport.identity import load_identity
     from wire.transport.ipc.folder import SOCKET_NAME
     from wire.transport.ipc.handshake import tenant_handshake
-    from wire.transport.tls_context import IPC_ALPN, client_context
-    from wire.transport.tls_socket import handshake
+    from wire.transport.tls import IPC_ALPN, client_context, handshake
 
     enroll(StateDir(root / "state"), "bench", root / "bench", "grpcs://127.0.0.1:1")
     identity = load_identity(root / "bench")

@@ -51,7 +51,7 @@ from wire.ring.seeded_rows import SeededRows
 from wire.transport.busy_poll import SMALL_BYTES, BusyPoll, tenants_most_s
 from wire.transport.connection import Pending
 from wire.transport.ipc import connection as ipc
-from wire.transport.ipc import credentials
+from wire.transport.ipc import handshake
 from wire.transport.ipc.folder import SCHEME as IPC_SCHEME
 from wire.transport.ipc.folder import check_folder
 
@@ -209,7 +209,7 @@ class _Channel:
         self._busy_poll = BusyPoll(tenants_most_s())
         try:
             self._plain.connect(str(folder / LISTENER_NAME))
-            if credentials.of_peer(self._plain).uid != owner:
+            if handshake.of_peer(self._plain).uid != owner:
                 raise WrongPeer("the shared tensor's listener is another user's")
             socket.send_fds(self._plain, [b"tensor"], [self._memory.descriptor])
             self._socket.connect(self._plain.recv(_ADDRESS_BYTES).decode("ascii"))

@@ -25,7 +25,7 @@ from wire.frame import DTYPES, ITEM_BYTES, Direction, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.busy_poll import MOST_S, SMALL_BYTES, BusyPoll
-from wire.transport.ipc import credentials
+from wire.transport.ipc import handshake
 
 if TYPE_CHECKING:
     from provider.net.service import ProviderService
@@ -65,7 +65,7 @@ class SharedTensorPort:
     def _meet(self, plain: socket.socket) -> None:
         with plain:
             try:
-                if credentials.of_peer(plain).uid != credentials.own().uid:
+                if handshake.of_peer(plain).uid != handshake.own().uid:
                     return
                 _, descriptors, _, _ = socket.recv_fds(plain, 16, 1)
                 with self._memory_of(descriptors) as memory:
@@ -168,7 +168,7 @@ def _class_of(header: Header) -> RequestClass:
 def serve(arguments: list[str]) -> None:
     """Runs `provider serve` with these options, and a `SharedTensorPort` beside its other ports."""
     from provider.serve import refuse_tls_1_2
-    from wire.transport.event_engine import prefer_waiting_in_place
+    from wire.transport.grpc_connection import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # both must come before anything imports grpc
     refuse_tls_1_2()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from noise.blocks.workers import share
+from noise.blocks.pool import share
 from noise.params import NOMINAL_SIGMA, LatticeParameters
 from wire.errors import ConfigurationError
 

@@ -33,7 +33,7 @@ import torch
 
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
-from wire.ring import coding, int_mm
+from wire.ring import coding, product_cuda
 from wire.ring.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
@@ -235,7 +235,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     fold = fold[:, :num_rows].contiguous()
     # The four bytes of a number stay side by side: as the second operand they need no copy, only an offset of 128.
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
-    parts = int_mm.multiply(fold, limbs)
+    parts = product_cuda.multiply(fold, limbs)
     total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # The numbers wrap mod 2^32.
     # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so 0x80808080·ΣS must be added to each number.
     offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)

@@ -50,7 +50,7 @@ from wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from noise.blocks.slots import SlotsExhausted
+    from noise.blocks.pool import SlotsExhausted
     from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
     from tenant_sdk.adapters import FewLayersWarning
@@ -139,7 +139,7 @@ _MODULE_OF = {
     "ProviderAwayWarning": "tenant_sdk.training.waiting",
     "RemoteWeightError": "tenant_sdk.model.remote_linear",
     "SeedExhausted": "noise.ledger.ledger",
-    "SlotsExhausted": "noise.blocks.slots",
+    "SlotsExhausted": "noise.blocks.pool",
     "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
     "TemplateRefuses": "tenant_sdk.generate",

@@ -1,7 +1,25 @@
-"""This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
+"""This module holds the numbers by which a mask pool shows that no row was lost: rows made, ready and burnt.
+
+This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
+one row of a block. The rule that no slot is used twice is enforced in two places: noise/ledger records blocks in a
+file, and this module counts rows in memory.
+
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
+child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
+noise/ledger/ledger.py does.
+
+This module runs the threads that make masks. Each thread computes alone on one core, and the threads share a queue
+of pieces of work.
+
+The threads of torch are not suitable. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP
+makes its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on
+the same machine), an operation took 20 to 100 times as long. Threads that never wait for each other lose only the time
+that the other work takes.
+
+This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
 memory only.
 
-Guarantees: no row is handed out twice (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
+Guarantees: no row is handed out twice (`noise.blocks.pool.Slots`). Nothing is written to disk, pickled or carried
 into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy.
 During a long run callers may still have to wait, unless a core has time to refill the pool. If the budget does not hold
 two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes the lattice mask more
@@ -16,18 +34,215 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
-from noise.blocks.row_counts import RowCounts
-from noise.blocks.slots import Origin, Slots
 from noise.scheme import GroupSpec
-from wire.errors import MaskError
+from wire.errors import MaskError, MaskReused
 from wire.frame import ITEM_BYTES, Direction
 from wire.ring.threads import all_cores
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Counts the rows of a pool over all groups and directions, since the pool was made. Callers got the rows that are
+    made and neither ready nor burnt.
+
+    Attributes:
+        made: the rows that were made.
+        ready: the rows that no call has taken.
+        burnt: the rows that were taken for calls of `take` that then failed. No caller got these rows.
+    """
+
+    made: int
+    ready: int
+    burnt: int
+
+
+_num_forks = 0
+
+
+def _forked() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class SlotsExhausted(MaskError):
+    """The block has fewer unused rows than were requested. No row was marked as used."""
+
+
+class Origin:
+    """Remembers the process in which an object was made. `check` raises an error in every other process."""
+
+    __slots__ = ("_num_forks", "_pid")
+
+    def __init__(self) -> None:
+        self._pid, self._num_forks = os.getpid(), _num_forks
+
+    def check(self) -> None:
+        """Raises MaskReused in a forked child, since parent and child would hand out the same slots."""
+        # The pid shows forks made by C code; the counter shows a child that has its parent's pid in a new namespace.
+        if self._num_forks != _num_forks or self._pid != os.getpid():
+            raise MaskReused("masks made before a fork cannot be used in the child: make a new TenantClient there")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to copy or pickle any object that holds an origin."""
+        raise TypeError("mask slots and ledgers can be neither copied nor pickled: a copy would use its slots again")
+
+
+class Slots:
+    """Hands out the rows of one block, each at most once. It is safe under threads and refuses a forked child.
+
+    Rows are handed out in order, so the number of the first unused row is the whole state.
+    """
+
+    __slots__ = ("_lock", "_next", "_num_rows", "_origin")
+
+    def __init__(self, num_rows: int) -> None:
+        """Makes the slots of a block of `num_rows` rows, all unused. `Reservation.open_block` makes the slots of a
+        block that the ledger counts."""
+        if num_rows < 0:
+            raise MaskError(f"a block has at least 0 rows, got {num_rows}")
+        self._num_rows, self._next = num_rows, 0
+        self._lock, self._origin = threading.Lock(), Origin()
+
+    @property
+    def remaining(self) -> int:
+        """Returns how many rows are unused. Another thread may take some of them at any moment."""
+        return self._num_rows - self._next
+
+    def take(self, num_rows: int) -> range:
+        """Burns the next `num_rows` rows (marks them as used) and returns their numbers.
+
+        Raises:
+            SlotsExhausted: fewer rows are unused; no row was burnt.
+            MaskReused: this is a forked child.
+        """
+        return self._take(num_rows, num_rows)
+
+    def take_up_to(self, num_rows: int) -> range:
+        """Burns at most `num_rows` of the next rows (marks them as used) and returns their numbers; an empty range if
+        all rows are used."""
+        return self._take(0, num_rows)
+
+    def _take(self, at_least: int, at_most: int) -> range:
+        self._origin.check()
+        if at_most < 0:  # A negative count would hand out burnt rows.
+            raise MaskError(f"a call takes at least 0 rows, got {at_most}")
+        with self._lock:
+            left = self._num_rows - self._next
+            if left < at_least:
+                raise SlotsExhausted(f"{at_least} mask rows were asked for and {left} are left in this block")
+            rows = range(self._next, self._next + min(at_most, left))
+            self._next = rows.stop  # The rows are burnt before the caller sees them.
+        return rows
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be copied or pickled."""
+        self._origin.__reduce__()
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
+    """Runs `work` in several threads at once, all with one iterator, so that each item goes to one thread.
+
+    The number of threads is the number that torch uses in the calling thread (`torch.set_num_threads`), but at most one
+    for each item. If this is one, or no thread can be started, the calling thread itself runs `work`. Gradients are off
+    in `work`.
+
+    Raises:
+        The error of one of the threads in which `work` failed, after all threads have ended.
+    """
+    num_workers = min(torch.get_num_threads(), len(items))
+    queue = iter(items)  # This is the iterator of a sequence, whose next() is atomic.
+
+    def run() -> None:
+        with torch.inference_mode():
+            work(queue)
+
+    if num_workers <= 1:
+        run()
+        return
+    pending: list[Future[None]] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # The machine has no thread left, or the process ends.
+            for _ in range(num_workers):
+                pending.append(_executor().submit(run))
+        if not pending:
+            run()
+        failures = [exc for exc in (future.exception() for future in pending) if exc is not None]
+    finally:
+        deque(queue, maxlen=0)  # After an error, a thread that begins late finds nothing to do.
+    if failures:
+        raise failures[0]
+
+
+def alone(work: Callable[[], Result]) -> Result:
+    """Runs `work` in one of this module's threads and returns its result, or raises its error. This is for an operation
+    that torch, or MKL's FFT, would spread over several threads if the calling thread ran it.
+
+    Threads that torch or MKL start for an operation spin afterwards, on the cores that the pieces of the next step
+    need, which costs these pieces a third of their time.
+    """
+    return _executor().submit(torch.inference_mode()(work)).result()
+
+
+_lock = threading.Lock()
+_made: ThreadPoolExecutor | None = None
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _made
+    with _lock:
+        if _made is None:
+            _made = _single_threaded(os.cpu_count() or 1)
+        return _made
+
+
+def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
+    """Makes worker threads in which a torch operation uses one thread. Other threads keep their number.
+
+    torch keeps the number for the calling thread and also for the process, for threads that have not computed yet.
+    """
+    before = torch.get_num_threads()
+    all_started = threading.Barrier(num_workers)
+
+    def start() -> None:
+        torch.get_num_threads()  # torch reads the process's number here, and not at the first operation.
+        torch.set_num_threads(1)
+        all_started.wait()
+
+    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="veilbase-masks", initializer=start)
+    try:
+        for _ in range(num_workers):
+            executor.submit(int)
+        # The barrier is passed when every thread has its number; only then is the process's number restored.
+        executor.submit(int).result()
+    except RuntimeError:
+        all_started.abort()  # Otherwise the threads that did start would wait for the others.
+        raise
+    finally:
+        torch.set_num_threads(before)
+    return executor
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _made
+    _lock, _made = threading.Lock(), None  # Threads do not survive a fork.
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
 
 DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20
 """The default budgets of a pool in the CPU's memory and of one in a GPU's, where the model needs room too."""

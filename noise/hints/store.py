@@ -30,10 +30,8 @@ from typing import Protocol
 
 import torch
 
-from noise.disk.lock import locked
-from noise.disk.private_files import make_private_folder
-from noise.hints.file import Hint, Layout, MappedHint
-from noise.hints.part import PartFile, disk_errors
+from noise.disk.private_files import locked, make_private_folder
+from noise.hints.file import Hint, Layout, MappedHint, PartFile, disk_errors
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import ITEM_BYTES, Direction
 from wire.limits import MIB
@@ -350,7 +348,7 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a file lock (`noise.disk.lock.locked`) while the block runs, and makes the lock's folder if it is missing.
+    """Holds a file lock (`noise.disk.private_files.locked`) while the block runs, and makes the lock's folder if it is missing.
     Raises ConfigurationError if the folder cannot be made."""
     with contextlib.ExitStack() as stack:
         is_held = False

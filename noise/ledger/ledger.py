@@ -1,9 +1,22 @@
-"""This module implements the tenant's ledger. It ensures that no slot (one row of a mask) is used twice, and that no
+"""This module defines the file of a ledger. It encodes the file's records, adds them up, and reads, writes and locks
+the file.
+
+The file has lines of `CHECK JSON`. CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that is
+lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash during a
+write leaves a torn last record, which has no newline. The torn record is cut off. The count cannot become too low by
+this, since `Ledger.reserve` returns only after write and fsync of the whole record, so no block of a torn record was
+ever used. A complete last record with a wrong CHECK is damage. Its blocks may have been used, so the file is refused.
+No secret is ever written: seeds are public.
+
+This module guarantees nothing about which process may write when; noise/ledger/ledger.py does, and holds `exclusive`
+while it writes.
+
+This module implements the tenant's ledger. It ensures that no slot (one row of a mask) is used twice, and that no
 seed serves more secrets than its parameters allow.
 
-The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py). It holds the
+The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/ledger.py). It holds the
 public seeds that were drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory,
-`Slots` (noise/blocks/slots.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve
+`Slots` (noise/blocks/pool.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve
 → `Reservation.open_block` → `Slots.take`, and each step can be taken only once for a block or row.
 
 Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works).
@@ -20,22 +33,183 @@ a new ledger draws new seeds. docs/decisions/0004-ledger.md has the reasons.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import os
 import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from noise.blocks.slots import Origin, Slots
-from noise.disk.durable import sync_folder
-from noise.disk.private_files import make_private_folder
-from noise.ledger import file
-from noise.ledger.file import Book, Seed
+from noise.blocks.pool import Origin, Slots
+from noise.disk.private_files import locked, make_private_folder, sync_folder
 from wire.errors import ConfigurationError, MaskError, MaskReused
+
+VERSION = 1
+MAGIC = b"veilbase-ledger"
+
+_CHECK_CHARS = 16
+_MAX_WHAT_CHARS = 200
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Describes a public seed and what it has served. The last seed of a parameter set is the current one.
+
+    Attributes:
+        seed: 32 bytes; empty for `shares` and `pad`, for which each use has a seed of its own.
+        seed_id: the name of the seed in reservations: a digest, or the kind of one-time seed.
+        parameters: the parameter set, or the kind of one-time seed.
+        budget: the most secrets that the seed may serve; None for one-time seeds.
+        used: the secrets that all processes have reserved so far, whether or not anything was sent under them.
+        num_reservations: the number of records that `used` adds up.
+        drawn_at: the Unix time, in seconds, at which the seed was drawn.
+    """
+
+    seed: bytes = field(repr=False)
+    seed_id: str
+    parameters: str
+    budget: int | None
+    used: int = 0
+    num_reservations: int = 0
+    drawn_at: int = field(default_factory=lambda: int(time.time()))
+
+
+class Book:
+    """Adds up the records of a ledger. A book reads no file itself: callers pass lines to `read`, and `seeds` holds the
+    totals."""
+
+    def __init__(self, name: str, identity: str) -> None:
+        self._name, self._identity = name, identity
+        self.seeds: dict[str, Seed] = {}
+        self.reserve_bytes = 0
+        # `mark` is one tuple, so that an interrupt cannot change only a part of it. At worst a record is counted twice.
+        self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
+
+    def read(self, data: bytes) -> None:
+        """Adds the records of the complete lines in `data`, which follows the lines read so far; ignores a torn last
+        line.
+
+        Raises:
+            ConfigurationError: a record is damaged, or the file is of another version or identity.
+        """
+        *lines, _torn = data.split(b"\n")
+        for line in lines:
+            offset, chain, num_records = self.mark
+            check, body = line[:_CHECK_CHARS], line[_CHECK_CHARS + 1 :]
+            if line != check + b" " + body or check != _check(chain, body):
+                raise self.damaged(num_records + 1)
+            try:
+                self._apply(json.loads(body), len(line), first=num_records == 0)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise self.damaged(num_records + 1) from None
+            self.mark = (offset + len(line) + 1, check, num_records + 1)
+
+    def damaged(self, number: int) -> ConfigurationError:
+        """Returns the error for a file whose record `number` is damaged."""
+        return ConfigurationError(
+            f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
+            "with new seeds (nothing was sent)"
+        )
+
+    def _apply(self, record: dict[str, Any], num_bytes: int, *, first: bool) -> None:
+        op = record["op"]
+        if first != (op == "ledger"):
+            raise ValueError
+        if op == "ledger":
+            self._check_header(record)
+        elif op == "seed":
+            seed = Seed(**{**record["seed"], "seed": bytes.fromhex(record["seed"]["seed"])})
+            self.seeds[seed.seed_id] = seed
+        elif op == "reserve":
+            seed, num_blocks = self.seeds[record["seed"]], int(record["blocks"])
+            used, num_reservations = seed.used + num_blocks, seed.num_reservations + 1
+            self.seeds[seed.seed_id] = replace(seed, used=used, num_reservations=num_reservations)
+            self.reserve_bytes += num_bytes
+        elif op != "torn":
+            raise ValueError
+
+    def _check_header(self, record: dict[str, Any]) -> None:
+        if record["version"] != VERSION:
+            raise ConfigurationError(
+                f"the ledger {self._name} has version {int(record['version'])} and this release reads {VERSION}: "
+                "use the release that wrote it, or move it away"
+            )
+        if record["identity"] != self._identity:
+            raise ConfigurationError(f"the ledger {self._name} belongs to another identity: give each its own")
+
+    def current(self, parameters: str, budget: int | None) -> Seed | None:
+        """Returns the last seed drawn for a parameter set and budget, or None if there is none. A seed of the set with
+        another budget is from another release's table, and is not returned."""
+        fitting = [seed for seed in self.seeds.values() if (seed.parameters, seed.budget) == (parameters, budget)]
+        return fitting[-1] if fitting else None
+
+    def is_ahead_of(self, other: Book) -> bool:
+        """Tells whether `other` lacks records that this book has. If so, the file of `other` is an older state."""
+        return any(
+            seed_id not in other.seeds or other.seeds[seed_id].used < seed.used for seed_id, seed in self.seeds.items()
+        )
+
+    def compacted(self) -> list[dict[str, Any]]:
+        """Returns the records of a shorter file with the same totals: a header, and one record for each seed."""
+        return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
+
+
+def header(identity: str) -> dict[str, Any]:
+    """Returns the first record of a ledger file, which names the format's version and the identity."""
+    return {"op": "ledger", "version": VERSION, "identity": identity}
+
+
+def seed_record(seed: Seed) -> dict[str, Any]:
+    """Returns the record of a seed and of the secrets reserved under the seed so far."""
+    return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
+
+
+def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
+    """Returns the record that reserves blocks of a seed, with the process's id, the time and the purpose."""
+    origin = {"pid": os.getpid(), "time": int(time.time())}
+    return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
+
+
+def _check(chain: bytes, body: bytes) -> bytes:
+    return hashlib.sha256(chain + body).hexdigest()[:_CHECK_CHARS].encode()
+
+
+def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
+    """Encodes records as lines that follow the line whose CHECK is `chain`. The first line of a file follows MAGIC."""
+    lines = []
+    for record in records:
+        body = json.dumps(record, separators=(",", ":")).encode()
+        chain = _check(chain, body)
+        lines.append(chain + b" " + body + b"\n")
+    return b"".join(lines)
+
+
+def write_synced(fd: int, data: bytes) -> None:
+    """Writes the bytes and returns when all of them are on the disk; raises OSError otherwise."""
+    if os.write(fd, data) != len(data):  # A write is short only if the disk is full.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(fd)
+
+
+def read_from(fd: int, offset: int) -> bytes:
+    """Returns all bytes of a file from `offset` to its end."""
+    parts = []
+    while part := os.pread(fd, _READ_BYTES, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
+    """Returns the lock of the ledger at `path`. The lock is a file next to the ledger."""
+    return locked(path.with_name(path.name + ".lock"))
+
 
 SEED_BYTES = 32
 COMPACT_BYTES = 1 << 20
@@ -101,9 +275,9 @@ class Ledger:
         ledger = cls(Path(path), identity, compact_bytes)
         try:
             make_private_folder(ledger._path.parent)
-            with file.exclusive(ledger._path):
+            with exclusive(ledger._path):
                 if not ledger._path.exists():
-                    ledger._replace_file([file.header(identity)])
+                    ledger._replace_file([header(identity)])
                 ledger._attach()
         except OSError as exc:
             raise ConfigurationError(f"the ledger {path} cannot be opened for writing: {exc.strerror}") from None
@@ -166,7 +340,7 @@ class Ledger:
                 raise SeedExhausted(
                     f"seed {seed_id} has served {seed.used} of {budget} secrets: {num_blocks} more do not fit"
                 )
-            self._append(file.reserve_record(seed_id, num_blocks, what))
+            self._append(reserve_record(seed_id, num_blocks, what))
         return Reservation(seed_id, num_blocks, what, seed.used, Slots(num_blocks))
 
     def fresh_seed(self, kind: Literal["shares", "pad"]) -> bytes:
@@ -193,7 +367,7 @@ class Ledger:
     def _reserve_one_time(self, kind: str) -> Slots:
         with self._transaction() as book:
             if kind not in book.seeds:
-                self._append(file.seed_record(Seed(b"", kind, kind, None)))
+                self._append(seed_record(Seed(b"", kind, kind, None)))
         return self.reserve(kind, ONE_TIME_BATCH, "one-time seeds").open_block(ONE_TIME_BATCH)
 
     def _known(self, seed_id: str) -> Seed:
@@ -205,7 +379,7 @@ class Ledger:
     def _draw(self, parameters: str, budget: int | None) -> Seed:
         seed = os.urandom(SEED_BYTES)
         drawn = Seed(seed, hashlib.sha256(seed).hexdigest()[:_SEED_ID_CHARS], parameters, budget)
-        self._append(file.seed_record(drawn))
+        self._append(seed_record(drawn))
         return drawn
 
     @contextlib.contextmanager
@@ -217,7 +391,7 @@ class Ledger:
             if self._fd < 0:
                 raise MaskError("the ledger is closed")
             try:
-                with file.exclusive(self._path):
+                with exclusive(self._path):
                     self._catch_up()
                     yield self._book
             except OSError as exc:
@@ -234,7 +408,7 @@ class Ledger:
         if there.st_size < offset:
             raise self._went_back()
         if there.st_size > offset:
-            self._book.read(file.read_from(self._fd, offset))
+            self._book.read(read_from(self._fd, offset))
 
     def _attach(self) -> None:
         """Opens the file that is now at `path` and reads all of it."""
@@ -243,7 +417,7 @@ class Ledger:
             if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
                 raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
             book = Book(str(self._path), self._identity)
-            book.read(file.read_from(fd, 0))
+            book.read(read_from(fd, 0))
             if not book.mark[0]:  # A new file gets its name when it is complete, so a missing header is damage.
                 raise book.damaged(1)
             if self._book.is_ahead_of(book):
@@ -271,9 +445,9 @@ class Ledger:
         if num_torn:
             os.ftruncate(self._fd, offset)
             records.insert(0, {"op": "torn", "bytes": num_torn, "time": int(time.time())})
-        data = file.encode(records, chain)
+        data = encode(records, chain)
         try:
-            file.write_synced(self._fd, data)
+            write_synced(self._fd, data)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, offset)
@@ -292,7 +466,7 @@ class Ledger:
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             os.fchmod(fd, 0o600)  # This overrides the umask and a leftover file's mode.
-            file.write_synced(fd, file.encode(records, file.MAGIC))
+            write_synced(fd, encode(records, MAGIC))
         finally:
             os.close(fd)
         os.replace(scratch, self._path)

@@ -23,7 +23,7 @@ There are two forms: the compiled form (noise/polynomial/kernels.py, if it was b
 and torch's form. The two keep transforms in different orders. They give the same numbers, since both are exact. The
 compiled form has its own FFT, whose factors are exact to a unit in the last place.
 
-Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so several threads call `Columns.load`.
+Threads: a call shares its chunks among the threads of noise/blocks/pool.py, so several threads call `Columns.load`.
 Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything,
 except for the secrets' transforms of torch's form.
 
@@ -45,7 +45,7 @@ from typing import Protocol
 
 import torch
 
-from noise.blocks.workers import alone, share
+from noise.blocks.pool import alone, share
 from noise.params import LatticeParameters
 from noise.polynomial import kernels
 from wire.errors import ConfigurationError, MaskError

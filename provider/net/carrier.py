@@ -25,7 +25,7 @@ from wire.errors import MalformedFrame, WireCode
 from wire.frame import FrameType
 from wire.transport.busy_poll import BusyPoll
 from wire.transport.message_socket import MessageSocket
-from wire.transport.tls_socket import UNREAD_TIMEOUT_MS
+from wire.transport.tls import UNREAD_TIMEOUT_MS
 
 _WAKE = (1).to_bytes(8, sys.byteorder)
 """Bytes that are written to wake a waiting thread. An eventfd needs eight bytes that hold a number; a pipe takes any

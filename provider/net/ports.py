@@ -44,11 +44,10 @@ from pathlib import Path
 from provider.net.descriptors import MOST_STREAMS
 from provider.net.requests import error_frame
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, WrongPeer
-from wire.transport.ipc.credentials import check_system
 from wire.transport.ipc.folder import SOCKET_NAME, check_folder
-from wire.transport.ipc.handshake import provider_handshake
+from wire.transport.ipc.handshake import check_system, provider_handshake
 from wire.transport.message_socket import MessageSocket
-from wire.transport.tls_socket import handshake
+from wire.transport.tls import handshake
 
 MAX_CONNECTIONS = MOST_STREAMS
 """The most connections, including connections whose handshake is not finished. Each of them occupies a thread."""

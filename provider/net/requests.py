@@ -37,7 +37,7 @@ from provider.schedule.ticket import RequestClass, allowed_by, class_of
 from wire import frame
 from wire.errors import QuotaExceeded, Unavailable, VeilbaseError, code_of
 from wire.frame import Assembler, Direction, FrameType, Header
-from wire.gpu_window.areas import Area
+from wire.gpu_window.memory import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
 
 MAX_REQUESTS = 1 << 14

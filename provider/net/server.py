@@ -32,7 +32,7 @@ from provider.shards.router import Shard
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 from wire.transport.busy_poll import MOST_S
-from wire.transport.tls_context import IPC_ALPN, server_context
+from wire.transport.tls import IPC_ALPN, server_context
 
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0

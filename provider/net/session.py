@@ -48,7 +48,7 @@ from wire.errors import (
     code_of,
 )
 from wire.frame import Call, FrameType, Header
-from wire.gpu_window.areas import Area
+from wire.gpu_window.memory import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 

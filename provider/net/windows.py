@@ -23,9 +23,7 @@ import torch
 from wire.call import Arithmetic, Purpose
 from wire.errors import ConfigurationError, InvalidTensor
 from wire.frame import Header
-from wire.gpu_window.areas import Area
-from wire.gpu_window.driver import LIBRARY, Driver, DriverError
-from wire.gpu_window.memory import SharedMemory, allocate
+from wire.gpu_window.memory import LIBRARY, Area, Driver, DriverError, SharedMemory, allocate
 from wire.transport.ipc.window import Asked
 
 LEAST_BYTES = 4 << 20

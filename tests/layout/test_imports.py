@@ -23,7 +23,7 @@ HOLD_NO_TRUTH = {"seen", "adversaries"}
 PLANTED = [
     ("wire imports no sibling", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
     ("wire imports no sibling", "wire/transport/retry.py", "from provider.config import ProviderSettings"),
-    ("noise imports wire only", "noise/ledger/file.py", "from tenant_sdk.identity import Identity"),
+    ("noise imports wire only", "noise/ledger/ledger.py", "from tenant_sdk.identity import Identity"),
     ("noise imports wire only", "noise/pad.py", "from provider.model.weights import serve_model"),
     (
         "the provider can see neither masks nor the tenant's code",

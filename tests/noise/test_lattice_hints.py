@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from noise import lattice, sampling
-from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
-from noise.blocks.slots import Slots
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, Slots
 from noise.lattice import Lattice
-from noise.ledger.file import Seed
-from noise.ledger.ledger import Ledger, Reservation
+from noise.ledger.ledger import Ledger, Reservation, Seed
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.sampling import Csprng

@@ -31,8 +31,7 @@ from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header, Purpose
-from wire.gpu_window.areas import Area
-from wire.gpu_window.driver import Driver
+from wire.gpu_window.memory import Area, Driver
 from wire.payload import RowsPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.ipc import window as window_module

@@ -47,14 +47,14 @@ from wire.errors import (
     WrongPeer,
 )
 from wire.frame import FrameType, Header
-from wire.transport import stream_connection, tls_stream
+from wire.transport import stream_connection, tls
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.connection import IpcConnection
 from wire.transport.ipc.fetch import fetch
 from wire.transport.ipc.folder import SOCKET_NAME, folder_of
-from wire.transport.tls_context import IPC_ALPN
+from wire.transport.tls import IPC_ALPN
 
 IS_ROOT = os.geteuid() == 0
 OTHER_UID = 65_534
@@ -219,7 +219,7 @@ def test_tcp_stays_encrypted_through_a_relay(
     assert running.server.tensor_port is not None
     between = Relay(tmp_path / "record", running.server.tensor_port)
     try:
-        raw = tls_stream.connect("127.0.0.1", int(between.place), running.identity())
+        raw = tls.connect("127.0.0.1", int(between.place), running.identity())
         raw.send(frame.hello(FrameType.HELLO))
         while raw.step() is None:
             pass

@@ -34,7 +34,7 @@ from wire.transport.ipc import connection as connection_module
 from wire.transport.ipc import handshake as handshake_module
 from wire.transport.ipc.connection import IpcConnection
 from wire.transport.ipc.folder import SOCKET_NAME, check_folder, folder_of
-from wire.transport.tls_context import IPC_ALPN, client_context
+from wire.transport.tls import IPC_ALPN, client_context
 
 OTHER_UID = 65_534
 LENGTH = struct.Struct("<I")

@@ -41,11 +41,10 @@ from wire import frame
 from wire.errors import VeilbaseError, WireCode
 from wire.frame import FrameType, Header
 from wire.limits import MAX_FRAME_BYTES
-from wire.transport import tls_socket
+from wire.transport import tls
 from wire.transport.identity import TlsIdentity
 from wire.transport.message_socket import MessageSocket
-from wire.transport.tls_context import ALPN, client_context
-from wire.transport.tls_socket import handshake
+from wire.transport.tls import ALPN, client_context, handshake
 
 LARGE_ROWS = 4096
 """The number of rows of a reply of 1 MiB."""
@@ -66,7 +65,7 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
+    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
     monkeypatch.setattr("provider.net.ports._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: tensors_of(provider).status().num_guests == 20, "all are let in")
@@ -81,7 +80,7 @@ def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pyte
 
 
 def test_a_silent_connection_has_until_the_deadline(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.2)
     assert_ends(dial(provider))
     assert_nothing_left(provider)
 

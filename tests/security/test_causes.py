@@ -27,7 +27,7 @@ import noise
 import provider
 import tenant_sdk
 import wire
-from noise.hints.part import disk_errors
+from noise.hints.file import disk_errors
 from noise.ledger.ledger import Ledger
 from provider.config import load_settings
 from provider.engine import products

@@ -1,4 +1,4 @@
-"""Replaces `wire.ring.int_mm.multiply` by functions that behave as on machines where it is wrong or missing."""
+"""Replaces `wire.ring.product_cuda.multiply` by functions that behave as on machines where it is wrong or missing."""
 
 from __future__ import annotations
 

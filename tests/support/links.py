@@ -20,8 +20,7 @@ from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.folder import SOCKET_NAME
 from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.message_socket import MessageSocket
-from wire.transport.tls_context import IPC_ALPN, client_context
-from wire.transport.tls_socket import handshake
+from wire.transport.tls import IPC_ALPN, client_context, handshake
 
 BROKEN = (grpc.RpcError, OSError)
 """The errors with which reading fails if either side ended the stream without a message."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.support.loopback_provider import Provider
 from tests.support.raw_peer import RawPeer
 from tests.support.tensor_port import dial
-from wire.transport.tls_context import client_context
-from wire.transport.tls_socket import TlsSocket
+from wire.transport.tls import TlsSocket, client_context
 
 
 class RawTls(RawPeer):

@@ -9,7 +9,7 @@ from pathlib import Path
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.identity.registry import enroll
 from wire.transport.identity import TlsIdentity
-from wire.transport.tls_context import client_context, server_context
+from wire.transport.tls import client_context, server_context
 
 HOST = "127.0.0.1"
 

@@ -29,10 +29,9 @@ from tests.support.tls_authority import HOST, Authority, make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
-from wire.transport import message_socket, tls_socket
+from wire.transport import message_socket, tls
 from wire.transport.grpc_connection import channel_options
-from wire.transport.tls_context import ALPN, client_context, server_context
-from wire.transport.tls_socket import TlsSocket, handshake
+from wire.transport.tls import ALPN, TlsSocket, client_context, handshake, server_context
 
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
@@ -154,7 +153,7 @@ def joins(thread: threading.Thread) -> bool:
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
 def test_the_kernel_pings_at_both_ends(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """Pings begin after 20 s without a byte. Some 10 s later a peer that does not respond counts as lost."""
-    for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
+    for end, unread_ms in zip(ends, (30_000, tls.UNREAD_TIMEOUT_MS), strict=True):
         assert option(end, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, interval, count, unread = (
             option(end, socket.IPPROTO_TCP, getattr(socket, name))
@@ -585,13 +584,13 @@ def slow_handshake(authority: Authority, feed: Callable[[socket.socket, threadin
 
 
 def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.2)
     assert isinstance(slow_handshake(authority, lambda _near, thread: thread.join(WAIT_S)), TimeoutError)
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handshake ends at its deadline, even if a few bytes have arrived."""
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.0)
     near, far = tcp_pair()
     near.sendall(b"\x16")
     with pytest.raises(TimeoutError):

@@ -25,8 +25,7 @@ import torch
 
 from wire.compiled import COUNT, INT, POINTER, Signature, load
 from wire.errors import InvalidTensor
-from wire.ring.pieces import Piece, product_pieces, row_pieces
-from wire.ring.threads import share
+from wire.ring.threads import Piece, product_pieces, row_pieces, share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 

@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from wire.errors import InvalidTensor
-from wire.ring import int_mm
 from wire.ring import kernels as compiled
+from wire.ring import product_cuda
 from wire.ring.buffers import unwritten_tensor
-from wire.ring.pieces import RowsAndReply, row_blocks
-from wire.ring.threads import use_one_core
+from wire.ring.threads import RowsAndReply, row_blocks, use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
 """The most products of an int32 and an int8 number that float64 sums without rounding: 2^31 · 128 · 2^15 = 2^53."""
@@ -215,7 +214,7 @@ def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Computes the product with one int8 GEMM, in which each row is replaced by four rows: one for each of the four
     bytes of its numbers. This requires a little-endian machine."""
     num_rows = rows.shape[0]
-    parts = int_mm.multiply(_limbs(rows).reshape(4 * num_rows, -1), weight)
+    parts = product_cuda.multiply(_limbs(rows).reshape(4 * num_rows, -1), weight)
     # This is one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast.
     return torch.mm(_BYTE_VALUES, parts.view(4, -1)).view(num_rows, weight.shape[1])
 
@@ -241,7 +240,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
             stacked[:, place : place + rows.shape[0]].copy_(_limbs(rows))
             place += rows.shape[0]
         sums = sums.view(torch.int32).view(4 * count, m)
-        int_mm.multiply(stacked.view(4 * count, d), weight, out=sums)
+        product_cuda.multiply(stacked.view(4 * count, d), weight, out=sums)
         sums, place = sums.view(4, count, m), 0
         for _, target in block:
             first, second, third, fourth = sums[:, place : place + target.shape[0]]
@@ -408,7 +407,7 @@ def int_mm_is_exact() -> bool:
     exact = limbs.to(torch.int64) @ weight.to(torch.int64)
     try:
         layouts = (weight, weight.t().contiguous().t())
-        return all(torch.equal(int_mm.multiply(limbs, w).to(torch.int64), exact) for w in layouts)
+        return all(torch.equal(product_cuda.multiply(limbs, w).to(torch.int64), exact) for w in layouts)
     except (RuntimeError, AttributeError):
         return False
 
@@ -428,7 +427,7 @@ def _int_mm_keeps_up() -> bool:
     def compare() -> None:
         use_one_core()
         limit_s = _SLOWER * min(_seconds(lambda: torch.mm(rows, wide)) for _ in range(8))
-        found.append(any(_seconds(lambda: int_mm.multiply(limbs, narrow)) < limit_s for _ in range(4)))
+        found.append(any(_seconds(lambda: product_cuda.multiply(limbs, narrow)) < limit_s for _ in range(4)))
 
     thread = threading.Thread(target=compare)
     thread.start()

@@ -1,4 +1,10 @@
-"""This module multiplies int32 rows by int8 weights mod 2^32 on an NVIDIA GPU, with the GPU's int8 matrix units.
+"""This module wraps torch's private `_int_mm`, which multiplies bytes and sums the products in int32.
+
+This module does not guarantee exact numbers, since older CPU kernels saturate. Callers must first check
+`int_mm_is_exact` of wire/ring/product.py or `is_exact` of wire/ring/product_cuda.py, and compute the product another
+way if that is False.
+
+This module multiplies int32 rows by int8 weights mod 2^32 on an NVIDIA GPU, with the GPU's int8 matrix units.
 
 Guarantees: the product is exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact` is
 True. For other devices wire/ring/product.py uses its plain form. Each number z is split into four signed bytes l_i,
@@ -23,7 +29,24 @@ import threading
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from wire.ring import int_mm
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the matrix product left · right.
+
+    Args:
+        left: int8, or on a CPU uint8, shape (num_rows, d).
+        right: int8, shape (d, m), same device.
+        out: int32, shape (num_rows, m), contiguous, which the product is written to; None allocates new memory.
+
+    Raises:
+        RuntimeError: this machine or device has no such kernel, or the kernel refuses these shapes.
+        AttributeError: this torch has no `_int_mm`.
+    """
+    product: torch.Tensor = (
+        torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)  # type: ignore[no-untyped-call]
+    )
+    return product
+
 
 _MULTIPLE = 8
 _ALIGNED_BYTES = 16
@@ -75,7 +98,7 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> 
         limbs = _limbs(rows[:, start : start + _EXACT_INNER])
         inner = limbs.shape[2]
         # (4, rows, inner) -> (4 · rows, inner)
-        sums = int_mm.multiply(limbs.view(-1, inner), weight[start : start + inner])
+        sums = multiply(limbs.view(-1, inner), weight[start : start + inner])
         # (4 · rows, columns) -> (4, rows, columns) -> (4, num_rows, m)
         first, second, third, fourth = sums.view(4, -1, weight.shape[1])[:, :num_rows, :m]
         if start:

@@ -41,7 +41,7 @@ from wire.transport.connection import Traffic
 from wire.transport.grpc_stream import MessageStream
 
 if TYPE_CHECKING:
-    from wire.gpu_window.areas import Area
+    from wire.gpu_window.memory import Area
     from wire.transport.ipc.window import TenantWindow
 
 HANDSHAKE_S = 20.0

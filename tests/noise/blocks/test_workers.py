@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from noise.blocks.workers import alone, share
+from noise.blocks.pool import alone, share
 from tests.support.forked_child import in_child
 from tests.support.waiting import end
 

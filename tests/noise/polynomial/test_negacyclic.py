@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noise.blocks.workers import alone
+from noise.blocks.pool import alone
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels
 from noise.polynomial.negacyclic import combine, product, secret_transform, transform

@@ -22,9 +22,7 @@ from tests.support.desk import Desk
 from wire import frame
 from wire.errors import RemoteFault, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
-from wire.gpu_window.areas import Area
-from wire.gpu_window.driver import Driver
-from wire.gpu_window.memory import allocate
+from wire.gpu_window.memory import Area, Driver, allocate
 from wire.limits import Limits
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)

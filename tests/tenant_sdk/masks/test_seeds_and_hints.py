@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from noise.ledger.file import Seed
-from noise.ledger.ledger import Ledger
+from noise.ledger.ledger import Ledger, Seed
 from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from noise.blocks.pool import Block, MaskPool
-from noise.blocks.slots import Slots
+from noise.blocks.pool import Block, MaskPool, Slots
 from noise.scheme import GroupSpec
 from tenant_sdk.model import build
 from tenant_sdk.model.build import watch

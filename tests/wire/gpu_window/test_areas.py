@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.errors import MalformedFrame
-from wire.gpu_window.areas import ALIGNMENT, Area, Areas
+from wire.gpu_window.memory import ALIGNMENT, Area, Areas
 
 SIZE = 64 * ALIGNMENT
 

@@ -12,9 +12,18 @@ import torch
 
 from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
 from tests.support.forked_child import in_child
-from wire.gpu_window import driver as driver_module
-from wire.gpu_window.driver import AccessDescription, AllocationProperties, Driver, DriverError, Location, Uuid
-from wire.gpu_window.memory import SharedMemory, allocate, import_
+from wire.gpu_window import memory as driver_module
+from wire.gpu_window.memory import (
+    AccessDescription,
+    AllocationProperties,
+    Driver,
+    DriverError,
+    Location,
+    SharedMemory,
+    Uuid,
+    allocate,
+    import_,
+)
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,7 @@ from wire.errors import (
     WireCode,
 )
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header
-from wire.gpu_window.areas import ALIGNMENT, Area
-from wire.gpu_window.driver import Driver
-from wire.gpu_window.memory import SharedMemory, allocate
+from wire.gpu_window.memory import ALIGNMENT, Area, Driver, SharedMemory, allocate
 from wire.limits import Limits
 from wire.payload import RowsPayload
 from wire.transport.connection import Traffic
@@ -37,7 +35,7 @@ from wire.transport.ipc import window as window_module
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.window import Asked, TenantWindow, answer, ask, asked_window
 from wire.transport.multiplexer import Multiplexer, Request
-from wire.transport.tls_stream import TensorStream
+from wire.transport.tls import TensorStream
 
 CPU = torch.device("cpu")
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)

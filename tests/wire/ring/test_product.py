@@ -21,7 +21,7 @@ from tests.support.int_mm_faults import gone, missing, saturating
 from tests.support.ring_matrices import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
-from wire.ring import coding, int_mm
+from wire.ring import coding, product_cuda
 from wire.ring import kernels as compiled
 from wire.ring import product as kernels
 
@@ -164,7 +164,7 @@ def _fresh_self_test() -> Iterator[None]:
 @pytest.mark.usefixtures("_fresh_self_test")
 @pytest.mark.parametrize("kernel", [saturating, missing])
 def test_falls_back_where_the_private_kernel_is_wrong(kernel: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int_mm, "multiply", kernel)
+    monkeypatch.setattr(product_cuda, "multiply", kernel)
     monkeypatch.setattr(compiled, "available", lambda: False)
     assert not kernels.int_mm_is_exact()
     assert not kernels.int_mm_is_fast()
@@ -174,7 +174,7 @@ def test_falls_back_where_the_private_kernel_is_wrong(kernel: Product, monkeypat
 
 @pytest.mark.usefixtures("_fresh_self_test")
 def test_falls_back_where_the_private_kernel_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int_mm, "multiply", gone)
+    monkeypatch.setattr(product_cuda, "multiply", gone)
     assert not kernels.int_mm_is_exact()
 
 
@@ -334,7 +334,7 @@ def test_fast_is_what_keeps_up_with_the_plain_loop(
 
     assert kernels.int_mm_is_exact()
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    monkeypatch.setattr(int_mm, "multiply", taking(int_mm.multiply, int_mm_s))
+    monkeypatch.setattr(product_cuda, "multiply", taking(product_cuda.multiply, int_mm_s))
     monkeypatch.setattr(torch, "mm", taking(torch.mm, 0.0001))
     assert kernels.int_mm_is_fast() is is_fast
 

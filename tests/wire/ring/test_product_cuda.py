@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.cuda_devices import needs_cuda
 from tests.support.int_mm_faults import gone, missing, saturating
 from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
-from wire.ring import coding, int_mm, product_cuda, product_triton
+from wire.ring import coding, product_cuda, product_triton
 from wire.ring import product as kernels
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Operands]:
         seen.append((left, right))
         return (left.to(torch.int64) @ right.to(torch.int64)).to(torch.int32)
 
-    monkeypatch.setattr(int_mm, "multiply", multiply)
+    monkeypatch.setattr(product_cuda, "multiply", multiply)
     return seen
 
 
@@ -217,13 +217,13 @@ def test_the_self_test_accepts_what_is_exact() -> None:
 @pytest.mark.usefixtures("_fresh_self_test")
 @pytest.mark.parametrize("kernel", [saturating, missing])
 def test_the_self_test_refuses_what_is_not(kernel: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int_mm, "multiply", kernel)
+    monkeypatch.setattr(product_cuda, "multiply", kernel)
     assert not product_cuda.is_exact(CPU)
 
 
 @pytest.mark.usefixtures("_fresh_self_test")
 def test_the_self_test_refuses_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int_mm, "multiply", gone)
+    monkeypatch.setattr(product_cuda, "multiply", gone)
     assert not product_cuda.is_exact(CPU)
 
 

@@ -28,13 +28,13 @@ from wire.errors import (
     VeilbaseError,
     WrongPeer,
 )
-from wire.gpu_window.driver import LIBRARY, Driver
+from wire.gpu_window.memory import LIBRARY, Driver
 from wire.limits import MAX_MANIFEST_BYTES, deadline_s
 from wire.manifest import Manifest, parse_manifest
 from wire.transport.busy_poll import tenants_most_s
 from wire.transport.grpc_stream import MessageStream
 from wire.transport.identity import TlsIdentity
-from wire.transport.ipc import credentials
+from wire.transport.ipc import handshake
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import MANIFEST, fetch
 from wire.transport.ipc.folder import SCHEME, check_folder, check_socket, folder_of
@@ -42,8 +42,7 @@ from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.ipc.window import TenantWindow, ask
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
-from wire.transport.tls_context import IPC_ALPN, client_context
-from wire.transport.tls_stream import TensorStream
+from wire.transport.tls import IPC_ALPN, TensorStream, client_context
 
 _MANIFEST_TIMEOUT_S = 20.0
 _LOGGER = logging.getLogger(__name__)
@@ -165,7 +164,7 @@ class IpcConnection(StreamConnection):
             raise ConfigurationError("OpenSSL does not accept this identity: enrol again") from None
 
     def _try_to_dial(self, context: ssl.SSLContext, busy_poll_s: float) -> ClearSocket:
-        credentials.check_system()
+        handshake.check_system()
         if self._manifest is not None and not os.path.lexists(self._folder):
             # systemd removes a RuntimeDirectory while its service is stopped
             raise Unavailable(f"there is no folder {self._folder} at the moment: the provider went away")
@@ -174,7 +173,7 @@ class IpcConnection(StreamConnection):
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._connect(plain, path)
-            peer = credentials.of_peer(plain)
+            peer = handshake.of_peer(plain)
             if peer.uid != owner:
                 raise WrongPeer(f"expected a provider of user {owner} at {path}, got one of user {peer.uid}")
         except BaseException:

@@ -20,9 +20,7 @@ from wire import frame
 from wire.call import Arithmetic, Call, Purpose
 from wire.errors import MalformedFrame, TransportError, Unavailable, error_from_code
 from wire.frame import ITEM_BYTES, FrameType, Header
-from wire.gpu_window.areas import Area, Areas
-from wire.gpu_window.driver import UUID_BYTES, Driver, DriverError
-from wire.gpu_window.memory import SharedMemory, import_
+from wire.gpu_window.memory import UUID_BYTES, Area, Areas, Driver, DriverError, SharedMemory, import_
 from wire.payload import Payload
 from wire.transport.ipc.clear_socket import ClearSocket
 
