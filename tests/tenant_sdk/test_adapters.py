@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
 from tenant_sdk.adapters import adapted_model, say_how_little
-from tenant_sdk.serving.adapters import AdapterStore, targets
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters import targets as patterns
 from tests.support.saved_adapters import Bell, save_adapter, stepped
 from wire.errors import ConfigurationError
 
@@ -356,14 +357,14 @@ def test_what_is_no_folder_is_refused_in_one_line(adapter: Any, chat_client: Ten
 
 
 def test_a_pattern_is_ended_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "MATCHING_S", 1)
+    monkeypatch.setattr(patterns, "MATCHING_S", 1)
     began = time.monotonic()
     with pytest.raises(ConfigurationError, match="the adapter one has a pattern in target_modules that is invalid or"):
-        targets.fully_matched("one", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
-    assert time.monotonic() - began < targets.WAIT_S
+        patterns.fully_matched("one", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+    assert time.monotonic() - began < patterns.WAIT_S
     again = time.monotonic()
     with pytest.raises(ConfigurationError):  # it is remembered, so that many requests cost no more than one
-        targets.fully_matched("two", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
+        patterns.fully_matched("two", "target_modules", r"(?:[a-z.]+)+!!", ["model.layers.self.attn.q.proj.weight"])
     assert time.monotonic() - again < 0.5
 
 

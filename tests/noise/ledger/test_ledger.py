@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from noise.blocks.pool import SlotsExhausted
-from noise.ledger import ledger
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
 from tests.support.ledger_blocks import reserve_through_renewals
@@ -421,8 +420,8 @@ def test_zeros_after_the_end_are_a_torn_record_too(path: Path) -> None:
     """Zeros after the last record are ignored. A file system may leave them after a crash, if a file's new size reached
     the disk before its data."""
     seed_id = filled(path)
-    with path.open("ab") as ledger:
-        ledger.write(bytes(512))
+    with path.open("ab") as file:
+        file.write(bytes(512))
     assert opened(path).reserve(seed_id, 1, "after").first_block == 10
     assert used(path) == {seed_id: 11}
 
@@ -452,7 +451,7 @@ def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
     """Writes a ledger's records again, changed by `change`, and with correct checksums."""
     records = [json.loads(line[17:]) for line in path.read_bytes().splitlines()]
     change(records)
-    path.write_bytes(ledger.encode(records, ledger.MAGIC))
+    path.write_bytes(module.encode(records, module.MAGIC))
 
 
 @pytest.mark.parametrize(
@@ -499,8 +498,8 @@ def test_the_file_is_private_and_must_stay_so(path: Path) -> None:
 def test_damage_under_an_open_ledger_stops_it(path: Path) -> None:
     seed_id = filled(path)
     ledger = opened(path)
-    with path.open("ab") as ledger:
-        ledger.write(b"garbage\n")
+    with path.open("ab") as file:
+        file.write(b"garbage\n")
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="damaged at record 5"):
             ledger.reserve(seed_id, 1, "x")
@@ -636,9 +635,9 @@ def test_a_lock_file_replaced_meanwhile_is_locked_again(path: Path, monkeypatch:
 
     def look(fd: int) -> None:
         fsync(fd)
-        with lock.open() as ledger:
+        with lock.open() as file:
             try:
-                flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 locked.append(True)
 

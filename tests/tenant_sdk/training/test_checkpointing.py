@@ -28,7 +28,7 @@ from wire.errors import ConfigurationError, StorageError
     ],
 )  # fmt: skip
 def test_options_that_go_together(checkpointing: Any, older: bool, budget: Any, mode: str | None) -> None:
-    assert resolve(activation_checkpointing, older, budget) == mode
+    assert resolve(checkpointing, older, budget) == mode
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import CohereConfig, GraniteConfig, MambaConfig, OPTConfig, Trainer, TrainingArguments
 
 from tenant_sdk import TenantClient
-from tenant_sdk.training import loss
+from tenant_sdk.training import loss as loss_module
 from tenant_sdk.training.loss import chunk_loss, chunked_cross_entropy
 from tests.support.client_seams import before_requests
 from tests.support.served_kinds import CONFIGS, make_model, open_client
@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_the_models_own(
 ) -> None:
     kind, client = kind_and_client
     for name in ("LOCAL_CHUNK_BYTES", "REMOTE_CHUNK_BYTES"):
-        monkeypatch.setattr(loss, name, chunk_rows * 4 * VOCAB)
+        monkeypatch.setattr(loss_module, name, chunk_rows * 4 * VOCAB)
     model, batch = adapted(client, kind), labelled_batch()
     want = [loss_and_gradients(model, **batch), loss_and_gradients(model, **batch, num_items_in_batch=40)]
     assert chunk_loss(model), "this kind's loss can be computed in chunks"
@@ -150,7 +150,7 @@ def test_a_remote_head_gets_the_same_rows(
         num_rows = 3 * (12 if every_position else 9)  # labels begin at position 3: positions 2 to 10 predict them
         assert seen == [(Direction.FORWARD, num_rows), (Direction.BACKWARD, num_rows)]
         seen.clear()
-        monkeypatch.setattr(loss, "REMOTE_CHUNK_BYTES", 10 * 4 * VOCAB)
+        monkeypatch.setattr(loss_module, "REMOTE_CHUNK_BYTES", 10 * 4 * VOCAB)
         loss_and_gradients(model, **batch)
         for direction in Direction:
             assert sum(rows for way, rows in seen if way is direction) == num_rows

@@ -15,7 +15,6 @@ from tests.support.raw_peer import RawPeer
 from tests.support.tls_authority import HOST, Authority, make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MalformedFrame, WrongPeer
-from wire.transport.ipc import handshake
 from wire.transport.ipc import handshake as module
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.handshake import STATEMENT_BYTES, Credentials, provider_handshake, tenant_handshake
@@ -91,10 +90,10 @@ def test_another_process_than_stated_ends_the_connection_at_both_ends(
     """At one end, the kernel reports other process or user ids than the peer states, as if a relay stood between the
     two. Both ends then raise an error and close."""
     near, far = socket.socketpair()
-    seen = handshake.of_peer(near)
+    seen = module.of_peer(near)
     relay = Credentials(abs(seen.pid + difference.pid), (seen.uid + difference.uid) % (1 << 32))
     fooled = near if end == "tenant" else far
-    monkeypatch.setattr(handshake, "of_peer", lambda plain: relay if plain is fooled else seen)
+    monkeypatch.setattr(module, "of_peer", lambda plain: relay if plain is fooled else seen)
     found = meet(lambda: tenant_handshake(near, tenant), lambda: provider_handshake(far, provider))
     assert [type(one) for one in found] == [WrongPeer, WrongPeer]
     assert near.fileno() == far.fileno() == -1  # closed
@@ -154,10 +153,10 @@ def raw_tenant(plain: socket.socket, context: ssl.SSLContext) -> RawPeer:
     """Returns a tenant that has sent and checked the statements of process and user ids, but has not sent `clear`
     yet."""
     peer = RawPeer(plain, context, "localhost")
-    mine, seen = handshake.own(), handshake.of_peer(plain)
+    mine, seen = module.own(), module.of_peer(plain)
     peer.shake_hands()
-    peer.send(handshake.statement(mine, seen))
-    handshake.check_statement(peer.receive(STATEMENT_BYTES), mine, seen)
+    peer.send(module.statement(mine, seen))
+    module.check_statement(peer.receive(STATEMENT_BYTES), mine, seen)
     return peer
 
 
