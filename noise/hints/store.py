@@ -348,8 +348,8 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a file lock (`noise.disk.private_files.locked`) while the block runs, and makes the lock's folder if it is missing.
-    Raises ConfigurationError if the folder cannot be made."""
+    """Holds a file lock (`noise.disk.private_files.locked`) while the block runs, and makes the lock's folder if it is
+    missing. Raises ConfigurationError if the folder cannot be made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         while not is_held:

@@ -36,7 +36,7 @@ from wire.command_line import nearest
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tenant_sdk.training.trains import Trains
+    from tenant_sdk.client import TenantClient
 
 
 _FLAG, _SHOWN = "flag", "shown"
@@ -349,7 +349,7 @@ def check_recipe(recipe: Recipe) -> None:
         parse_data(data, recipe.eval_data, recipe.seed)
 
 
-def finetune_command(recipe: Recipe, client: Trains, echo: Callable[[str], object]) -> None:
+def finetune_command(recipe: Recipe, client: TenantClient, echo: Callable[[str], object]) -> None:
     """Trains as a recipe says, and prints the adapter's folder, losses, tokens, traffic and time.
 
     Args:
