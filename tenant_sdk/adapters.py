@@ -1,7 +1,4 @@
-"""This module checks that an adapter folder exists. Importing this module is quick, so that the command line can check
-a path before it loads anything else.
-
-This module loads PEFT adapters onto a model whose base layers are at the provider.
+"""This module loads PEFT adapters from folders onto a model whose base layers are at the provider.
 
 The store of adapters (tenant_sdk/serving/adapters) and this module read an adapter by the same code, `OpenAdapter`, and
 refuse the same files for the same reasons. This module also takes the kinds and settings of PEFT that the store does

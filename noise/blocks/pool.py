@@ -1,29 +1,24 @@
-"""This module holds the numbers by which a mask pool shows that no row was lost: rows made, ready and burnt.
+"""This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
+memory only, and hands out their rows.
 
-This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. A slot is
-one row of a block. The rule that no slot is used twice is enforced in two places: noise/ledger records blocks in a
-file, and this module counts rows in memory.
+A slot is one row of a block of masks. `Slots` hands out the rows of one block and burns them in memory, that is, marks
+them as used. The rule that no slot is used twice is enforced in two places: noise/ledger records blocks in a file, and
+this module counts rows in memory. By `RowCounts` (rows made, ready and burnt) a pool shows that no row was lost.
 
-Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. A forked
-child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
-noise/ledger/ledger.py does.
+`share` runs the threads that make masks. Each thread computes alone on one core, and the threads share a queue of
+pieces of work. The threads of torch are not suitable. An operation on a chunk of mask takes 100 µs, and after every
+operation OpenMP makes its threads wait for each other, spinning. When other code computed on the same cores (the model,
+a provider on the same machine), an operation took 20 to 100 times as long. Threads that never wait for each other lose
+only the time that the other work takes.
 
-This module runs the threads that make masks. Each thread computes alone on one core, and the threads share a queue
-of pieces of work.
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. Nothing
+of a pool is written to disk, pickled or carried into a forked child. A forked child is refused, and neither slots nor
+pools can be pickled or copied. If no row is ready, the caller makes one itself, so an empty pool costs time and never
+privacy.
 
-The threads of torch are not suitable. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP
-makes its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on
-the same machine), an operation took 20 to 100 times as long. Threads that never wait for each other lose only the time
-that the other work takes.
-
-This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
-memory only.
-
-Guarantees: no row is handed out twice (`noise.blocks.pool.Slots`). Nothing is written to disk, pickled or carried
-into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy.
-During a long run callers may still have to wait, unless a core has time to refill the pool. If the budget does not hold
-two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes the lattice mask more
-arithmetic.
+Not guaranteed: that a block is on record, which noise/ledger/ledger.py guarantees. During a long run callers may still
+have to wait, unless a core has time to refill the pool. If the budget does not hold two blocks for every layer, blocks
+are made a piece at a time (`piece_rows`), which takes the lattice mask more arithmetic.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""This module makes new files of the ledger and the hint store survive a crash.
+"""This module makes folders and files that only their owner can read, whatever the umask, makes the names of new files
+survive a crash, and locks a file on a local file system, so that processes exclude each other.
 
-This module locks a file on a local file system, so that processes exclude each other. The lock is released when its
-holder dies.
+Guarantees:
+- a folder is made with mode 0700, so no other user can enter it at any moment. `make_private_folder` changes no folder
+  that existed before. The umask is not changed, since it belongs to the whole process, in which other threads make
+  files meanwhile;
+- at any time only one thread of one process holds a lock, even if the file is deleted meanwhile. The lock is released
+  when its holder dies. A child that is forked while the lock is held does not hold the lock.
 
-Guarantees: at any time only one thread of one process holds the lock, even if the file is deleted meanwhile. A child
-that is forked while the lock is held does not hold the lock. Nothing is guaranteed on network file systems.
-
-This module makes folders and files that only their owner can read, whatever the umask.
-
-Guarantees: a folder is made with mode 0700, so no other user can enter it at any moment. `make_private_folder`
-changes no folder that existed before. The umask is not changed, since it belongs to the whole process, in which other
-threads make files meanwhile. Root can still enter, and so can users who may rename an existing parent folder.
+Not guaranteed: root can still enter a private folder, and so can users who may rename an existing parent folder. On
+network file systems nothing is guaranteed about locks.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""This module defines the format of a hint file, and reads such files. A hint file is a safetensors file of rounded
-numbers in column tiles. It is mapped into memory and decoded chunk by chunk.
+"""This module defines the format of a hint file, reads such files, and writes a file whose rows come one after another.
+
+A hint file is a safetensors file of rounded numbers in column tiles. It is mapped into memory and decoded chunk by
+chunk (`MappedHint`). Until it is complete, a `PartFile` stores rows as they come, so that an interrupted fetch
+continues from its last stored rows.
 
 Layout: 4096 bytes of header, then `crc32` (U32, one for each tile), then `tiles` (U8). Tile i holds columns 64·i to
 64·i + 63, row after row. Each number has 32 - t bits, little-endian; t is the number of low bits that were rounded
-away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups
-within one row, and the last tile is padded to whole groups. noise/hints/store.py states guarantees and limits.
-
-This module writes a hint file that is not complete yet. It stores rows as they come, so that an interrupted fetch
-continues from its last stored rows.
+away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups within one
+row, and the last tile is padded to whole groups.
 
 Guarantees: a hint file gets its final name only when every row, checksum and header byte is on the disk. A range of
 rows counts as done only if its bytes match the checksum in the journal, which is written after the bytes have reached
-the disk.
+the disk. noise/hints/store.py states further guarantees and limits.
 """
 
 from __future__ import annotations

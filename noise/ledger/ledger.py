@@ -1,5 +1,10 @@
-"""This module defines the file of a ledger. It encodes the file's records, adds them up, and reads, writes and locks
-the file.
+"""This module implements the tenant's ledger. It ensures that no slot (one row of a mask) is used twice, and that no
+seed serves more secrets than its parameters allow.
+
+The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity. It holds the public seeds that were
+drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory, `Slots`
+(noise/blocks/pool.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve →
+`Reservation.open_block` → `Slots.take`, and each step can be taken only once for a block or row.
 
 The file has lines of `CHECK JSON`. CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that is
 lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash during a
@@ -8,26 +13,17 @@ this, since `Ledger.reserve` returns only after write and fsync of the whole rec
 ever used. A complete last record with a wrong CHECK is damage. Its blocks may have been used, so the file is refused.
 No secret is ever written: seeds are public.
 
-This module guarantees nothing about which process may write when; noise/ledger/ledger.py does, and holds `exclusive`
-while it writes.
-
-This module implements the tenant's ledger. It ensures that no slot (one row of a mask) is used twice, and that no
-seed serves more secrets than its parameters allow.
-
-The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/ledger.py). It holds the
-public seeds that were drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory,
-`Slots` (noise/blocks/pool.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve
-→ `Reservation.open_block` → `Slots.take`, and each step can be taken only once for a block or row.
-
 Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works).
-Threads and processes that open the same file share one count and one current seed. If a record cannot be made durable,
-the caller gets an error and no block. A forked child is refused. Nothing here can be pickled or copied. A restart
-abandons what was reserved, since masks are never serialised.
+Threads and processes that open the same file share one count and one current seed: `Ledger` holds `exclusive` while it
+writes. If a record cannot be made durable, the caller gets an error and no block. A forked child is refused. A ledger
+and the blocks of a reservation can be neither pickled nor copied. A restart abandons what was reserved, since masks are
+never serialised.
 
-The ledger guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine).
-Only a process that still remembers higher counts notices this. It guarantees nothing on NFS and other network file
-systems, where flock and rename are not dependable, or on Windows, which has no fcntl. Deleting the file is safe, since
-a new ledger draws new seeds. docs/decisions/0004-ledger.md has the reasons.
+Not guaranteed: anything after the file is rolled back (an old backup, a restored snapshot of a virtual machine). Only a
+process that still remembers higher counts notices this. Nothing is guaranteed on NFS and other network file systems,
+where flock and rename are not dependable, or on Windows, which has no fcntl. The functions that read and write the file
+do not lock it themselves. Deleting the file is safe, since a new ledger draws new seeds.
+docs/decisions/0004-ledger.md has the reasons.
 """
 
 from __future__ import annotations

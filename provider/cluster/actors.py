@@ -1,12 +1,13 @@
-"""Uses an actor of a Ray cluster as a replica.
+"""Places the actors of a provider's shards in a Ray cluster, uses each of them as a replica, and ends them.
+
+`ClusterShards` has Ray place and start an actor for each replica of each shard. `ActorReplica` computes products in one
+actor. As with all replicas, the products are not checked here: a cluster is one trust domain (docs/ray.md), and tenants
+that verify replies notice a wrong product.
 
 Guarantees: an actor that ends, hangs or answers what was not asked counts as lost, and a product that waits for it
 raises `ReplicaLost`. Ray never sends a call a second time: whether a lost product is computed again is decided by the
-executor, which counts the losses of each batch. Replies are copied out of the cluster's object store before anyone
-uses them. As with all replicas, the products are not checked here: a cluster is one trust domain (docs/ray.md), and
-tenants that verify replies notice a wrong product.
-
-Places the actors of a provider's shards in a Ray cluster, and ends them.
+executor, which counts the losses of each batch. Replies are copied out of the cluster's object store before anyone uses
+them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Proves, by connections that must fail, that a server of a Ray cluster lets in only peers with a certificate and the
-token.
+"""Connects the provider's process to a Ray cluster, after checks that the cluster is closed to strangers.
 
-Ray takes both from environment variables, separately on each host. A host where one of them was forgotten runs as well
-as the others, and runs code for anybody who connects. So each server is tried in the wrong ways. A connection in the
-right way, with certificate and token, must succeed, which shows that the other connections failed for lack of these.
-
-Connects the provider's process to a Ray cluster, after checks that the cluster is closed to strangers.
+Ray takes the certificate and the token from environment variables, separately on each host. A host where one of them
+was forgotten runs as well as the others, and runs code for anybody who connects. So each server is tried in the wrong
+ways, and these connections must fail. A connection in the right way, with certificate and token, must succeed, which
+shows that the other connections failed for lack of these.
 
 Guarantees: the address is the one that the operator gave; no file of Ray's with the address of an earlier cluster is
 read. The cluster has TLS, client certificates and a token in force, its dashboard is off, and this process sends no

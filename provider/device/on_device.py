@@ -1,27 +1,24 @@
-"""Computes small ring products on a device, such as those of decode steps, by captured graphs.
+"""Defines the replica whose weights are on an accelerator, and how rows reach the device and products come back.
 
-For a row of one token the product takes less time than starting its kernels one by one. So the copy to the device, the
-product and the copy back are captured once for each layer group and direction, and replayed with one call. On torch's
-`cpu` device, and where the device cannot capture, the same steps are started one by one.
+A `Lane` moves rows to the device and products back, on a stream of its own, through staging buffers in pinned memory.
+It holds one block of rows at a time. Two lanes that take turns let the copies of one block overlap with the product of
+another.
 
-Guarantees: the numbers are those of `coding.product`, with or without captured graphs.
+`FewRows` computes small ring products, such as those of decode steps. For a row of one token the product takes less
+time than starting its kernels one by one. So the copy to the device, the product and the copy back are captured as a
+graph, once for each layer group, direction and number of rows in `_HEIGHTS`, and replayed with one call. Where the
+device cannot capture, the same steps are started one by one.
 
-Moves rows to a device and products back, on a stream of its own, through staging buffers in pinned memory.
+Guarantees: in ring arithmetic a reply is that of the CPU, to the last bit; with or without captured graphs, small
+products are those of `coding.product`. In float arithmetic TF32 is off and every row is multiplied in a block of
+`FLOAT_ROWS` rows, so that a reply depends neither on the rows beside it nor on how a request was cut; it differs from
+the CPU's by rounding alone. A product that the device could not finish is never answered with numbers: the tenant gets
+an error, or the executor has the product computed again. Before its first product, each group was compared with the
+CPU's product in both directions. A lane copies a block of rows to the device once, and its product back once. Rows and
+replies that are on the device, in memory that a tenant shares, are copied there and cross nothing.
 
-Guarantees: a block of rows is copied to the device once and its product is copied back once. Rows and replies that are
-on the device, in memory that a tenant shares, are copied there and cross nothing. A lane holds one block at a time. Two
-lanes that take turns let the copies of one block overlap with the product of another. On torch's `cpu` device there are
-no streams, and a lane computes a block at once.
-
-Defines the replica whose weights are on an accelerator.
-
-Guarantees: in ring arithmetic a reply is that of the CPU, to the last bit. In float arithmetic TF32 is off and every
-row is multiplied in a block of `FLOAT_ROWS` rows, so that a reply depends neither on the rows beside it nor on how a
-request was cut; it differs from the CPU's by rounding alone. A product that the device could not finish is never
-answered with numbers: the tenant gets an error, or the executor has the product computed again. Before its first
-product, each group was compared with the CPU's product in both directions.
-
-The same code runs on torch's `cpu` device, where it is tested; of GPUs the tests were run on one H100.
+The same code runs on torch's `cpu` device, where it is tested; there are no streams and no graphs there, and a lane
+computes a block at once. Of GPUs the tests were run on one H100.
 """
 
 from __future__ import annotations

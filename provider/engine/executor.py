@@ -1,19 +1,17 @@
-"""Lists what the streams of tenants need from whatever computes their requests.
+"""Computes the tenants' requests: worker threads, one for each replica, take batches from the scheduler, compute their
+products and deliver the replies.
 
-Defines the job, a request inside the executor: its rows, the finished part of its reply, and its callback.
-
-Puts together the reply to each request from its products, and calls the request's callback.
+`Computes` lists what the streams of tenants need from whatever computes their requests. A `Job` is a request inside the
+executor: its rows, the finished part of its reply, and its callback `done`. `Replies` puts together the reply to each
+request from its products, and calls the callback.
 
 Guarantees: `done` is called exactly once for each request, or not at all if the request is cancelled. If a request is
 invalid, only that request fails; the other requests in its batch succeed. If one callback raises an error, the other
-callbacks are still called.
-
-Runs the worker threads that compute products: they take batches from the scheduler and deliver the replies.
-
-Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
-memory. `provider.engine.executor` says when each request gets its reply. In ring arithmetic a reply does not depend on
-the other requests in its batch. In float it may differ by rounding, since a matrix product with another number of rows
-may add its terms in another order. If a replica is lost, another replica computes its unfinished batches.
+callbacks are still called. Every reply owns its memory, so a tenant that does not read its reply keeps no other
+tenant's reply in memory. In ring arithmetic a reply does not depend on the other requests in its batch. In float it may
+differ by rounding, since a matrix product with another number of rows may add its terms in another order. If a replica
+is lost, another replica computes its unfinished batches. A batch fails if `_MAX_LOSSES` replicas were lost while
+computing it, or if no replica is left.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""Bounds each caller's number of open calls (streams and downloads), since each call occupies a thread.
+"""Decides which callers, which of their calls (streams and downloads) and which of their requests are admitted.
+
+`AccessCheck` looks up a caller's certificate in the registry. Callers of this module must pass only certificates that
+TLS has verified. `Calls` bounds each caller's number of open calls, since each call occupies a thread. `Admission`
+admits or refuses requests by the operator's limits for each tenant.
 
 Guarantees: no caller has more than `MAX_CALLS_PER_TENANT` calls open. The bound is lower once half of all threads are
-taken, so that a few dozen callers cannot use up all threads. A refused call is not counted.
+taken, so that a few dozen callers cannot use up all threads. A refused call is not counted. A tenant has one quota for
+all its streams, and a new connection does not reset the quota. A refused request uses up nothing of the quota. Memory
+for quotas is bounded, since only a few numbers are kept for each enrolled tenant.
 
-Threads: any thread may call this. `_lock` guards the counts.
-
-Decides which callers are admitted: looks up each caller's certificate in the registry.
-
-Callers of this module must pass only certificates that TLS has verified.
-
-Admits or refuses requests by the operator's limits for each tenant.
-
-Guarantees: a tenant has one quota for all its streams, and a new connection does not reset the quota. A refused
-request uses up nothing of the quota. Memory is bounded, since only a few numbers are kept for each enrolled tenant.
+Threads: any thread may call `Calls`, whose `_lock` guards the counts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Carries the frames of one session over one connection, in the connection's own thread.
+"""Carries the frames of one session over one connection, until one side ends.
 
-Guarantees: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant that
-reads nothing for five minutes while bytes wait to be sent to it is disconnected.
+`carry` serves a connection outside gRPC, in the connection's own thread. `carry_rpc` serves a gRPC stream, for tenants
+that cannot reach the tensor port. It uses grpc's public interface only: a new thread receives messages, and the RPC's
+own thread sends.
 
-Carries the frames of one session over one gRPC stream, for tenants that cannot reach the tensor port.
-
-It uses grpc's public interface only. One thread receives messages, and the RPC's own thread sends.
+Guarantees of `carry`: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant
+that reads nothing for five minutes while bytes wait to be sent to it is disconnected.
 """
 
 from __future__ import annotations

@@ -1,29 +1,23 @@
-"""Accepts connections that carry tenants' streams, at any kind of socket: the tensor port and the Unix socket in a
-folder are both built on this.
+"""Accepts the connections that carry tenants' streams, at the tensor port and at a Unix socket in a folder
+(wire/SPEC.md, section 1).
 
-Each connection has one thread, which reads, computes small requests, and sends. Replies that other threads computed
-wake this thread.
+`TensorPort` carries streams over TLS without gRPC; gRPC's `Stream` carries the same frames for tenants that cannot
+reach this port. `IpcPort` is for tenants on the provider's own host. Both are a `StreamPort`: each connection has one
+thread, which reads, computes small requests, and sends. Replies that other threads computed wake this thread.
 
-Guarantees: the number of connections is bounded. If there are too many, the oldest connection without a stream is
-closed to make room. A connection whose handshake fails costs nothing but its thread, until the handshake's deadline.
+If `IpcPort` makes the folder, its mode is 0711; the socket's mode is 0666. So every user of the host can connect, as at
+a TCP port, but only enrolled tenants are admitted. To keep other users from connecting, an operator can make the folder
+beforehand, for example with mode 0700.
 
-Listens at the tensor port, which carries the tenants' streams over TLS without gRPC (wire/SPEC.md, section 1).
-
-gRPC's `Stream` carries the same frames for tenants that cannot reach this port.
-
-Guarantees: a peer without a certificate of the provider's CA fails the handshake, and the handshake has a deadline.
-Connections are bounded as `provider.net.ports` says.
-
-Listens at a socket in a folder, for tenants on the provider's own host (wire/SPEC.md, section 1).
-
-Guarantees: a peer without a certificate of the provider's CA fails the handshake, as at the tensor port. So does a peer
-whose statement of its process id and user id differs from what the kernel says. Only this process's user and root can
-have made the files in the folder. A folder is used by one provider at a time. The socket of a provider that was killed
-is replaced. Connections are bounded as `provider.net.ports` says.
-
-If this module makes the folder, its mode is 0711; the socket's mode is 0666. So every user of the host can connect, as
-at a TCP port, but only enrolled tenants are admitted. To keep other users from connecting, an operator can make the
-folder beforehand, for example with mode 0700.
+Guarantees:
+- the number of connections of a port is bounded. If there are too many, the oldest connection without a stream is
+  closed to make room;
+- a peer without a certificate of the provider's CA fails the handshake, and the handshake has a deadline. A connection
+  whose handshake fails costs nothing but its thread, until this deadline;
+- at the Unix socket, a peer whose statement of its process id and user id differs from what the kernel says fails the
+  handshake, too;
+- only this process's user and root can have made the files in the folder. A folder is used by one provider at a time.
+  The socket of a provider that was killed is replaced.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""Keeps the requests in flight of one stream, from their admission until their reply is sent.
+"""Keeps the requests in flight of one stream until their replies are sent, and decides which frame the stream sends
+next.
 
-Guarantees: a request both enters the table and uses the tenant's quota, or does neither. When the request ends, by a
-reply, an error, a cancel, its deadline or the end of the stream, both are undone exactly once. The number of
-requests, and the bytes of requests and replies, are bounded. Nothing is admitted after `close`. This module neither
-reads nor sends frames.
+`RequestTable` has the requests in flight, from their admission until their reply is sent. `Outbox` has the frames and
+replies that wait to be sent. It gives short frames in their order, and large replies in turns, one chunk each. This
+module neither reads nor sends frames.
+
+Guarantees of the table: a request both enters the table and uses the tenant's quota, or does neither. When the request
+ends, by a reply, an error, a cancel, its deadline or the end of the stream, both are undone exactly once. (A single row
+that is computed at once uses the quota only.) The number of requests, and the bytes of requests and replies, are
+bounded. Nothing is admitted after `close`.
+
+Guarantees of the outbox: once a request is dropped from the table, for example by a cancel, no further chunk of its
+reply is sent. A request is dropped just before the last chunk of its reply is sent, so that its bytes are no longer in
+flight when the tenant has the chunk. A small reply never waits for more than one chunk of a large reply. Not
+guaranteed: a bound on the number of waiting frames; callers must check `is_full`.
 
 Threads: the thread that reads the stream admits requests. That thread, the thread that sends, the executor's worker
 threads and the sweep look up and drop requests. `_lock` guards the table. A thread that holds `_lock` may take the
-locks of the tenant's quota, but no other lock.
-
-Decides which frame a stream sends next: short frames in their order, and large replies in turns, one chunk each.
-
-Guarantees: once a request is dropped from the table, for example by a cancel, no further chunk of its reply is sent. A
-request is dropped just before the last chunk of its reply is sent, so that its bytes are no longer in flight when the
-tenant has the chunk. A small reply never waits for more than one chunk of a large reply. The number of waiting
-frames is not bounded here: callers must check `is_full`.
-
-Threads: any thread may add frames. Only the thread that sends may call `next_frame` and `stop_sending`, and only
-this thread uses replies that are partly sent. There is no lock, since adding to a `deque` and taking from it are safe.
+locks of the tenant's quota, but no other lock. Any thread may add frames to the outbox. Only the thread that sends may
+call `next_frame` and `stop_sending`, and only this thread uses replies that are partly sent. The outbox has no lock,
+since adding to a `deque` and taking from it are safe.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Answers a tenant of this host that asks for the manifest or for a file of the bundle (wire/SPEC.md, section 3).
+"""Implements what a provider does for the calls of its tenants, each with its access check: three gRPC methods (the
+manifest, a file of the bundle, and a stream), the streams of the tensor port, and the calls of tenants on the
+provider's own host.
 
-Guarantees: if a tenant does not read what it asked for, its connection is ended after a deadline. Only one chunk of the
-file at a time waits in this process's memory.
-
-Implements the provider's network methods, each with its access check: three gRPC methods, the streams of the tensor
-port, and the calls of tenants on the provider's own host.
+A tenant on the provider's own host may ask for the manifest or a file in place of a stream, by its first frame
+(wire/SPEC.md, section 3).
 
 Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
-limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle.
+limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle. If a tenant of this
+host does not read the manifest or the file that it asked for, its connection is ended after a deadline. Only one chunk
+of the file at a time waits in this process's memory.
 """
 
 from __future__ import annotations

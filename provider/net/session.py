@@ -1,22 +1,21 @@
-"""Describes the state of streams at one time, for the log, for metrics and for tests: counts, bytes and callers' names.
+"""Implements the protocol of one tenant's stream: reads the tenant's requests, has them computed, and sends replies.
 
-Guarantees: a status is a copy that does not change. Making a status delays a stream's thread only while a few numbers
-are read. The numbers may be from slightly different times, since the streams continue meanwhile.
-
-Threads: any thread may use this.
-
-Implements the protocol of one tenant's stream: reads the tenant's requests, has them computed, and sends replies.
+`provider/net/requests.py` keeps the requests in flight and the frames to send. This module does not know which
+transport carries the frames. A status describes one stream or all of them at one time, for the log, for metrics and for
+tests: counts, bytes and callers' names.
 
 Guarantees: a request's header passes every check before memory is allocated for the request. If a request is invalid,
 only that request fails; a frame that cannot be read ends the stream. Errors are sent as numbers, without text. When the
-tenant disconnects, all memory of the session is freed. This module does not know which transport carries the frames.
-`provider.net.requests` keeps the requests in flight, and `provider.net.requests` the frames to send.
+tenant disconnects, all memory of the session is freed. A status is a copy that does not change, and making one delays
+the stream's thread only while a few numbers are read.
 
-Threads: the session has no thread of its own. `provider/net/carrier.py` or `provider/net/carrier.py` hands in
-one message at a time, and takes out one frame at a time. The thread that hands in a small decode request
-computes it at once if a replica is free. The executor's worker threads compute the other requests, and hand in the
-outcomes. Further threads call `drain`, which refuses new requests before the provider ends; `sweep`, which looks for
-deadlines that have passed and tenants that were revoked; and `close`. The table has the only lock.
+Not guaranteed: that the numbers of a status are from the same time, since the streams continue meanwhile.
+
+Threads: the session has no thread of its own. A carrier (`provider/net/carrier.py`) hands in one message at a time, and
+takes out one frame at a time. The thread that hands in a small decode request computes it at once if a replica is free.
+The executor's worker threads compute the other requests, and hand in the outcomes. Further threads call `drain`, which
+refuses new requests before the provider ends; `sweep`, which looks for deadlines that have passed and tenants that were
+revoked; and `close`. The table of requests has the only lock. Any thread may ask for a status and use it.
 """
 
 from __future__ import annotations

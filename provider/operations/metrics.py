@@ -1,7 +1,8 @@
-"""Counts the products that the executor computes, and keeps histograms of the products' sizes and times and of the
-requests' waits.
+"""Counts the products that the executor computes, and collects these and the provider's other counts as Prometheus
+metrics.
 
-Collects the provider's counts as Prometheus metrics, each time that the metrics are read.
+A `Meter` keeps histograms of the products' sizes and times, and of the requests' waits and latencies. A
+`ProviderCollector` collects the provider's counts, such as the tenants' usage, each time that the metrics are read.
 
 Guarantees: at most `MAX_TENANTS` tenants are named, and all others are added up under the label `OTHER`. No label holds
 a value of a tensor, or a text that a tenant chose. While the metrics are read, requests go on: a counter is locked only

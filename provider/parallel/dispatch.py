@@ -1,16 +1,16 @@
-"""Defines the command that rank 0 sends to the other ranks before every product.
+"""Computes products on all ranks: rank 0 sends a command before every product, and the other ranks follow it.
 
 A command is a message of fixed size that holds plain numbers, and no pickle. If there are only a few rows, the message
 also holds the rows. To send one decode row in a second message took four times as long, since gloo's receiver must
 announce for every message that it is ready (docs/placement.md, "Figures").
 
-Computes products on all ranks: rank 0 sends commands, and the other ranks follow them.
+If ranks entered collectives in different orders, they would get wrong numbers without an error. So there is one
+dispatcher with one lock.
 
 Guarantees: rank 0 checks a request before it sends a command, so an invalid request never reaches another rank. If a
-rank fails to compute, it still takes part in the communication of this product. The last number of each rank's part
+rank fails to compute, it still takes part in the communication of this product; the last number of each rank's part
 says whether the rank failed. If a rank is gone, the present product fails within the timeout, and every later product
-fails at once. If ranks entered collectives in different orders, they would get wrong numbers without an error. So there
-is one dispatcher with one lock.
+fails at once.
 """
 
 from __future__ import annotations

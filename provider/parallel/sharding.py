@@ -1,20 +1,16 @@
-"""Defines how weights are split over ranks: the interface through which `dispatch` uses tensor parallelism and
-FSDP2.
+"""Splits weights over ranks, by tensor parallelism or with FSDP2, behind one interface (`Sharding`), which
+provider/parallel/dispatch.py uses.
 
-Splits weights with FSDP2 as in the Symbiosis paper, for comparison with tensor parallelism.
+Tensor parallelism (`ColumnSlices`): every rank holds a slice of the columns of each layer group's weight, so that
+layers may be too large for one device. In forward calls, each rank multiplies the rows by its slice, and the results
+are concatenated along the columns. In backward calls, each rank multiplies the matching columns of the rows by its
+transposed slice, and the results are added. In ring arithmetic this is exact, since addition mod 2^32 does not depend
+on the order. In float it is exact up to rounding.
 
-Every rank holds some rows of each weight, and all ranks gather the whole weight for every product. Each rank then
-computes some of the request's rows, as in data parallelism. So if a request has a single row, rank 0 alone computes its
-product, although all ranks spend time on gathering the weight. Source: Symbiosis, section on sharding with FSDP;
-PyTorch's `fully_shard`.
-
-Splits weights by tensor parallelism, so that layers may be too large for one device: every rank holds a slice of the
-columns of each layer group's weight.
-
-In forward calls, each rank multiplies the rows by its slice, and the results are concatenated along the columns. In
-backward calls, each rank multiplies the matching columns of the rows by its transposed slice, and the results are
-added. In ring arithmetic this is exact, since addition mod 2^32 does not depend on the order. In float it is exact up
-to rounding.
+FSDP2 (`GatheredLayers`), as in the Symbiosis paper, for comparison: every rank holds some rows of each weight, and all
+ranks gather the whole weight for every product. Each rank then computes some of the request's rows, as in data
+parallelism. So if a request has a single row, rank 0 alone computes its product, although all ranks spend time on
+gathering the weight. Source: Symbiosis, section on sharding with FSDP; PyTorch's `fully_shard`.
 """
 
 from __future__ import annotations

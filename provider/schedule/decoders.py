@@ -1,20 +1,14 @@
-"""Measures how long tenants pause between decode requests. A tenant that decodes must wait for a reply before it can
-send the next request, so a tenant that hardly pauses is not decoding: it floods.
+"""Keeps track of the tenants that decode and of their queued requests, predicts when the next decode request will come,
+and detects tenants that flood: they send many small requests at a time without decoding.
 
-Guarantees: the pause is measured from a tenant's last reply to its next request, and is compared with the time of the
-tenant's own products. So time spent waiting for other tenants makes no tenant look like a flood. The code is not safe
-under threads.
+A tenant that decodes calls one layer after the other, and must wait for a reply before it can send the next request.
+Before the next call, the tenant computes for about as long as after earlier replies of the same layer. The scheduler
+uses this prediction to run large work that ends before the next decode request. A wrong prediction only costs time. A
+tenant that hardly pauses is not decoding: it floods.
 
-Predicts when the next decode request will come.
-
-While a tenant decodes, it calls one layer after the other. Before the next call, the tenant computes for about as long
-as after earlier replies of the same layer. The scheduler uses the prediction to run large work that ends before the
-next decode request. A wrong prediction only costs time. The code is not safe under threads.
-
-Keeps track of the tenants that decode, of their queued requests, and of the requests that will probably come next.
-Also detects tenants that flood: they send many small requests at a time without decoding.
-
-The code reads no clock: callers pass `now_s`. It is not safe under threads.
+Guarantees: a pause is measured from a tenant's last reply to its next request, and is compared with the time of the
+tenant's own products. So time spent waiting for other tenants makes no tenant look like a flood. The code reads no
+clock: callers pass `now_s`. Not guaranteed: the code is not safe under threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Defines the operator's choices about the order of requests, and the length of a tenant's turn.
-
-Chooses the tenant whose request runs next, by deficit round robin over tenants.
+"""Chooses the tenant whose request runs next, by deficit round robin over tenants, and defines the operator's choices
+about the order of requests (`Policy`) and the length of a tenant's turn.
 
 In each round, every waiting tenant gets a credit: the quantum (the credit of a tenant of weight 1) times the tenant's
 weight. The cost of the tenant's products, in rows or in seconds, is taken from the credit. Source: Shreedhar and

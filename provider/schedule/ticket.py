@@ -1,6 +1,7 @@
-"""Infers the class of each request from what the tenant sends, since a tenant could claim a false class.
+"""Defines a request as the scheduler sees it, by counts and times and without the rows, and infers its class of work.
 
-Defines a request as the scheduler sees it: counts and times, without the rows.
+The class (decode, prefill or fine-tuning) is inferred from what the tenant sends, since a tenant could claim a false
+class.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Holds the replicas of a provider's shards from their start to their end, wherever they compute.
+"""Starts the processes that compute the products of a provider's shards on this machine, and ends them.
 
-Starts and ends the processes of a provider's shards on this machine.
-
-Serves a model to this process, and computes its products in the processes of shards, for a tenant that has the
-provider in its own process.
+`LocalShards` holds these processes. `ShardedModel` uses them for a tenant that has the provider in its own process: it
+serves the model to this process, and has each product computed by the process of the shard that holds the layer group.
+`StartedShards` is the base class of whatever holds the replicas of shards from their start to their end, wherever they
+compute; provider/cluster/actors.py uses it for the actors of a Ray cluster.
 """
 
 from __future__ import annotations

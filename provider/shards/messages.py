@@ -1,18 +1,17 @@
-"""Defines the messages between the provider's process and a shard's process, which are sent over ZeroMQ.
+"""Passes requests, rows and weights between the provider's process and the processes of shards on the same machine.
 
-A request's message holds the call, the shape of the rows and the size of the shared memory. The rows and the reply are
-in the shared memory (`shared_rows`). Only the 48 bytes of a hint's seed are in the message itself.
+Messages are sent over ZeroMQ. A request's message holds the call, the shape of the rows and the sizes of the shared
+memory. Only the 48 bytes of a hint's seed are in the message itself.
 
-Holds rows in memory that two processes share: one process writes the rows, and the other reads them in place.
+The rows and the reply are in memory that two processes share: one process writes the rows, and the other reads them in
+place. One of the two, the owner, enlarges the memory on demand, and sends the new size with the message about the rows.
+The memory is anonymous (memfd_create).
 
-One process, the owner, enlarges the memory on demand. The owner sends the new size with the message about the rows. The
-memory is anonymous (memfd_create), so nothing is left behind, however the processes end.
+The weights of a shard's groups are in a safetensors file, which several processes of this machine map and share.
 
-Writes the weights of some groups to a safetensors file, which several processes of this machine map and share.
-
-Guarantees: weights that are read from the file agree with their digests in the manifest. The file's name is removed as
-soon as the file is written, so that the file's space is freed when the last process that uses the file ends, even if
-that process is killed.
+Guarantees: shared memory leaves nothing behind, however the processes end. Weights that are read from the file agree
+with their digests in the manifest. The file's name is removed as soon as the file is written, so that the file's space
+is freed when the last process that uses the file ends, even if that process is killed.
 """
 
 from __future__ import annotations

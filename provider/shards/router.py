@@ -1,9 +1,7 @@
-"""Decides which shard holds which layer groups.
+"""Decides which shard holds which layer groups, and sends each request to the shard that holds its layer group.
 
-Each shard gets a run of neighbouring groups, so that the size of the largest shard is as small as possible.
-
-Combines the executors of all shards behind one interface, and sends each request to the shard that holds its layer
-group.
+`make_plan` gives each shard a run of neighbouring groups, so that the size of the largest shard is as small as
+possible. `ShardedExecutor` combines the executors of all shards behind one interface.
 """
 
 from __future__ import annotations

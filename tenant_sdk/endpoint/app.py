@@ -1,19 +1,17 @@
-"""This module serves the page at `/`: three files of this package, without any outside resource.
+"""This module combines all routes of the endpoint into one ASGI application, which serves one engine.
 
-Guarantees: the content security policy allows scripts, styles and requests of this server only. The files
-contain no key and nothing of users' requests, so no key is needed to read them.
+Every request first passes `Access`, which checks its headers before any route handles it: host, origin, key and content
+type. The page at `/` (`PageFiles`) is three files of this package, without any outside resource.
 
-This module checks the headers of every request, before any route handles it: host, origin, key and content type.
-
-Guarantees: a web page of another origin gets nothing and starts nothing, even if its host name was bound to this
-machine's address (DNS rebinding). Keys are compared in constant time. A request whose end is unclear is refused, and
-its connection ends. Of a request that is refused here, the body is not read, and only a status and a fixed word are
-logged.
-
-This module combines all routes into one ASGI application, which serves one engine.
-
-Guarantees: every request first passes the checks of `app.py`. For an unknown path or method, the response is an
-error in OpenAI's form.
+Guarantees:
+- a web page of another origin gets nothing and starts nothing, even if its host name was bound to this machine's
+  address (DNS rebinding);
+- keys are compared in constant time;
+- a request whose end is unclear is refused, and its connection ends;
+- of a request that the checks refuse, the body is not read, and only a status and a fixed word are logged;
+- for an unknown path or method, the response is an error in OpenAI's form;
+- the page's content security policy allows scripts, styles and requests of this server only. Its files contain no key
+  and nothing of users' requests, so no key is needed to read them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""This module reads the tool calls in a model's answer. While an answer is streamed, it holds back text that may be the
-beginning of a call.
+"""This module handles requests to /v1/chat/completions, and reads the tool calls in the model's answers.
 
-Three forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen), `[TOOL_CALLS] [{…}]`
-(Mistral), and a bare JSON object or list of such objects (Llama 3, which writes `parameters` for `arguments`).
-Guarantees: only tools that the request names are called. Whatever cannot be read as a call of such a tool is
-the answer's text.
+Tool calls are read in three forms: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen),
+`[TOOL_CALLS] [{…}]` (Mistral), and a bare JSON object or list of such objects (Llama 3, which writes `parameters` for
+`arguments`). While an answer is streamed, text that may be the beginning of a call is held back.
 
-This module handles requests to /v1/chat/completions.
+Guarantees: only tools that the request names are called. Whatever cannot be read as a call of such a tool is the
+answer's text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""This module turns failures into HTTP responses of OpenAI's form.
+"""This module turns failures into HTTP responses of OpenAI's form. It also writes files for requests, and says what
+happens if the endpoint cannot write to its disk, for example because the disk is full: what was written is removed, and
+the request fails with status 507 (`storing`).
 
 Guarantees: each response has one line that says what was expected. No response shows a traceback, a key, or the text of
 an exception that is not one of wire/errors.py.
-
-This module says what happens when an endpoint cannot write to its disk, for example because the disk is full.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """This module receives requests and sends responses. It reads bodies within limits, sends JSON or server-sent events,
 and cancels the work for a request whose client goes away.
 
-Guarantees: unless its client goes away, a request gets one response of OpenAI's form, also if the server ends before
-the work is done: it is then a 503, or the last event of a stream that has begun. A request is counted once in the
-metrics and has one line in the log, which shows the route, the status, a code and the duration, and no contents.
+A body may be a form with a file (multipart/form-data, RFC 7578), as clients send it to `/v1/files`.
 
-This module reads forms with a file (multipart/form-data, RFC 7578), as clients send them to `/v1/files`.
-
-Guarantees: the time is proportional to the size of the body, whatever it holds, and nothing of it is decoded besides a
-few header lines. The standard library's parser for e-mail, which can also read forms, guarantees neither.
+Guarantees:
+- unless its client goes away, a request gets one response of OpenAI's form, also if the server ends before the work is
+  done: it is then a 503, or the last event of a stream that has begun;
+- a request is counted once in the metrics and has one line in the log, which shows the route, the status, a code and
+  the duration, and no contents;
+- the time of `read_form` is proportional to the size of the body, whatever it holds, and nothing of the body is decoded
+  besides a few header lines. The standard library's parser for e-mail, which can also read forms, guarantees neither.
 """
 
 from __future__ import annotations

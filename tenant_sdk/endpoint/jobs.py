@@ -1,30 +1,24 @@
-"""This module lets training wait for the engine, so that answers stay fast while a job trains.
+"""This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`), runs them one after another beside serving, and handles
+their routes and those of training files.
 
-Training and the engine share the processors and the provider. While the engine computes a step for its requests, a job
-goes on for a short time, its slice, and then waits at its next call to the provider until the step is over. Without
-requests a job never waits. Guarantees: the engine never waits for a job; a job gets at least one call for each step of
-the engine.
+A job trains an adapter by `finetune`, and can be stopped between two forward passes. The adapter is written beside the
+jobs and moved into the folder of adapters when it is complete, so that no request sees an incomplete adapter. A job
+that was stopped, or whose process died, resumes from its last checkpoint.
 
-This module trains the adapter of one fine-tuning job by `finetune`. The job can be stopped between two forward
-passes.
+Training and the engine share the processors and the provider, and training waits for the engine (`Turns`), so that
+answers stay fast. While the engine computes a step for its requests, a job goes on for a short time, its slice, and
+then waits at its next call to the provider until the step is over. Without requests a job never waits.
 
-The adapter is written beside the jobs and moved into the folder of adapters when it is complete, so that no request
-sees an incomplete adapter. A job that was stopped, or whose process died, resumes from its last checkpoint.
+Clients see jobs, their events and their checkpoints as objects of OpenAI's interface. Jobs and events are listed in
+pages, so that looking at a job of a million steps costs no more than looking at a short one.
 
-This module describes fine-tuning jobs as objects of OpenAI's interface: jobs, their events and their checkpoints.
-
-A job is a dict, as jobs.py stores it. Jobs and events are listed in pages, so that looking at a job of a million steps
-costs no more than looking at a short one.
-
-This module keeps fine-tuning jobs (`/v1/fine_tuning/jobs`) and runs them one after another beside serving.
-
-Guarantees: a client's request (to create, cancel or resume a job) is on disk before the client is told so. A job
-therefore survives a crash: if it was running, it is queued again and resumes from its last checkpoint. The losses of
-the steps after this checkpoint are in memory only, since a resumed job computes them again. A job's record holds
-settings, states and losses, and nothing of its data. If the disk is full, the request fails, or the running job fails,
-and the next job runs.
-
-This module handles the routes of training files and fine-tuning jobs.
+Guarantees:
+- a client's request (to create, cancel or resume a job) is on disk before the client is told so. A job therefore
+  survives a crash: if it was running, it is queued again and resumes from its last checkpoint. The losses of the steps
+  after this checkpoint are in memory only, since a resumed job computes them again;
+- a job's record holds settings, states and losses, and nothing of its data;
+- if the disk is full, the request fails, or the running job fails, and the next job runs;
+- the engine never waits for a job; a job gets at least one call for each step of the engine.
 """
 
 from __future__ import annotations

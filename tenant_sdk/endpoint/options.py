@@ -1,8 +1,7 @@
-"""This module holds the logits processors of OpenAI's settings: biases and penalties, and the record of logprobs.
+"""This module translates the settings of a request in OpenAI's form to arguments of the engine.
 
-The engine calls them in its own thread, one request at a time, with token ids (1, length) and logits (1, vocab_size).
-
-This module translates the settings of a request in OpenAI's form to arguments of the engine.
+Biases, penalties and the record of logprobs are logits processors. The engine calls them in its own thread, one request
+at a time, with token ids (1, length) and logits (1, vocab_size).
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""This module limits how many connections there are, how long one may stay idle, and how long a client may leave a
-response unread.
+"""This module runs an endpoint: it opens the engine and the socket, serves, and ends. `serve_command` does so for the
+command `tenant serve`, whose options tenant_sdk/cli.py parses.
 
-Guarantees: a connection over the limit gets one fixed response and is closed. A connection is also closed if it has no
-request for `idle_s` seconds, or if its client leaves a response unread for `stall_s` seconds. Its requests are then
-cancelled, so that others can run. With TLS, a handshake takes `handshake_s` seconds at most, and if there are as many
-unfinished handshakes as connections are allowed, a new one ends the oldest. At most `MOST_ENDING` connections
-beyond the limit may be in the middle of closing, so that clients that delay the close cannot use up file descriptors.
-
-This module runs an endpoint: it opens the engine and the socket, serves, and ends.
+The server limits how many connections there are, how long one may stay idle, and how long a client may leave a response
+unread.
 
 Guarantees: nothing listens before `check_may_listen` has passed. If a reply of the provider fails its check, the server
-ends all requests under way with an error, stops, and does not start again by itself.
-
-This module implements the command `tenant serve`, except for the parsing of its options.
+ends all requests under way with an error, stops, and does not start again by itself. A connection over the limit gets
+one fixed response and is closed. A connection is also closed if it has no request for `idle_s` seconds, or if its
+client leaves a response unread for `stall_s` seconds. Its requests are then cancelled, so that others can run. With
+TLS, a handshake takes `handshake_s` seconds at most, and if there are as many unfinished handshakes as connections are
+allowed, a new one ends the oldest. At most `MOST_ENDING` connections beyond the limit may be in the middle of closing,
+so that clients that delay the close cannot use up file descriptors.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""This module joins the answers of one HTTP request, which has several where n is above 1, into one stream of events
-for asyncio.
+"""This module holds what the endpoint's routes share: the engine, the names of models, prompts, grammars, the rules for
+the release of numbers, threads and counters.
+
+`Answering` joins the answers of one HTTP request, which has several where n is above 1, into one stream of events for
+asyncio. `Metrics` counts what the endpoint does, for `/metrics` in Prometheus' text format. `Service` holds the objects
+that all routes use.
 
 Guarantees: if a request ends before an answer is complete, that answer is cancelled. A request ends early if its client
-left, or if one of its answers failed.
-
-This module counts what the endpoint does, for `/metrics` in Prometheus' text format.
-
-Guarantees: names and labels are fixed words and statuses. No model name, key or text of a request becomes a label.
-
-This module holds the objects that the routes share: the engine, the names of models, prompts, grammars and the rules
-for the release of numbers.
+left, or if one of its answers failed. Names and labels of metrics are fixed words and statuses. No model name, key or
+text of a request becomes a label.
 """
 
 from __future__ import annotations

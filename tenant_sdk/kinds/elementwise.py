@@ -1,25 +1,18 @@
-"""This module implements HiRA over remote layers. HiRA adds W ∘ (B·A) to the base weight W, where ∘ multiplies element
-by element and B·A has rank r.
+"""This module implements four kinds of adapters over remote layers: HiRA, GLoRA, SHiRA and Super-Tuning. They multiply
+the base weight W element by element, which is written ∘, or change some of its elements.
 
-The product with W ∘ (B·A) takes r rows for each row of the input, in a call of its own (tenant_sdk/kinds/products.py).
-
-This module implements GLoRA over remote layers. GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C,
-where ∘ multiplies element by element.
-
-If A has a low rank r (`config_A_B="lora"`, the default), the product with W ∘ A takes r rows for each row of the input,
-in a call of its own. If A is a vector or a number, the layer computes this product from the output of the call that it
-makes anyway. W·C takes one row in a call of its own. A layer without a bias b uses neither C nor D nor E.
-
-This module implements SHiRA over remote layers. SHiRA adds a sparse matrix to the base weight.
-
-PEFT adds the matrix to a copy of the weight. Here a layer adds the product of the input and the matrix to the output of
-the call that it makes anyway.
-
-This module implements Super-Tuning over remote layers, for adapters that are loaded from a file.
-
-Super-Tuning trains the largest elements of the base weight. Only the weight itself shows which elements these are, so
-an adapter cannot be trained here. The file of a trained adapter lists them (`save_precomputed_indices`, which is PEFT's
-default). A layer adds the product of the input and the trained changes to the output of the call that it makes anyway.
+- HiRA adds W ∘ (B·A) to W, where B·A has rank r. The product with W ∘ (B·A) takes r rows for each row of the input, in
+  a call of its own (tenant_sdk/kinds/products.py).
+- GLoRA's weight is W + W ∘ A + B, its bias is b + b ∘ D + E + W·C. If A has a low rank r (`config_A_B="lora"`, the
+  default), the product with W ∘ A takes r rows for each row of the input, in a call of its own. If A is a vector or a
+  number, the layer computes this product from the output of the call that it makes anyway. W·C takes one row in a call
+  of its own. A layer without a bias b uses neither C nor D nor E.
+- SHiRA adds a sparse matrix to W. PEFT adds the matrix to a copy of the weight. Here a layer adds the product of the
+  input and the matrix to the output of the call that it makes anyway.
+- Super-Tuning trains the largest elements of W. Only the weight itself shows which elements these are, so an adapter
+  cannot be trained here, but loaded from a file. The file of a trained adapter lists the elements
+  (`save_precomputed_indices`, which is PEFT's default). A layer adds the product of the input and the trained changes
+  to the output of the call that it makes anyway.
 """
 
 from __future__ import annotations

@@ -1,30 +1,24 @@
-"""This module implements TinyLoRA over remote layers. TinyLoRA trains a few numbers between two fixed factors of the
-base weight, which come from its leading singular vectors.
+"""This module implements four kinds of adapters over remote layers, TinyLoRA, DEFT, DeLoRA and PEANuT: their layers do
+not read the base weight W, of shape (out_features, in_features), and get what they need of it from products.
 
-The factors are found by products once, when an adapter is made, and are stored in its file. PEFT takes the exact
-singular vectors; here the subspace holds nearly as much of the weight (tenant_sdk/kinds/products.py).
+TinyLoRA trains a few numbers between two fixed factors of W, which come from its leading singular vectors. The factors
+are found by products once, when an adapter is made, and are stored in its file. PEFT takes the exact singular vectors;
+here the subspace holds nearly as much of the weight (tenant_sdk/kinds/products.py).
 
-This module implements DEFT over remote layers. DEFT's weight is (I - P·Qᵀ)·W + P·R, for a base weight W of shape
-(out_features, in_features). PEFT computes P and Q from one trained matrix of r columns; R is trained, too.
+DEFT's weight is (I - P·Qᵀ)·W + P·R. PEFT computes P and Q from one trained matrix of r columns; R is trained, too. The
+layers use the output of the call that they make anyway. Only R's initial value, Qᵀ·W, needs a product: r rows in the
+backward direction, once when an adapter is made. R is published with the file, so these rows are public
+(tenant_sdk/kinds/products.py): P and Q start from numbers that anyone can make again, not from the run's seed. An
+adapter that is loaded has R in its file.
 
-The layers use the output of the call that they make anyway. Only R's initial value, Qᵀ·W, needs a product: r rows in
-the backward direction, once when an adapter is made. R is published with the file, so these rows are public
-(tenant_sdk/kinds/products.py): P and Q start from numbers that anyone can make again, not from the run's seed.
-An adapter that is loaded has R in its file.
+DeLoRA scales each input feature by a norm: that of the weights by which the base layer multiplies the feature. The
+norms are stored in an adapter's file. When an adapter is made, they are computed once, from unit rows, which are
+public: the product of a unit row and W consists of the weights of one input feature, of which only the norm is kept.
+The layers themselves use the output of the call that they make anyway.
 
-This module implements DeLoRA over remote layers. A DeLoRA adapter scales each input feature by a norm: that of the
-weights by which the base layer multiplies the feature.
-
-The norms are stored in an adapter's file. When an adapter is made, they are computed once, from unit rows: the product
-of a unit row and the base weight consists of the weights of one input feature, of which only the norm is kept. Unit
-rows are public (tenant_sdk/kinds/products.py). The layers themselves use the output of the call that they make
-anyway.
-
-This module implements PEANuT over remote layers. PEANuT adds a matrix to the base weight W, of shape (out_features,
-in_features): the output of small networks whose input is A·W, with a trained matrix A of r rows.
-
-A·W takes r rows in the backward direction in each forward pass of training, and once for an answer. Its gradient takes
-r rows in the forward direction in each backward pass.
+PEANuT adds a matrix to W: the output of small networks whose input is A·W, with a trained matrix A of r rows. A·W takes
+r rows in the backward direction in each forward pass of training, and once for an answer. Its gradient takes r rows in
+the forward direction in each backward pass.
 """
 
 from __future__ import annotations

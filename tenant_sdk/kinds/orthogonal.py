@@ -1,16 +1,14 @@
-"""This module implements HRA over remote layers. HRA multiplies the base weight, of shape (out_features, in_features),
-by a product H of reflections: W' = W·H.
+"""This module implements two kinds of PEFT adapters, HRA and PSOFT, over remote layers, without reading base weights.
 
-A layer multiplies its input x by Hᵀ, and sends the result in place of x in the call that it makes anyway. The layers of
-a group then have different inputs, so they no longer share a call (docs/peft.md).
+HRA multiplies the base weight, of shape (out_features, in_features), by a product H of reflections: W' = W·H. A layer
+multiplies its input x by Hᵀ, and sends the result in place of x in the call that it makes anyway. The layers of a group
+then have different inputs, so they no longer share a call (docs/peft.md).
 
-This module implements PSOFT over remote layers. PSOFT turns the leading singular vectors of the base weight by a
-trained matrix R: it replaces their part B·A of the weight by B·R·A.
-
-The singular vectors are found by products once, when an adapter is made. PEFT does not store them: it takes them from
-the weight again when it loads a file, and would not find the same ones. So an adapter is saved as plain LoRA of the
-same rank, A and B·(R - I), which loads on the plain base model. R cannot be read from that file, so a run cannot be
-resumed.
+PSOFT turns the leading singular vectors of the base weight by a trained matrix R: it replaces their part B·A of the
+weight by B·R·A. The singular vectors are found by products once, when an adapter is made. PEFT does not store them: it
+takes them from the weight again when it loads a file, and would not find the same ones. So an adapter is saved as plain
+LoRA of the same rank, A and B·(R - I), which loads on the plain base model. R cannot be read from that file, so a run
+cannot be resumed.
 """
 
 from __future__ import annotations

@@ -1,29 +1,27 @@
-"""This module computes what adapters need of a base weight W, from products that a provider makes from masked rows.
+"""This module computes what adapters need of a base weight W, which the tenant does not have, from products that the
+provider makes.
 
-Guarantees: gradients are recorded. Every call masks its rows as the model's own calls do. The number of rows depends on
-shapes only. A call neither uses nor replaces the outputs that the layers of a group share.
+Products for a forward or backward pass are made from masked rows.
 
-This module multiplies public rows by base weights, in the open, for numbers that become part of an adapter's file.
+Numbers that become part of an adapter's file, such as the low-rank parts of W from which some kinds of adapters start,
+are made from public rows, in the open. Under a mask such as `lattice`, noise is left in a product. If the product is
+published, and its rows are known, then whoever knows the weight learns the noise, hence the mask's secret, and with it
+other rows under the same secret (docs/threat-model.md, "Rows without a mask"). So an adapter's start is found with rows
+that hold nothing of the tenant: unit rows, rows of random numbers that anyone can make again, and what follows from
+these and from the replies to them. They need no mask, and no mask's noise is in their products.
 
-Under a mask such as `lattice`, noise is left in a product. If the product is published, and its rows are known, then
-whoever knows the weight learns the noise, hence the mask's secret, and with it other rows under the same secret
-(docs/threat-model.md, "Rows without a mask"). So an adapter's start is found with rows that hold nothing of the tenant:
-unit rows, rows of random numbers that anyone can make again, and what follows from these and from the replies to them.
-They need no mask, and no mask's noise is in their products.
+`SavedSettings` is for adapters that are trained as one kind and saved as another, as PSOFT is saved as plain LoRA.
 
-Guarantees: with `verify` every reply is checked. The number of calls and rows depends on shapes only, whatever a
-provider answers: numbers that are not finite, or so large that sums of their squares are not, are replaced.
+Guarantees for masked rows: gradients are recorded. Every call masks its rows as the model's own calls do. The number of
+rows depends on shapes only. A call neither uses nor replaces the outputs that the layers of a group share.
 
-This module finds low-rank parts of a base weight W from products, for adapters that start from such parts.
+Guarantees for public rows: with `verify` every reply is checked. The number of calls and rows depends on shapes only,
+and for low-rank parts on settings too, whatever a provider answers: numbers that are not finite, or so large that sums
+of their squares are not, are replaced.
 
-What is found becomes part of the adapter's file, so it comes from public rows (tenant_sdk/kinds/products.py).
-
-Guarantees: the number of calls and rows depends on shapes and settings only. Without `verify` a provider that answers
-wrongly decides where such an adapter starts.
-
-Not guaranteed: the exact singular vectors of W. `leading_factors` finds a subspace that holds nearly as much of W.
-
-This module is for adapters that are trained as one kind and saved as another, as PSOFT is saved as plain LoRA.
+Not guaranteed: the exact singular vectors of W; `leading_factors` finds a subspace that holds nearly as much of W.
+Not guaranteed without `verify` is where an adapter starts that starts from such parts: a provider that answers wrongly
+decides it.
 """
 
 from __future__ import annotations

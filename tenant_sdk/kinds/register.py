@@ -1,11 +1,10 @@
-"""This module counts the values that HiRA and GLoRA add to a training step, compared with LoRA, for an estimate of the
-step's memory (tenant_sdk/training/activation_checkpointing.py).
+"""This module enters the kinds of this package into PEFT's table of kinds (`PEFT_TYPE_TO_TUNER_MAPPING`).
 
-This module enters the kinds of this package into PEFT's table of kinds.
+PEFT takes the class of a kind from this table. Each class entered here is a subclass of PEFT's own, and differs from
+that class only over layers at a provider, so that stock PEFT works on a model of `TenantClient.load_model`.
 
-PEFT takes the class of a kind from this table (`PEFT_TYPE_TO_TUNER_MAPPING`). Each class entered here is a subclass of
-PEFT's own, and differs from that class only over layers at a provider, so that stock PEFT works on a model of
-`TenantClient.load_model`.
+`features_of_kinds` counts the values that HiRA and GLoRA add to a training step, compared with LoRA, for an estimate of
+the step's memory (tenant_sdk/training/activation_checkpointing.py).
 """
 
 from __future__ import annotations

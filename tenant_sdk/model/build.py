@@ -1,22 +1,20 @@
-"""This module runs the tenant's layers of a decode step (one new token for each sequence) on one core, since the
-operations of one token are too small for several cores.
+"""This module builds a transformers model whose base layers are at the provider, and whose decode steps use one core.
 
-Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
-asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on
-a virtual machine. If the provider runs on the same machine, the woken threads also compete for the core on which the
-provider polls for requests. Together this took a tenth of the time of a SmolLM2 token (docs/benchmarks_history.md,
-"Decode"). The head, which is not in the decoder, uses all cores.
+The library transformers makes the model from the bundle's config and loads the bundle's tensors. A quantizer,
+registered with transformers, replaces the base layers by remote layers before the tensors are loaded. No model code is
+changed, and transformers fills buffers such as those of RoPE.
+
+In a decode step (one new token for each sequence) the tenant's layers run on one core, since the operations of one
+token are too small for several cores. Between two of these layers the tenant waits for a remote layer, and meanwhile
+the other threads of torch's pool fall asleep. A small operation that uses several threads waits until the system has
+woken these threads, for 50 to 300 µs on a virtual machine. If the provider runs on the same machine, the woken threads
+also compete for the core on which the provider polls for requests. Together this took a tenth of the time of a SmolLM2
+token (docs/benchmarks_history.md, "Decode"). The head, which is not in the decoder, uses all cores.
 
 Guarantees: a step's numbers are the same up to the order of sums. The calling thread may use all cores again after
 every step, also after a step that failed. If Ctrl-C interrupted a step, the thread may use all cores again when the
 next step starts. Training, long prompts, long contexts and other devices are not affected. Masks that have to be made
 in the middle of a step, and products of a provider in this process, use all cores.
-
-This module builds a transformers model whose base layers are at the provider.
-
-The library transformers makes the model from the bundle's config and loads the bundle's tensors. A quantizer,
-registered with transformers, replaces the base layers by remote layers before the tensors are loaded. No model code is
-changed, and transformers fills buffers such as those of RoPE.
 """
 
 from __future__ import annotations

@@ -1,35 +1,33 @@
-"""This module reads the norms of base weights' columns from a provider's bundle, for adapters that need them (DoRA).
+"""This module makes PEFT's DoRA work over layers whose weights are at the provider.
 
-Guarantees: nothing is read before an adapter needs norms. Norms that are returned are finite, not negative, and for
-int8 weights no larger than the manifest allows. With `verify` they were compared with the trusted checkpoint before
-(tenant_sdk/trust/compare.py). Not guaranteed: without `verify`, that they are the norms of the weights.
-
-This module computes the column norms that DoRA divides by, without the base weights.
-
-DoRA scales column j of W + s·AᵀBᵀ to a trained magnitude, and so needs the column's norm. In
+DoRA scales column j of W + s·AᵀBᵀ to a trained magnitude, and so needs the column's norm. PEFT's own DoRA layers read
+the whole base weight W in each forward pass. The layers of this module compute the same from the layer's output and
+from norms. In
 
     ‖w_j + s·(BA)_j‖² = ‖w_j‖² + 2s·Σ_r B_jr·(A·W)_rj + s²·(B·A·Aᵀ·Bᵀ)_jj
 
-w_j is column j of W, and (BA)_j is row j of B·A. The first term comes with the provider's bundle, and the tenant
-computes the last one from A and B. For the middle one, the rows of A go through the masked call that gives A·W.
+w_j is column j of W, and (BA)_j is row j of B·A. The first term comes with the provider's bundle (`ColumnNorms`), and
+the tenant computes the last one from A and B. For the middle one, the rows of A go through the masked call that gives
+A·W.
 
-Guarantees: A·W is requested once in each course (the state of a run, or of an answer of `generate`), and again in it
-when A was changed in place or an optimizer has made a step with it, whatever the numbers are; never when an activation
-is computed again. No course uses what another one asked for: a course that continues with zeros has zeros as A·W, and a
-request that only follows such a course would show the provider that a value was not finite. One call serves all layers
-of a group, and calls for several groups are in flight at the same time. A norm is positive and finite whatever the
-provider answers: the middle term is limited to the bound of the Cauchy-Schwarz inequality. The course records a product
-that is not finite (tenant_sdk/model/run_state.py).
+Guarantees:
+- outputs, gradients and saved files are those of PEFT's DoRA, up to rounding. As in PEFT, the norm is no part of the
+  gradient;
+- a forward pass makes the calls that LoRA makes, and two kinds of further calls: those for the norms if A is new or has
+  changed, and with dropout a second call for each layer, since DoRA multiplies the dropped-out input by the base
+  weight, too;
+- A·W is requested once in each course (the state of a run, or of an answer of `generate`), and again in it when A was
+  changed in place or an optimizer has made a step with it, whatever the numbers are; never when an activation is
+  computed again. One call serves all layers of a group, and calls for several groups are in flight at the same time;
+- no course uses what another one asked for: a course that continues with zeros has zeros as A·W, and a request that
+  only follows such a course would show the provider that a value was not finite;
+- a norm of W + s·AᵀBᵀ is positive and finite whatever the provider answers: the middle term is limited to the bound of
+  the Cauchy-Schwarz inequality. The course records a product that is not finite (tenant_sdk/model/run_state.py);
+- the bundle's norms are not read before an adapter needs them. Those that are returned are finite, not negative, and
+  for int8 weights no larger than the manifest allows. With `verify` they were compared with the trusted checkpoint
+  before (tenant_sdk/trust/compare.py).
 
-This module makes PEFT's DoRA work over layers whose weights are at the provider.
-
-PEFT's own DoRA layers read the whole base weight in each forward pass. The layers of this module compute the same from
-the layer's output and from norms (tenant_sdk/model/dora.py).
-
-Guarantees: outputs, gradients and saved files are those of PEFT's DoRA, up to rounding. As in PEFT, the norm is no part
-of the gradient. A forward pass makes the calls that LoRA makes, and two kinds of further calls: those for the norms if
-A is new or has changed, and with dropout a second call for each layer, since DoRA multiplies the dropped-out input by
-the base weight, too. Not guaranteed: merging, which needs the weight.
+Not guaranteed: without `verify`, that the bundle's norms are those of the weights; and merging, which needs the weight.
 """
 
 from __future__ import annotations

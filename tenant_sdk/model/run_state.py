@@ -1,27 +1,28 @@
-"""This module decides, for each thread, where the forward products of remote layers come from.
+"""This module holds the state of a model's run: where the products of remote layers come from, and what the model does
+after a value that is not finite.
 
-Usually the provider computes every product. Inside the context `products_from`, the products come from another source.
-A source can ask the provider and also store the product, return a stored product, or return zeros. With the source
-`zeros` a model runs without any call.
-
-Guarantees: the source belongs to one thread and ends with its context. Backward products always come from the provider.
-
-This module decides what a model does after a value that is not finite: stop, or continue with zeros to the end.
+Usually the provider computes every product. Inside the context `products_from`, the forward products of a thread come
+from another source. A source can ask the provider and also store the product, return a stored product, or return zeros.
+With the source `zeros` a model runs without any call.
 
 Without `verify`, a lying provider may send replies that make a number overflow. Whether and when it overflows depends
 on the tenant's data, so a run that stopped at the overflow would tell the provider about the data
-(`attacks.programs.overflow`). After the first value that is not finite, the model therefore still makes all planned
+(attacks/programs/overflow.py). After the first value that is not finite, the model therefore still makes all planned
 calls: each call sends zeros under a fresh mask, and its result is replaced by zeros.
 
-Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value
-that is not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. There are two
-exceptions, in which such a value raises an error at once. With `verify` a provider that lies fails the check first, and
-an answer of `generate` without `fixed_length` shows its length in any case. Not guaranteed: anything about time, or
-about the user's own code that reads the values, such as a callback that ends a run early.
-
-A `Course` is the state of one loaded model, and so of one run of `finetune`; each answer of `generate` has a course of
-its own. A later run of the same client starts with a new course: a client that refused further work would show the
+A `Course` records this for one loaded model, and so for one run of `finetune`; each answer of `generate` has a course
+of its own. A later run of the same client starts with a new course: a client that refused further work would show the
 provider that a value was not finite.
+
+Guarantees:
+- a source belongs to one thread and ends with its context. Backward products always come from the provider;
+- the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value that is
+  not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. There are two
+  exceptions, in which such a value raises an error at once: with `verify` a provider that lies fails the check first,
+  and an answer of `generate` without `fixed_length` shows its length in any case.
+
+Not guaranteed: anything about time, or about the user's own code that reads the values, such as a callback that ends a
+run early.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""This module bounds the tokens of a request, prompt and answer together, by the model's context and the engine's own
-limit.
-
-This module writes the text that `Engine.explain` prints: how many requests fit, and what the provider sees.
-
-This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
+"""This module holds the engine, which answers many requests, each with its own adapter and settings, over one remote
 base model.
 
 The engine has one thread (loop.py), which plans a step, computes it with the model, chooses each request's next token,
-and begins again. All other threads submit requests, read answers and cancel.
+and begins again. All other threads submit requests, read answers and cancel. `ContextLimit` bounds the tokens of a
+request, prompt and answer together, by the model's context and the engine's own limit. `Engine.explain` prints how many
+requests fit, and what the provider sees.
 
 Guarantees:
 - a request gets the same tokens as from `TenantClient.generate`, up to rounding. Other requests, and the time at which

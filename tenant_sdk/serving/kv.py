@@ -1,24 +1,22 @@
-"""This module decides where keys and values (KV) are kept and where attention over them is computed, if the tenant's
-model is on a device such as a GPU.
+"""This module keeps the keys and values (KV) of one request, in memory that grows with the request. It also decides
+where KV is kept and where attention over it is computed.
 
-KV of long requests may take more memory than the device has, and host memory is larger. With `kv_device="cpu"` all KV
-is in host memory. Attention of a few rows, such as an answer's row, is computed there: it reads each number only once,
-so on a host with enough cores, sending the numbers to the device would take longer. Attention of many rows, such as a
-prompt's, is computed on the device, to which the KV of one request and layer is sent. The tests passed on one H100; no
-time was measured there.
+fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
+float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so
+that no number overflows.
 
-Source: "Symbiosis: Multi-Adapter Inference and Fine-Tuning" (2025), section 3.4, keeps KV on the host in this way.
-
-This module keeps the keys and values (KV) of one request, in memory that grows with the request.
+If the tenant's model is on a device such as a GPU, KV of long requests may take more memory than the device has, and
+host memory is larger. With `kv_device="cpu"` all KV is in host memory. Attention of a few rows, such as an answer's
+row, is computed there: it reads each number only once, so on a host with enough cores, sending the numbers to the
+device would take longer. Attention of many rows, such as a prompt's, is computed on the device, to which the KV of one
+request and layer is sent. The tests passed on one H100; no time was measured there.
 
 Guarantees: the bytes that a number of tokens takes are known before the memory is taken (`KvLayout.bytes_for`), and are
 exceeded only while the memory grows, by those of one layer. A layer with a sliding window keeps no more tokens than the
 window plus the rows of one step, and in a draft model the drafted tokens. If the same positions are written again, for
 example after a failed step, the result is the same.
 
-fp32 keeps numbers exactly, and bf16 rounds them. fp8 keeps each key and value vector of a head and token as
-float8_e4m3fn, with one float32 scale for each vector. The scale is the vector's largest magnitude divided by 448, so
-that no number overflows.
+Source: "Symbiosis: Multi-Adapter Inference and Fine-Tuning" (2025), section 3.4, keeps KV on the host in this way.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""This module ends only the affected request if a value is not finite, and hides such a value from the provider.
-
-Rows of many requests share a call. In `generate`, a value that is NaN or infinite ends the answer, or makes the whole
-model send zeros (tenant_sdk/model/run_state.py). In the engine, this would end or spoil the answers of other
-requests. A step that stopped early would also show the provider in which layer the value appeared.
-
-Guarantees: a step makes all its calls with all its rows, whether values are finite or not. A row that is not finite
-is sent as a row of zeros under a fresh mask, and the model gets NaN as the row's product. So the row stays NaN up to
-the last hidden state, in which the engine finds it and gives up the request.
-
-This module computes the rows of one step with the model, and returns a result for each request.
-
-Guarantees: a value that is not finite is reported only for the request that has this value in one of its rows.
-
-This module holds the loop of an engine: the thread that plans a step, computes it with the model, chooses each
-request's next token, and begins again.
+"""This module holds the loop of an engine: the thread that plans a step, computes the rows of its requests with the
+model, chooses each request's next token, and begins again.
 
 All other threads add requests, cancel them and read answers. A request belongs to the loop from `add` until its answer
 is done.
 
-Guarantees: every request that was added is ended exactly once: by its own end, by its own failure, by the failure of a
-step that has its rows, by `cancel`, or by the end of the loop. Nothing is retried.
+Rows of many requests share a call. In `generate`, a value that is NaN or infinite ends the answer, or makes the whole
+model send zeros (tenant_sdk/model/run_state.py). In the engine, this would end or spoil the answers of other requests.
+A step that stopped early would also show the provider in which layer the value appeared. So here such a value ends only
+the request that has it, and is hidden from the provider (`LosesRows`).
+
+Guarantees:
+- every request that was added is ended exactly once: by its own end, by its own failure, by the failure of a step that
+  has its rows, by `cancel`, or by the end of the loop. Nothing is retried;
+- a step makes all its calls with all its rows, whether values are finite or not. A row that is not finite is sent as a
+  row of zeros under a fresh mask, and the model gets NaN as the row's product. So the row stays NaN up to the last
+  hidden state, in which the engine finds it and gives up the request;
+- a value that is not finite is reported only for the request that has this value in one of its rows.
 """
 
 from __future__ import annotations

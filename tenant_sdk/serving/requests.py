@@ -1,18 +1,17 @@
-"""This module decodes the tokens of one answer into text, token by token, and finds stop strings.
+"""This module holds what an engine knows about one request: its state inside the engine (`Request`), which is its
+tokens, its keys and values (KV) and its text, and the handle that the caller gets (`Answer`).
 
-Guarantees: the pieces together are the text that the tokenizer decodes from all tokens at once, without special tokens,
-up to the first stop string, which is left out. This holds for tokenizers with which further tokens do not change
-complete earlier characters. A piece never ends inside a character of several tokens, up to 16; such a character decodes
-to U+FFFD until it is complete. A piece never ends with the beginning of a stop string that may still be completed: such
-text is held back. A stop string may be, begin with, hold or end with special tokens: it is looked for in the text with
-them.
+The handle gives the answer piece by piece, waits for the end and can cancel the request; any thread may use it.
+`TextStream` decodes the tokens of the answer into text, token by token, and finds stop strings.
 
-This module holds the handle of one request, which gives the answer piece by piece, waits for the end and can cancel
-the request.
-
-Any thread may use the handle.
-
-This module holds the state of one request inside the engine: its tokens, its keys and values (KV) and its text.
+Guarantees:
+- the pieces together are the text that the tokenizer decodes from all tokens at once, without special tokens, up to the
+  first stop string, which is left out. This holds for tokenizers with which further tokens do not change complete
+  earlier characters;
+- a piece never ends inside a character of several tokens, up to 16; such a character decodes to U+FFFD until it is
+  complete;
+- a piece never ends with the beginning of a stop string that may still be completed: such text is held back;
+- a stop string may be, begin with, hold or end with special tokens: it is looked for in the text with them.
 """
 
 from __future__ import annotations

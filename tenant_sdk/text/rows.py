@@ -1,6 +1,5 @@
-"""This module defines prompts to which no chat template is applied: a text that is continued as it is, or token ids.
-
-This module pads prompts and training rows to one number of tokens, the bucket. Row counts then depend on no text.
+"""This module defines prompts to which no chat template is applied, a text that is continued as it is or token ids, and
+pads prompts and training rows to one number of tokens, the bucket. Row counts then depend on no text.
 
 Guarantees: with a bucket, every prompt and every training row takes exactly as many rows as the bucket says, whatever
 the text and the tokenizer are. A longer prompt loses its first tokens, with a warning to the tenant; so does a longer

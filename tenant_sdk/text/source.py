@@ -1,20 +1,17 @@
-"""This module finds the stop tokens, which end an answer, if no trusted generation settings name them, and the special
-tokens, which have no text in an answer but may be named as a stop string.
+"""This module loads a session's tokenizer (that of the verified bundle, one that the tenant names, or the provider's)
+and finds the tokens that end an answer.
 
-Guarantees: the stop tokens are the tokenizer's end-of-sequence token and the special token that the chat template puts
-after an assistant's turn. A provider's generation settings are never read.
-
-This module turns a tokenizer's failure on a text into one typed error.
-
-An unverified provider may choose a vocabulary or a pattern that fails on texts of the provider's choice. The tokenizers
-library then raises a bare `Exception`, or, after a panic in Rust, an exception that is no subclass of `Exception`.
-
-This module loads a session's tokenizer: that of the verified bundle, one that the tenant names, or the provider's.
+If no trusted generation settings name the stop tokens, which end an answer, they are found from the tokenizer. Special
+tokens have no text in an answer, but may be named as a stop string. An unverified provider may choose a vocabulary or a
+pattern that fails on texts of the provider's choice. The tokenizers library then raises a bare `Exception`, or, after a
+panic in Rust, an exception that is no subclass of `Exception`; `surviving` turns either into one typed error.
 
 Guarantees: a tokenizer that the tenant names maps every token to the same number as the provider's tokenizer, so that
 the model reads the text that the tenant means. If the tenant names none and does not verify, the provider's tokenizer
 is used within bounds: it consists of known components only (`components.py`), its chat template never sees text
-(`template.py`), and its class derives from transformers' plain fast tokenizer, whatever class the bundle names.
+(`template.py`), and its class derives from transformers' plain fast tokenizer, whatever class the bundle names. Stop
+tokens that no trusted settings name are the tokenizer's end-of-sequence token and the special token that the chat
+template puts after an assistant's turn. The generation settings of an unverified provider are never read.
 """
 
 from __future__ import annotations

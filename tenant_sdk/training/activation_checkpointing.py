@@ -1,48 +1,39 @@
-"""This module keeps the provider's replies of a forward pass, in memory and on disk, until the backward pass.
-
-Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which
-also detects changes. The replies are unmasked activations, so nobody who gets the disk may be able to read them.
-
-Guarantees: the key is drawn from the operating system when a store is made, is only in memory, and is used by this
-store alone. No nonce is used twice: the nonce is the number of the stored reply, which counts up. The file has no name
-once it is open, so it disappears when the process ends. If stored bytes have changed, reading them is an error, so no
-gradient is wrong. `reserve` takes the space on disk, so a full disk shows before a step and not during it. Not
-guaranteed: that memory is not swapped out.
-
-This module keeps the results of two costly operations of a transformer block, so that the backward pass need not
-compute them again: attention, and products that are much narrower than their input, such as those of LoRA's A.
-
-It works beside tenant_sdk/training/activation_checkpointing.py, which keeps the provider's products of the same block. These
-results take about a seventh of the memory of those products. Attention over a long row takes most of the time of
-computing a block again.
-
-Guarantees: results come back bit for bit, in the layout in memory that they had. If the block runs an
-operation in only one of its two runs, the other operations still get their own results. A result that was
-not kept, because the store has no room for it or because the operation is another one (one on a GPU, or attention with
-dropout), is computed again, which gives the same numbers.
-
-This module recomputes a transformer block in the backward pass, from the provider's replies of the forward pass.
-
-Activation checkpointing runs each block of a model twice. Here the first run stores every forward product that the
-block got from the provider, and the second run takes the products from the store. Norms, activations and adapters are
-computed again, but the provider is not asked again. What costs much to compute again and little to keep is stored too
-(tenant_sdk/training/activation_checkpointing.py).
-
-Guarantees: a run sends exactly the calls of a run without checkpointing. The second run gets bit-equal products, also
-under a mask whose results differ slightly from call to call. A backward pass can run once for each forward pass.
-
-This module chooses how a training run saves memory for activations (activation checkpointing), and turns it on.
+"""This module saves memory for activations in a training run (activation checkpointing): it chooses how, and computes
+transformer blocks again in the backward pass.
 
 There are three modes. With None nothing is computed twice: the forward pass keeps everything that the backward pass
-needs. With `replies` the backward pass computes each transformer block again, from stored replies of the provider
-(tenant_sdk/training/activation_checkpointing.py). With `recompute` it computes each block again and asks the provider again, which
-adds about half to the traffic. `auto` chooses the first of these three that fits.
+needs. With `replies` the backward pass computes each transformer block again, from stored replies of the provider. With
+`recompute` it computes each block again and asks the provider again, which adds about half to the traffic. `auto`
+chooses the first of these three that fits.
 
-Guarantees: the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that
-a row says. It is made once, before a run sends rows.
+With `replies` the first run of a block stores every forward product that the block got from the provider, and the
+second run takes the products from the store. Norms, activations and adapters are computed again. The results of two
+operations that cost much to compute again and little to keep are stored too: attention, and products that are much
+narrower than their input, such as those of LoRA's A. These results take about a seventh of the memory of the provider's
+products. Attention over a long row takes most of the time of computing a block again.
+
+Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which also detects
+changes. The replies are unmasked activations, so nobody who gets the disk may be able to read them.
 
 `giving_pages_back` makes a step's savings show in the process's resident memory, where glibc's malloc would keep the
 pages of freed tensors.
+
+Guarantees:
+- the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that a row
+  says. It is made once, before a run sends rows;
+- with `replies` a run sends exactly the calls of a run without checkpointing. The second run gets bit-equal products,
+  also under a mask whose results differ slightly from call to call. A backward pass can run once for each forward pass;
+- results of the two operations come back bit for bit, in the layout in memory that they had. If the block runs an
+  operation in only one of its two runs, the other operations still get their own results. A result that was not kept,
+  because the store has no room for it or because the operation is another one (one on a GPU, or attention with
+  dropout), is computed again, which gives the same numbers;
+- the key of the file is drawn from the operating system when a store is made, is only in memory, and is used by this
+  store alone. No nonce is used twice: the nonce is the number of the stored reply, which counts up;
+- the file has no name once it is open, so it disappears when the process ends. If stored bytes have changed, reading
+  them is an error, so no gradient is wrong. `reserve` takes the space on disk, so a full disk shows before a step and
+  not during it.
+
+Not guaranteed: that memory is not swapped out.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""This module reads data sets that are not JSON: CSV and parquet files, folders of the library `datasets`, and tables.
+"""This module reads and checks the rows of a user's data set: a file of JSON, CSV or parquet, a folder or table of the
+library `datasets`, a table of another library, or rows in memory.
 
-Guarantees: rows are read into memory, and no copy of them is written anywhere, not even into a cache. No file is opened
-but the one that the user names and, for a saved data set, those in its folder that hold its rows: columns of images,
-sounds and other media, whose rows may name files, are left out before a row is read. An error is one line without a
-row's contents. The libraries are optional (the extra `parquet`), and are imported when they are needed.
+tenant_sdk/training/token_rows.py turns the rows into tokens and labels. The libraries for parquet, folders and tables
+are optional (the extra `parquet`), and are imported when they are needed.
 
-This module reads and checks the rows of a user's data set.
-
-Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, `text`, or `prompt` with
-`chosen` and `rejected`; rows as OpenAI, ShareGPT and Alpaca have them are turned into these. Preferences are not mixed
-with other rows. An error is one line, which names the file and the line of the row. It never shows a row's contents,
-only keys, types and numbers. The modules tenant_sdk/training/token_rows.py and token_rows.py turn rows into
-tokens and labels, and dataset.py reads files other than JSON, and tables.
+Guarantees:
+- every row has exactly one of the forms `messages`, `prompt` with `completion`, `text`, or `prompt` with `chosen` and
+  `rejected`; rows as OpenAI, ShareGPT and Alpaca have them are turned into these. Preferences are not mixed with other
+  rows;
+- an error is one line, which names the file and the line of the row. It never shows a row's contents, only keys, types
+  and numbers;
+- rows that are not JSON are read into memory, and no copy of them is written anywhere, not even into a cache. No file
+  is opened for them but the one that the user names and, for a saved data set, those in its folder that hold its rows:
+  columns of images, sounds and other media, whose rows may name files, are left out before a row is read.
 """
 
 from __future__ import annotations

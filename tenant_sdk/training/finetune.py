@@ -1,15 +1,12 @@
-"""This module turns errors of libraries during a run into errors of one line that say what to do.
+"""This module fine-tunes an adapter by transformers' Trainer. Adapter, data and optimizer stay with the tenant.
 
-Guarantees: errors of saving and of reading keep no cause, since its frames hold texts, an adapter or gradients.
+Options that would have no effect are refused, since the user expects that they do something. Errors of libraries during
+a run become errors of one line that say what to do.
 
-This module refuses options of a run that would have no effect, since the user expects that they do something.
-
-This module fine-tunes an adapter by transformers' Trainer. Adapter, data and optimizer stay with the tenant.
-
-Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/token_rows.py). If a run fails, the
-same call again resumes it from its last complete checkpoint. The adapter folder is written completely or not at all,
-and loads in stock PEFT. The calls of a run do not depend on whether a value was finite
-(tenant_sdk/model/run_state.py).
+Guarantees: the loss is computed over labelled tokens only (tenant_sdk/training/token_rows.py). If a run fails, the same
+call again resumes it from its last complete checkpoint. The adapter folder is written completely or not at all, and
+loads in stock PEFT. The calls of a run do not depend on whether a value was finite (tenant_sdk/model/run_state.py).
+Errors of saving and of reading keep no cause, since its frames hold texts, an adapter or gradients.
 """
 
 from __future__ import annotations

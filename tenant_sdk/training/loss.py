@@ -1,24 +1,20 @@
-"""This module scores next tokens in chunks of rows: log-probability, entropy, mean logit, and whether
-the label is the likeliest token.
-
-Evaluation and DPO need numbers for each token and not one loss for a batch. As in loss.py, the logits of a
-whole batch never exist at once, and a chunk's gradient is taken with the chunk: a row's log-probability depends on this
-row of the head's input alone, so its gradient only has to be scaled later.
-
-Guarantees: scores equal those of the model's own logits, except for the order of sums. The head gets the rows that
-`chunk_loss` would give it: where the provider holds it, all rows of each position at which some row has a label, or
-every row. Not guaranteed: gradients of the head's own parameters; there are none.
-
-This module computes a causal model's loss in chunks of rows. The logits of a whole batch never exist at once.
+"""This module computes a causal model's loss, and the scores of its next tokens, in chunks of rows. The logits of a
+whole batch never exist at once.
 
 A vocabulary is far wider than any other layer, so the logits and what cross entropy keeps of them are the largest
 tensors of a training step. Here the head (the layer that computes logits) gets a few rows at a time. The gradient of
 each chunk is computed immediately, so that the chunk's logits are freed before those of the next chunk are computed.
 
-Guarantees: loss and gradients equal those of the model's own loss (ForCausalLMLoss), except for the order of sums. A
-head that the provider holds gets the rows that it would get without chunks, in the same order; more rows than a chunk
-holds make several calls, whose number depends on the number of rows only. Logits that a model caps or scales are capped
-or scaled here too. A model whose logits cannot be reproduced keeps its own loss.
+`chunk_loss` is for training. `score_tokens` is for evaluation and DPO, which need numbers for each token and not one
+loss for a batch: log-probability, entropy, mean logit, and whether the label is the likeliest token. A row's
+log-probability depends on this row of the head's input alone, so its gradient only has to be scaled later.
+
+Guarantees: loss and gradients equal those of the model's own loss (ForCausalLMLoss), and scores those of the model's
+own logits, except for the order of sums. A head that the provider holds gets the rows that it would get without chunks,
+in the same order: all rows of each position at which some row has a label, or every row. More rows than a chunk holds
+make several calls, whose number depends on the number of rows only. Logits that a model caps or scales are capped or
+scaled here too. A model whose logits cannot be reproduced keeps its own loss, and is scored by logits that are computed
+at once. Not guaranteed: gradients of the head's own parameters from scores; there are none.
 """
 
 from __future__ import annotations

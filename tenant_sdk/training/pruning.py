@@ -1,17 +1,13 @@
-"""This module stores one bit for each element of a tensor: whether dropout or ReLU let the element through.
+"""This module saves memory in training (graph pruning): some tensors are not kept, but computed again when needed.
 
-Their gradients need no more than these bits.
-
-This module saves memory in training (graph pruning): some tensors are not kept, but computed again when needed.
-
-Autograd keeps every tensor that an operation's gradient needs. This module does not keep the following of them, which
-are cheap to compute again:
+Autograd keeps every tensor that an operation's gradient needs. After `prune`, a model does not keep the following of
+them, which are cheap to compute again:
 
 - outputs of norms and activations, and everything inside an activation but its input;
 - the product of an activation and another layer's output, such as SiLU(gate) × up, which the next adapter reads;
 - copies of an input in an adapter's own dtype;
-- an adapter's dropped-out input, in place of which one bit for each element is kept;
-- the input of ReLU, in place of which one bit for each element is kept.
+- an adapter's dropped-out input, and the input of ReLU. In place of these, one bit for each element is kept: whether
+  dropout or ReLU let the element through. Their gradients need no more than these bits.
 
 Guarantees: gradients are the same bit for bit, because the same operations run again on the same values. Modules with
 trainable parameters are left alone. Anything that is not recognised is kept as usual. Only passes with gradients

@@ -1,14 +1,13 @@
-"""This module defines the training options of `tenant finetune`, which its flags and its recipes (YAML files) share.
-The options of the connection, which a recipe may have too, are the command's.
+"""This module defines the training options of `tenant finetune`, which its flags and its recipes (YAML files) share. It
+also runs the command: it turns a recipe into a call of `TenantClient.finetune`.
 
 Each option is described here once: `takes_recipe` makes flags from the fields, and `load_recipe` reads a file that has
 the same names. A flag takes precedence over the file, and the file over the default. Names and meanings are those of
 `TenantClient.finetune`, which has no `rank`; a field's default may differ where a command needs it, as for the output.
+A recipe may also have the options of the connection, which are the command's.
 
 Guarantees: an unknown key of a file is refused in one line that names the nearest option; no error about a file quotes
-a value. Importing this module does not load torch.
-
-This module runs the command `tenant finetune`: it turns a recipe into a call of `TenantClient.finetune`.
+a value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""This module defines and checks the settings of a fine-tuning run; a resumed run must have the same settings.
-
-This module defines the result of a fine-tuning run.
+"""This module defines and checks the settings of a fine-tuning run, and defines the run's result. A resumed run must
+have the same settings.
 """
 
 from __future__ import annotations

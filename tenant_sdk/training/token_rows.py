@@ -1,32 +1,27 @@
-"""This module decides what becomes of rows that have too many tokens: they are refused, cut, or left out.
+"""This module turns the data sets of a fine-tuning run into token rows: token ids with labels to train on, or the
+tokens of preferences (a prompt with a chosen and a rejected answer) for TRL's DPOTrainer.
 
-Guarantees: a warning says how many rows were cut or left out, never which text. A cut row keeps its first tokens, as in
-TRL; if none of them is a label, the row stays and teaches nothing, so that the number of rows does not depend on where
-labels are.
+Only text to be learnt gets labels: a label is the token at the same position, or -100 for no loss. Rows keep their own
+lengths, or all get one length, the bucket. The option `truncation` decides what becomes of rows that have too many
+tokens: they are refused, cut to their first tokens, or left out. `Collator` makes batches of rows.
 
-This module turns checked rows into token ids and labels, and makes batches. Only text to be learnt gets labels.
+Guarantees:
+- data sets are read and checked before anything is sent. Which rows of a data set are held back for evaluation depends
+  on the number of rows and on the seed, and on nothing that a row says;
+- no error shows a row's contents; an error about a row names the row. A warning says how many rows were cut or left
+  out, never which text;
+- every row of `tokenize` has at least one label that a causal model is trained on, unless an unverified provider's
+  tokenizer made the row unusable. `tokenize` does not shuffle, pack or cut rows;
+- a row that `truncation` cuts keeps its first tokens, as in TRL. If none of them is a label, the row stays and teaches
+  nothing, so that the number of rows does not depend on where labels are;
+- with a bucket, every training row has exactly the bucket's length; preferences get it in their batches
+  (tenant_sdk/training/trainers.py), so that no number of tokens depends on a text. If the tokenizer is also an
+  unverified provider's, rows that are too long or cannot be used are not refused, because the provider would see the
+  refusal: they are cut (tenant_sdk/text/rows.py), or teach nothing;
+- chat templates are rendered only in transformers' own sandbox. The tokens of a preference are those that TRL makes of
+  the same row. They are made here, so that an unverified provider's chat template never sees a text.
 
-Guarantees: a label is the token at the same position, or -100 for no loss. Every row has at least one label that a
-causal model is trained on, unless an unverified provider's tokenizer made the row unusable. An error never shows a
-row's contents. Chat templates are rendered only in transformers' own sandbox. Rows are not shuffled, packed or
-truncated here; `pad_rows` may cut them (tenant_sdk/text/rows.py). Not guaranteed: that a special token in the user's
-text is treated as text; it becomes a special token, as in TRL.
-
-This module turns a data set into token rows. Rows keep their own lengths, or all get one length, the bucket.
-
-Guarantees: with a bucket every row has exactly the bucket's length. If the tokenizer is an unverified provider's,
-rows that are too long or cannot be used are not refused, because the provider would see the refusal.
-
-This module turns preferences (a prompt with a chosen and a rejected answer) into token rows for TRL's DPOTrainer.
-
-Guarantees: the tokens are those that TRL makes of the same row; they are made here, so that an unverified provider's
-chat template never sees a text, and so that errors name the row and show nothing of it. With a bucket no number of
-tokens depends on a text.
-
-This module prepares the data of a fine-tuning run: the rows to train on, and the rows to evaluate on.
-
-Guarantees: data sets are read and checked before anything is sent. Which rows of a data set are held back for
-evaluation depends on the number of rows and on the seed, and on nothing that a row says.
+Not guaranteed: that a special token in the user's text is treated as text; it becomes a special token, as in TRL.
 """
 
 from __future__ import annotations

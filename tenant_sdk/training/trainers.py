@@ -1,48 +1,40 @@
-"""This module tells other code the loss of each optimizer step as soon as Trainer knows it.
+"""This module holds the two Trainers of fine-tuning runs, and what a run adds to them: a state of its own, evaluation,
+early stopping and reports.
 
-This module gives each fine-tuning run a state of its own, since several may run in threads of one process.
+`CompletionTrainer` trains on rows with labelled tokens; its loss is mean cross-entropy over labelled tokens.
+`PreferenceTrainer` trains on preferences by TRL's DPOTrainer. Its reference is the base model without the adapter: a
+second forward pass over the same remote layers, in which PEFT leaves the adapter out, so no second model is loaded. TRL
+multiplies by the head's weight itself; here the model scores its tokens (tenant_sdk/training/loss.py), so the head may
+be at the provider. This module imports TRL, which is an extra (`dpo`); for rows of preferences,
+`tenant_sdk.training.token_rows` says so if it is missing.
 
-The library accelerate keeps one state for the process: device and precision, which every new Trainer resets, and
-whether the optimizer acts on this step, which differs between runs. torch has one random generator for the process.
+Several runs may be in threads of one process. But accelerate keeps one state for the process: device and precision,
+which every new Trainer resets, and whether the optimizer acts on this step, which differs between runs. torch has one
+random generator for the process. `own_accelerate_state` and `DrawnFrom` give a run its own.
 
-Guarantees: a run has its own state of accelerate, which no other thread sees. An adapter's initial values depend only
-on the run's seed. Not guaranteed: reproducible dropout, and reproducible sampling in `generate`. Both use torch's
-global generator, since their operations take no generator as an argument. For these a run needs a process of its own.
+A provider whose replies are not verified can choose a loss by lying, and see what becomes of it: where a run ends
+(early stopping), or which adapter is released (keeping the best one). What it sees may then tell about hidden data. So
+these options are refused unless replies are verified, or there is nothing to hide from the provider
+(docs/threat-model.md, "A provider that lies").
 
-This module writes a run's losses and metrics for TensorBoard, to files on this machine.
+Guarantees:
+- a run has its own state of accelerate, which no other thread sees. An adapter's initial values depend only on the
+  run's seed. Every optimizer step trains, the first one of a warm-up too;
+- `CompletionTrainer` computes logits at as few positions as possible, and never at positions that would show the
+  provider how many labels there are when rows are padded (`same_rows_for_any_text`);
+- an evaluation asks the provider for forward passes of the same rows in the same order each time, in batches as large
+  as the run's; the steps at which it does so follow from settings alone. Logits of a whole batch never exist at once in
+  it. A loss that is not finite is treated like any other such value (tenant_sdk/model/run_state.py);
+- reports send nothing anywhere: TensorBoard's files are on this machine (the library is optional, the extra
+  `tensorboard`). Reporters that send losses to a service over a network are refused, since what a run logs follows from
+  the tenant's data;
+- losses and gradients of preferences equal those of TRL on the same model. Each preference is two sequences, which are
+  sent forward once with the adapter and once without, and backward once, whatever they say. TRL sends nothing to its
+  makers, and writes no copy of the data set and no model card.
 
-Guarantees: nothing is sent anywhere. Reporters that send losses to a service over a network are refused: what a run
-logs follows from the tenant's data. The library `tensorboard` is optional (the extra `tensorboard`).
-
-This module holds what makes a run's course depend on its losses: early stopping, and keeping the best adapter.
-
-A provider whose replies are not verified can choose a loss by lying, and see what becomes of it: where a run ends, or
-which adapter is released. What it sees may then tell about hidden data. So these options are refused unless replies are
-verified, or there is nothing to hide from the provider (docs/threat-model.md, "A provider that lies").
-
-This module evaluates an adapter during a run: its loss and accuracy on rows that the run does not train on.
-
-Guarantees: an evaluation asks the provider for forward passes of the same rows in the same order each time, in batches
-as large as the run's; the steps at which it does so follow from settings alone. Logits of a whole batch never exist at
-once. A loss that is not finite is treated like any other such value (tenant_sdk/model/run_state.py).
-
-This module holds the Trainer for rows with labelled tokens, and its loss: mean cross-entropy over labelled tokens.
-
-Guarantees: logits are computed at as few positions as possible, and never at positions that would show the provider
-how many labels there are when rows are padded (`same_rows_for_any_text`). Every optimizer step trains, the first one of
-a warm-up too.
-
-This module trains on preferences by TRL's DPOTrainer, over a model whose base layers are at the provider.
-
-The reference is the base model without the adapter: a second forward pass over the same remote layers, in which PEFT
-leaves the adapter out, so no second model is loaded. TRL multiplies by the head's weight itself; here the model scores
-its tokens (tenant_sdk/training/loss.py), so the head may be at the provider.
-
-Guarantees: losses and gradients equal those of TRL on the same model. Each preference is two sequences, which are sent
-forward once with the adapter and once without, and backward once, whatever they say. TRL sends nothing to its makers,
-and writes no copy of the data set and no model card. Not guaranteed: a load-balancing loss of mixtures of experts.
-
-The module imports TRL, which is an extra (`dpo`): `tenant_sdk.training.token_rows` says so if it is missing.
+Not guaranteed: reproducible dropout, and reproducible sampling in `generate`. Both use torch's global generator, since
+their operations take no generator as an argument. For these a run needs a process of its own. Nor is a load-balancing
+loss of mixtures of experts in training on preferences.
 """
 
 from __future__ import annotations

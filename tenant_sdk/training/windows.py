@@ -1,42 +1,30 @@
-"""This module adds a soft prompt to a batch that goes through the model in windows of tokens.
-
-A soft prompt is a number of virtual tokens in front of every row, which are trained. Prompt tuning and P-tuning train
-their embeddings, and prefix tuning trains their keys and values in every layer.
-
-Guarantees: a batch gets the virtual tokens that PEFT's own forward method would give it. The gradients of the virtual
-tokens are collected while the windows go backward, and reach the adapter once, after the last window.
-
-This module decides whether a model can be trained in windows of tokens, and prepares its attention for them.
-
-A window is a range of tokens of a batch that goes through the model on its own (tenant_sdk/training/windows.py).
-
-Guarantees: a model or adapter that cannot be trained in windows is refused with one line that says why. Their
-configurations decide this. At run time `WindowCache.check` finds layers that do not use their cache.
-
-This module keeps the keys and values of a batch that goes through the model in windows, and their gradients.
-
-A window is a range of tokens; see tenant_sdk/training/windows.py.
-
-A later window attends to the keys and values of earlier windows, so its backward pass gives a part of their gradients.
-These parts are added up here. The backward pass of the window that computed the keys and values starts from the sum.
-
-Guarantees: the keys of a layer are one tensor for all tokens, and so are its values. A window gets a view of a part of
-it, not a copy. The memory of a layer's gradients is allocated when the first gradient arrives. By then autograd has
-freed what it kept for this layer.
-
-Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
-
-This module trains in windows: a batch's tokens are split into ranges that go through the model one by one.
+"""This module trains in windows: a batch's tokens are split into ranges, the windows, that go through the model one by
+one.
 
 The forward pass goes from the first window to the last and keeps the keys and values. The backward pass goes from the
 last window to the first. The tenant thus keeps the autograd graph of one window, not of the whole batch. A provider
 gets requests with the rows of one window, which its scheduler need not split to keep a latency target. In return, all
 windows but the last go through the model's forward pass twice.
 
-Guarantees: gradients equal those of the whole batch, up to the rounding of floating-point sums, unless the model uses
-dropout, whose random numbers are drawn for each window, and are the same in both passes of a window. The calls and
-their numbers of rows follow from the batch's shape, the window and the adapter. No window is left out, even if it has
-no label or comes after the last label. The head is called for the rows for which it would be called without windows.
+A later window attends to the keys and values of earlier windows, so its backward pass gives a part of their gradients.
+These parts are added up. The backward pass of the window that computed the keys and values starts from the sum.
+
+An adapter may have a soft prompt: virtual tokens in front of every row, which are trained. Prompt tuning and P-tuning
+train their embeddings, and prefix tuning trains their keys and values in every layer.
+
+Guarantees:
+- gradients equal those of the whole batch, up to the rounding of floating-point sums, unless the model uses dropout,
+  whose random numbers are drawn for each window, and are the same in both passes of a window;
+- the calls and their numbers of rows follow from the batch's shape, the window and the adapter. No window is left out,
+  even if it has no label or comes after the last label. The head is called for the rows for which it would be called
+  without windows;
+- a model or adapter that cannot be trained in windows is refused with one line that says why. Their configurations
+  decide this. At run time `WindowCache.check` finds layers that do not use their cache;
+- the keys of a layer are one tensor for all tokens, and so are its values. A window gets a view of a part of it, not a
+  copy. The memory of a layer's gradients is allocated when the first gradient arrives. By then autograd has freed what
+  it kept for this layer;
+- a batch gets the virtual tokens that PEFT's own forward method would give it. The gradients of the virtual tokens are
+  collected while the windows go backward, and reach the adapter once, after the last window.
 
 Source: FlexLLM (arXiv:2402.18789), Algorithm 2.
 """

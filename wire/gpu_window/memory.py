@@ -1,22 +1,19 @@
-"""This module calls the CUDA driver's functions for virtual memory: it makes an allocation of GPU memory, exports it as
-a file descriptor, imports one, and maps it. torch shares memory of its own allocator only, whose blocks hold other
-tensors too.
+"""This module shares GPU memory between processes: it makes an allocation by the CUDA driver's functions for virtual
+memory, exports it as a file descriptor or imports one, maps it, and gives views of it as torch tensors.
 
-A file descriptor is used, and not CUDA's older IPC handles: the memory stays whole as long as either process maps it,
-whatever the other one frees, and only a process that was sent the descriptor can map it.
+torch shares memory of its own allocator only, whose blocks hold other tensors too. A file descriptor is used, and not
+CUDA's older IPC handles: the memory stays whole as long as either process maps it, whatever the other one frees, and
+only a process that was sent the descriptor can map it. `Areas` shares out a window's bytes among the requests of one
+stream.
 
 Guarantees: an error of the driver is raised as `DriverError` with the driver's number; while one is raised, errors of
-undoing what was done before are not. Nothing is loaded at import. Signatures and structures are those of cuda.h (CUDA
-13.1), against which the tests compile a stand-in. Of GPUs it was run on one H100, with driver 580.159.
+undoing what was done before are not. This module does not load the driver at import. The memory stays mapped as long as
+any tensor that views it exists, whichever end closes first, and what the device was still told to do is done before it
+is unmapped. A view never goes beyond the allocation. No two requests have an area in common until the first one's is
+given back; all threads may call `Areas`.
 
-This module shares out a window's bytes among the requests of one stream.
-
-Guarantees: no two requests have an area in common until the first one's is given back. All threads may call this.
-
-This module holds a shared allocation of a GPU, and gives views of it as torch tensors.
-
-Guarantees: the memory stays mapped as long as any tensor that views it exists, whichever end closes first, and what the
-device was still told to do is done before it is unmapped. A view never goes beyond the allocation.
+Signatures and structures are those of cuda.h (CUDA 13.1), against which the tests compile a stand-in. Of GPUs it was
+run on one H100, with driver 580.159.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
-"""This module wraps torch's private `_int_mm`, which multiplies bytes and sums the products in int32.
+"""This module multiplies int32 rows by int8 weights mod 2^32 on an NVIDIA GPU, with the GPU's int8 matrix units
+(wire/SPEC.md, section 5).
 
-This module does not guarantee exact numbers, since older CPU kernels saturate. Callers must first check
-`int_mm_is_exact` of wire/ring/product.py or `is_exact` of wire/ring/product_cuda.py, and compute the product another
-way if that is False.
-
-This module multiplies int32 rows by int8 weights mod 2^32 on an NVIDIA GPU, with the GPU's int8 matrix units.
-
-Guarantees: the product is exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact` is
-True. For other devices wire/ring/product.py uses its plain form. Each number z is split into four signed bytes l_i,
-called limbs: z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <= 127. The limbs of all rows are stacked for one
-`torch._int_mm`, and the sums that it returns are shifted and added. The product is that of wire/SPEC.md, section 5.
+Each number z is split into four signed bytes l_i, called limbs: z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <= 127. The
+limbs of all rows are stacked for one call of torch's private `_int_mm`, which multiplies bytes and sums the products in
+int32. The sums that it returns are shifted and added. `multiply` wraps `_int_mm`, also for the CPU kernels of
+wire/ring/product.py.
 
 cuBLAS accepts a call of `torch._int_mm` only if there are more than 16 rows and the widths are multiples of 8. Some
 kinds of GPU also require that both operands are contiguous along the inner width (pytorch/pytorch#169956). A weight
 with another layout is copied once, and the copy is kept as long as the weight lives. The forward direction needs one
 int8 copy. The backward direction needs none if the widths are multiples of 8, since the transposed weight W̃ᵀ has the
-right layout already.
+right layout already. Everything here also runs on a CPU, where tests compare it with big integers.
 
-Everything here also runs on a CPU, where tests compare it with big integers. The module was written without a GPU, so
-no number in it was chosen by measuring.
+Guarantees: `product` is exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact` is
+True. For other devices wire/ring/product.py does not use it. Not guaranteed: that `multiply` gives exact numbers, since
+older CPU kernels saturate. Callers must first check `is_exact`, or on a CPU `int_mm_is_exact` of wire/ring/product.py,
+and compute the product another way if that is False. Nor that the numbers in this file are the fastest: none of them
+was chosen by measuring on a GPU.
 """
 
 from __future__ import annotations

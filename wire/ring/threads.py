@@ -1,9 +1,8 @@
-"""This module cuts the work of one operation into pieces that threads take one after another (wire/ring/threads.py).
+"""This module sets how many cores an operation uses, separately for each thread, and shares the work of one operation
+among threads: it cuts the work into pieces, which threads take one after another.
 
 `_SHARED_NUMBERS` and `_SHARED_WORK` are the smallest sizes for which waking another thread saved time in measurements.
 `_REGISTER_ROWS` and `_BLOCK_ROWS` are the block sizes of wire/ring/kernels.c.
-
-This module sets how many cores an operation uses, separately for each thread, and shares work among threads.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""This module chooses which of grpc's two ways of waiting for the network is used. grpc reads the choice once, when it
-is loaded.
-
-grpc's newer event engine gives every event to a thread of its own, which then wakes the waiting thread. In the older
-way the waiting thread asks the network itself: a small call took 344 µs instead of 450, and a decode step took a fifth
-less time (docs/benchmarks_history.md, "Decode"). A grpc release without these experiments prints a line on stderr and
-continues.
-
-This module is the tenant's end of the transport: one long-lived bidirectional stream with many requests in flight.
+"""This module is the tenant's end of the transport: one long-lived bidirectional stream with many requests in flight.
 
 The manifest and the bundle are fetched by gRPC. The stream runs on the provider's tensor port, or on gRPC if that port
 cannot be reached.
+
+grpc has two ways of waiting for the network, and reads once, when it is loaded, which of them to use. Its newer event
+engine gives every event to a thread of its own, which then wakes the waiting thread. In the older way, which
+`prefer_waiting_in_place` selects, the waiting thread asks the network itself: a small call took 344 µs instead of 450,
+and a decode step took a fifth less time (docs/benchmarks_history.md, "Decode"). A grpc release without these
+experiments prints a line on stderr and continues.
 
 Guarantees: replies are matched by request id in any order. Every request ends by its own deadline. A reply is checked
 against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next

@@ -1,27 +1,22 @@
-"""This module makes the TLS contexts of both ends of a tensor stream: TLS 1.3, with certificates on both sides
+"""This module carries messages of a tensor stream over TLS 1.3 without gRPC, with certificates on both sides
 (wire/SPEC.md, section 1).
 
-Guarantees: no file that a private key is written to outlives the call.
-
-This module does the TLS handshake on a connected socket, whatever the socket's family is.
-
-Guarantees: the handshake, and all messages of `say` and `hear`, have one deadline together. A peer that sends a byte
-now and then does not extend this deadline. The peer speaks the application protocol that this end expects.
-
-This module sends messages over one TLS connection. Each message has its length in front, and nothing else is sent
-(wire/SPEC.md, section 1).
+It makes the TLS contexts of both ends, and does the handshake on a connected socket, whatever the socket's family is. A
+`TlsSocket` then sends messages; each has its length in front, and nothing else is sent. A `TensorStream` is the
+tenant's end of a stream, on the provider's tensor port, which `connect` opens, or on a Unix socket
+(wire/transport/ipc), which is not encrypted after the handshake.
 
 gRPC's Python library takes 200 to 310 µs on loopback to move a small message there and back. This module takes 60 to 70
 µs (docs/decisions/0007-tensor-port.md), and less than half of gRPC's processor time for large messages. TLS is the
 standard library's; flow control and keepalive are TCP's.
 
-Guarantees: TLS 1.3 with certificates on both sides, and those of `message_socket`.
+Guarantees: no file that a private key is written to outlives the call. The handshake, and all messages of `say` and
+`hear`, have one deadline together, which a peer that sends a byte now and then does not extend. The peer speaks the
+application protocol that this end expects. Connections of `TlsSocket` use TLS 1.3 with certificates on both sides, and
+have the guarantees of wire/transport/message_socket.py.
 
 There are two locks: OpenSSL's state allows one call at a time, and records must be sent in the order in which they were
 encrypted. No thread holds a lock while it waits for the peer.
-
-This module is the tenant's end of a stream without gRPC: on the provider's tensor port, which `connect` opens, or on
-a Unix socket (wire/transport/ipc).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""This module tells which rows of a step reach the model's head, so that each of them gets its own adapter there.
-
-A pass that computes the logits of some rows passes `logits_to_keep` to the model: a number of last rows of each
-sequence, or the indices of the rows. A head that gets another number of rows than these raises an error
-(adapted_layer.py).
-
-This module changes the inputs and outputs of the model's linear layers, so that each row gets its own adapter.
+"""This module changes the inputs and outputs of the model's linear layers, so that each row gets its own adapter.
 
 A slot is a numbered place for one adapter on the device. Each row of a step has the number of a slot.
+
+The model's head may get fewer rows than the step has. A pass that computes the logits of some rows passes
+`logits_to_keep` to the model: a number of last rows of each sequence, or the indices of the rows. From this argument
+`HeadRows` tells which rows reach the head, so that each of them gets its own adapter there. A head that gets another
+number of rows than these raises an error.
 
 Guarantees: a row gets the adapter of its slot and no other. A layer is called once for all rows of a step, as without
 adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the same

@@ -1,20 +1,20 @@
-"""This module reads and checks the header of an adapter's safetensors file, before memory for tensors is allocated.
-
-Guarantees: before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges
-are within bounds, and agree with the file's size and with the model. Every tensor of the file belongs to a layer that
-the adapter's settings name, under the name that PEFT gives it, and each of these layers has its tensors; otherwise the
-file is refused, and the error names the first tensor or layer. So no adapter is applied in part. Each layer of a LoRA
-adapter has exactly one A and one B, of the rank in the settings.
-
-Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
-
-This module checks an adapter's two open files, and reads the weights once, tensor by tensor.
+"""This module checks an adapter's two open files, its settings and its weights, and reads the weights once, tensor by
+tensor. The header of the weights is checked before memory for tensors is allocated.
 
 The store of adapters and `TenantClient.generate` both read adapters by this module, so that they refuse the same files
 for the same reasons. `generate` takes more kinds of adapters than the store.
 
-Guarantees: the bytes that are checked, hashed and used are the same. Reading takes no more memory than the largest
-tensor. A file that changes during the reading is refused, if its times or size show the change.
+Guarantees:
+- before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges are within
+  bounds, and agree with the file's size and with the model;
+- every tensor of the file belongs to a layer that the adapter's settings name, under the name that PEFT gives it, and
+  each of these layers has its tensors; otherwise the file is refused, and the error names the first tensor or layer.
+  So no adapter is applied in part. Each layer of a LoRA adapter has exactly one A and one B, of the rank in the
+  settings;
+- the bytes that are checked, hashed and used are the same. Reading takes no more memory than the largest tensor. A file
+  that changes during the reading is refused, if its times or size show the change.
+
+Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
 
 from __future__ import annotations

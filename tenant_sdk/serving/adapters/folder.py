@@ -1,13 +1,13 @@
-"""This module remembers the digest of each adapter on disk, or the reason why the adapter cannot be used, so that
-unchanged files are not read again.
+"""This module implements the disk tier of the adapter store, which opens PEFT adapters in a folder, each in its own
+subfolder, without trusting their files.
 
-This module implements the disk tier, which opens PEFT adapters in a folder, each in its own subfolder, without
-trusting their files.
+`Known` remembers the digest of each adapter, or the reason why the adapter cannot be used, so that unchanged files are
+not read again. `opened_by_user` opens an adapter that the user of this process names, and follows links.
 
-Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are regular files.
-No name, no `..` and no symbolic link in the folder leads to a file outside it. Not guaranteed: a hard link to a file
-outside the folder is opened, since a hard link looks like any other file. Links in the path of the folder itself are
-followed, since the operator made them.
+Guarantees: of an adapter, only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are
+regular files. In an `AdapterFolder`, no name, no `..` and no symbolic link in the folder leads to a file outside it.
+Not guaranteed: a hard link to a file outside the folder is opened, since a hard link looks like any other file. Links
+in the path of the folder itself are followed, since the operator made them.
 """
 
 from __future__ import annotations

@@ -1,27 +1,19 @@
-"""This module compares PEFT's modules of two adapters for a layer, and copies them, for module_stack.py.
+"""This module keeps PEFT's modules of many adapters for one layer of the model, and applies each to its own rows.
 
-Guarantees: modules count as alike only if they run the same code with equal settings, so that they differ in their
-registered tensors alone. Nothing here changes the numbers of a module.
+Modules of adapters with the same settings and as many rows are computed together, where torch can do this and there are
+more than `MOST_ALONE`; all others are computed one after the other. Modules with the same settings differ in numbers
+only, so `torch.func.vmap` computes them as one: it runs the code of one of them on stacked numbers. The stacked numbers
+are kept until other adapters are computed together, so modules that were computed together take twice their memory.
 
-This module computes PEFT's modules of several adapters in one call, each on rows of its own.
-
-The adapters have the same settings, so their modules of a layer differ in numbers only. `torch.func.vmap` computes such
-modules as one: it runs the code of one of them on stacked numbers. The stacked numbers are kept until other adapters
-are computed together, so modules that were computed together take twice their memory.
-
-Guarantees: modules are computed together only if their code and settings are the same, and only after a trial, in which
-two such modules gave the same rows as one after the other, up to rounding. The trial is made when an adapter is loaded,
-once for all layers whose modules are alike, with random numbers in place of the adapters' own. A module that cannot be
-judged is computed alone.
-
-This module keeps PEFT's modules of many adapters for one layer of the model, and applies each to its own rows.
-
-Modules of adapters with the same settings and as many rows are computed together, where torch can do this
-(module_stack.py); all others are computed one after the other.
-
-Guarantees: a module gets the rows of its adapter alone. If a module changes its layer's input, the rows that it sends
-to its base layer are computed in a first run, and its result in a second run. Between the two runs the real layer is
-called once for all adapters.
+Guarantees:
+- a module gets the rows of its adapter alone. If a module changes its layer's input, the rows that it sends to its base
+  layer are computed in a first run, and its result in a second run. Between the two runs the real layer is called once
+  for all adapters;
+- modules are computed together only if their code and settings are the same, so that they differ in their registered
+  tensors alone, and only after a trial, in which two such modules gave the same rows as one after the other, up to
+  rounding. A module that cannot be judged is computed alone;
+- the trial is made when an adapter is loaded, once for all layers whose modules are alike, with random numbers in place
+  of the adapters' own. No comparison or copy changes the numbers of a module.
 """
 
 from __future__ import annotations

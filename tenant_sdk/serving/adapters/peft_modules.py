@@ -1,25 +1,22 @@
-"""This module defines the base layers of PEFT's modules in the adapter store. Such a base layer computes nothing.
+"""This module makes PEFT's own modules for an adapter of the store, tests each of them before it is used, and runs them
+around the calls of the model's layers. It also reads such an adapter into host memory (`pack_modules`).
 
 A PEFT module calls its base layer in the middle of its own work, and the rows of many adapters have to reach the real
-base layer in one call. So a module runs twice: the first time (`base_inputs`) it stops at the call, and the stub keeps
-the rows that it got; the second time (`outputs`) the stub returns the rows that the real base layer gave.
+base layer in one call. So a module wraps a stub, which computes nothing, in place of the model's layer, and runs twice:
+the first time (`base_inputs`) it stops at the call, and the stub keeps the rows that it got; the second time
+(`outputs`) the stub returns the rows that the real base layer gave.
 
-Guarantees: a module that calls its base layer never or more than once, or with rows of another number or content than
-the real base layer got, raises an error and gives no result.
-
-This module makes PEFT's own modules for an adapter, and tests each of them before it is used. The modules wrap
-stubs (peft_modules.py) in place of the model's layers.
-
-Guarantees: PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects
-layers. Memory is allocated only after the shapes that PEFT expects were found in the file. Global random numbers are
-not used, so that a seed that others set keeps its meaning. A module that mixes rows, gives numbers that are not finite,
-changes its own numbers, or does not call its base layer once with one row for each of its own, is refused before a
-request uses it, and so is an adapter that takes too long for one row. No compiler runs.
-
-This module reads an adapter that is kept as PEFT's modules into host memory.
-
-Guarantees: the numbers are those of the file, in the file's dtypes. They are not rounded to the dtype of the store,
-since a factor near 1, as IA3 has, would lose most of what was trained. Every number is finite.
+Guarantees:
+- PEFT gets checked settings and the exact names of the layers, never a pattern by which the file selects layers. Memory
+  is allocated only after the shapes that PEFT expects were found in the file. No compiler runs;
+- global random numbers are not used, so that a seed that others set keeps its meaning;
+- a module that mixes rows, gives numbers that are not finite, changes its own numbers, or does not call its base layer
+  once with one row for each of its own, is refused before a request uses it, and so is an adapter that takes too long
+  for one row;
+- a module that calls its base layer never or more than once, or with rows of another number or content than the
+  real base layer got, raises an error and gives no result;
+- the numbers in host memory are those of the file, in the file's dtypes. They are not rounded to the dtype of the
+  store, since a factor near 1, as IA3 has, would lose most of what was trained. Every number is finite.
 """
 
 from __future__ import annotations

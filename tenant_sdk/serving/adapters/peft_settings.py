@@ -1,7 +1,8 @@
-"""This module lists the kinds of PEFT adapters that are kept as PEFT's own modules, and reads their settings.
+"""This module reads a PEFT adapter's settings, and refuses settings that the store of adapters does not support.
 
-A kind is in the list if PEFT's layer calls its base layer exactly once, treats each row by itself, and reads no base
-weights. PEFT has other kinds that are refused:
+Plain LoRA and DoRA are kept as stacked factors (lora.py). The other kinds in `KINDS`, and LoRA with biases, are kept as
+PEFT's own modules. A kind is in this list if PEFT's layer calls its base layer exactly once, treats each row by itself,
+and reads no base weights. PEFT has other kinds that are refused:
 
 - HiRA, GLoRA and PEANuT ask for rows of their own beside those of a step, so that the provider would see which steps
   have such an adapter;
@@ -11,14 +12,10 @@ weights. PEFT has other kinds that are refused:
 - UniLoRA's and Poly's files do not tell the layers or the task; X-LoRA, Shadow and prompt learning change more of the
   model than its linear layers.
 
-Guarantees: PEFT gets only settings that are listed here, each within a bound. All other settings must be off, or are
-settings of training.
-
-This module reads a PEFT adapter's settings, and refuses settings that this store does not support.
-
 Guarantees: an adapter for which this store would give other results than PEFT is refused, with an error of one line
 that names the adapter's kind or setting. A setting that this release does not know must be off. Patterns from a file
-cannot make the matching take long.
+cannot make the matching take long. For its own modules, PEFT gets only settings that are listed here, each within a
+bound. All other settings must be off, or are settings of training.
 """
 
 from __future__ import annotations

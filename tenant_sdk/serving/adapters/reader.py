@@ -1,18 +1,16 @@
-"""This module turns a DoRA adapter's magnitudes into gains, the factors by which DoRA multiplies a layer's outputs.
+"""This module reads adapters from disk into host memory, for the adapter store.
 
-The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ, where W is the base
-weight, shape (inputs, outputs), and s LoRA's scaling. An adapter that is served does not change, so its gains are
+An adapter must fit the memory of the store's tiers, and must not need calls to the provider that a step without the
+adapter does not make. A DoRA adapter's magnitudes are turned into gains, the factors by which DoRA multiplies a layer's
+outputs. The gain of output j is the adapter's magnitude divided by the norm of column j of W + s·AᵀBᵀ, where W is the
+base weight, shape (inputs, outputs), and s LoRA's scaling. An adapter that is served does not change, so its gains are
 computed once, when it is brought into host memory.
 
-Guarantees: for layers at the provider, the calls depend on which layers the adapter has and on its ranks, and on
-nothing else. Their rows are masked as all others are, with masks that are used once. Nothing is sent for an adapter
-with a magnitude that is NaN or infinite. Gains are finite and bounded, whatever the provider answers.
-
-This module reads adapters from disk into host memory. An adapter must fit the memory of the store's tiers, and must
-not need calls to the provider that a step without the adapter does not make.
-
 Guarantees: an adapter that is too large for a tier, or whose calls would show the provider that it is used, is refused
-before its numbers are read.
+before its numbers are read. For the gains of layers at the provider, the calls depend on which layers the adapter has
+and on its ranks, and on nothing else. Their rows are masked as all others are, with masks that are used once. Nothing
+is sent for an adapter with a magnitude that is NaN or infinite. Gains are finite and bounded, whatever the provider
+answers.
 """
 
 from __future__ import annotations

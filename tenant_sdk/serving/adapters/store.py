@@ -1,20 +1,20 @@
-"""This module holds the numbers by which a store of adapters describes itself, for operators and metrics.
+"""This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
+memory into a slot (a numbered place on the device).
 
-This module gives slots (numbered places on the device) to tickets. A ticket waits if no slot of its rank is free.
+A request holds its adapter by a ticket. `Placement` gives slots to tickets; a ticket waits if no slot of its adapter's
+rank is free. Only the loading thread may call its methods `place` and `next_job`; any thread may call the others.
+`StoreStatus` holds the numbers by which a store describes itself, for operators and metrics.
 
-Guarantees: a ticket has one slot from the time that it is ready until it is released. Tickets that wait for a slot of
-one rank get slots in the order in which they began to wait. Tickets whose adapter already has a slot overtake a waiting
-ticket at most `MOST_PASSED` times. Only the loading thread may call `place` and `next_job`; any thread may call the
-other methods.
-
-This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
-memory into a slot on the device.
-
-Guarantees: until a ticket is released, its slot holds the adapter of the ticket's digest. An adapter that changed on
-disk counts as a new adapter, with its own digest and slot; requests that hold the old adapter keep it. Files are read
-only from the operator's folder and the folder of downloads, and never fetched from an address in a request. One thread
-loads adapters and others fetch them, so that no step waits for them. A callback is called when a ticket is ready or has
-failed.
+Guarantees:
+- a ticket has one slot from the time that it is ready until it is released, and until then the slot holds the adapter
+  of the ticket's digest. A callback is called when a ticket is ready or has failed;
+- an adapter that changed on disk counts as a new adapter, with its own digest and slot; requests that hold the old
+  adapter keep it;
+- tickets that wait for a slot of one rank get slots in the order in which they began to wait. Tickets whose adapter
+  already has a slot overtake a waiting ticket at most `MOST_PASSED` times;
+- files are read only from the operator's folder and the folder of downloads, and never fetched from an address in a
+  request;
+- one thread loads adapters and others fetch them, so that no step waits for them.
 """
 
 from __future__ import annotations

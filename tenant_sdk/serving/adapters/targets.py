@@ -1,14 +1,12 @@
-"""This module compiles the patterns of an adapter's settings, and refuses those whose matching could take long.
-
-Guarantees: no pattern of a file is matched in this process unless the time that it takes is bounded. The patterns that
-choose layers may be of any form, as PEFT's users write them; such a pattern is matched in a process of its own, which
-is ended when it takes too much time or memory.
-
-This module finds the layers of a model that adapters may change, the shapes of these layers, and the layers that an
+"""This module finds the layers of a model that adapters may change, the shapes of these layers, and the layers that an
 adapter's settings name.
 
-Guarantees: an adapter's settings name the same layers here as in PEFT (`peft.tuners.tuners_utils`), and no pattern of
-theirs can take long.
+Settings may name layers by patterns. A pattern in the tables of ranks and alphas is refused if matching it could take
+long. The patterns that choose layers may be of any form, as PEFT's users write them; such a pattern is matched in a
+process of its own, which is ended when it takes too much time or memory.
+
+Guarantees: an adapter's settings name the same layers here as in PEFT (`peft.tuners.tuners_utils`). No pattern of a
+file is matched in this process unless the time that it takes is bounded, and no pattern can take long.
 """
 
 from __future__ import annotations

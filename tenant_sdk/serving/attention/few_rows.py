@@ -1,10 +1,8 @@
-"""This module describes which rows of a step belong to which request.
+"""This module computes the attention of all requests that have few rows in a step, layer by layer in one call each.
 
-This module computes the attention of all requests that have few rows in a step, layer by layer in one call each.
-
-An answer that is being written has one row in each step. Torch would compute the attention of each request in calls of
-its own, and copy keys and values that are not kept in float32. The compiled attention (kernels.c) reads all requests'
-keys and values where they are.
+A `Piece` describes which rows of a step belong to a request. An answer that is being written has one row in each step.
+Torch would compute the attention of each request in calls of its own, and copy keys and values that are not kept in
+float32. The compiled attention (kernels.c) reads all requests' keys and values where they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""This module defines the interface of a drafter, which guesses the next tokens of requests for the engine.
+"""This module defines the interface of a drafter, which guesses the next tokens of requests for the engine. It also has
+a drafter that needs no model, `PromptLookup`.
 
-This module drafts by prompt lookup: it finds an earlier occurrence of a text's last tokens, and drafts the tokens
-that followed there.
-
-This needs no model. It pays off if answers copy from their prompts, as in summaries, corrections and code.
+`PromptLookup` finds an earlier occurrence of a text's last tokens, and drafts the tokens that followed there. It pays
+off if answers copy from their prompts, as in summaries, corrections and code.
 """
 
 from __future__ import annotations

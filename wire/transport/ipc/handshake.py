@@ -1,24 +1,20 @@
-"""This module asks the kernel which process is at the other end of a socket, and compares this with what that process
-states about itself.
-
-Inside TLS, each end states its own process id and user id, and the ids that it sees at the other end. If another
-process stands between the two ends and passes bytes on, each end sees that process's ids, which differ from those that
-the true other end states.
-Ids are those of the reader's namespaces. Ends in different process namespaces (two containers) see no id at all (0), or
-one that differs, and are refused.
-
-Not guaranteed: the system gives the id of a process that has ended to a later one, so another process of the provider's
-own user may have the same id. No other user's process can have the same user id; root and the provider's own user can
-read the provider's memory anyway.
-
-This module does the handshake on a Unix socket: mutual TLS, and inside it a statement from each end, which says
+"""This module does the handshake on a Unix socket: mutual TLS, and inside it a statement from each end, which says
 which processes are at the two ends. After that, nothing is encrypted (wire/SPEC.md, section 1).
 
+Each end states its own process id and user id, and the ids that the kernel gives it for the other end. If another
+process stands between the two ends and passes bytes on, each end sees that process's ids, which differ from those that
+the true other end states. Ids are those of the reader's namespaces. Ends in different process namespaces (two
+containers) see no id at all (0), or one that differs, and are refused.
+
 Guarantees: frames go unencrypted only after TLS has verified both certificates and each end has compared the other
-end's statement with what the kernel says. The socket must be AF_UNIX: on any other socket, this raises an error before
-a byte is sent. The handshake has an application protocol of its own, so a peer on a TCP port cannot be led into it.
+end's statement with what the kernel says. The socket must be AF_UNIX: on any other socket, the handshake raises an
+error before a byte is sent. It has an application protocol of its own, so a peer on a TCP port cannot be led into it.
 Each end sends `clear` as its last message inside TLS. The tenant sends it first, and sends nothing more until it
 receives the provider's `clear`; other bytes that arrive earlier are an error and never part of a frame.
+
+Not guaranteed: that an id names one process for ever. The system gives the id of a process that has ended to a later
+one, so another process of the provider's own user may have the same id. No other user's process can have the same user
+id; root and the provider's own user can read the provider's memory anyway.
 """
 
 from __future__ import annotations
