@@ -58,7 +58,7 @@ check: $(READY) ## ruff, its formatter, mypy (also of the Python in README and d
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tests/repository/doc_blocks.py
+	$(BIN)/python tests/support/doc_blocks.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## what ruff can mend and lay out by itself

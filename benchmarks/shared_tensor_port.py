@@ -168,7 +168,7 @@ def _class_of(header: Header) -> RequestClass:
 def serve(arguments: list[str]) -> None:
     """Runs `provider serve` with these options, and a `SharedTensorPort` beside its other ports."""
     from provider.serve import refuse_tls_1_2
-    from wire.transport.grpc_connection import prefer_waiting_in_place
+    from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # both must come before anything imports grpc
     refuse_tls_1_2()

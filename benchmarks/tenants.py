@@ -177,7 +177,7 @@ def serve_saving(kind: str) -> None:
         kind: `saving` for a provider that keeps the rows of each forward request until the backward request of the same
             group; `stateless` for the real provider.
     """
-    from wire.transport.grpc_connection import prefer_waiting_in_place
+    from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # must come before anything imports grpc
     from provider.engine.executor import Job

@@ -199,7 +199,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
     echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` and `shared tensor` are the times of calls by
     these carriers, divided by the times on the tensor port.
     """
-    from wire.transport.grpc_connection import prefer_waiting_in_place
+    from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # must come before anything imports grpc; the servers inherit this
     from provider.identity.authority import StateDir

@@ -18,7 +18,7 @@ from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, lo
 from provider.flags import takes_settings
 from wire.command_line import Command, show_version
 from wire.errors import ConfigurationError, VeilbaseError, printable
-from wire.transport.grpc_connection import prefer_waiting_in_place
+from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 """The URL where `provider serve --tls` listens if no address or port is given."""

@@ -40,6 +40,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
@@ -75,24 +76,6 @@ from tenant_sdk.session_protocol import ModelSource
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.loading import loading
-
-
-def adapter_folder(adapter: str | Path) -> Path:
-    """Returns the path of an adapter folder, whose contents are not checked.
-
-    Raises:
-        ConfigurationError: there is no such folder, or `adapter` is no path.
-    """
-    if not isinstance(adapter, str | Path):
-        raise ConfigurationError(f"an adapter is the path of a folder, got {type(adapter).__name__}")
-    try:
-        is_there = adapter != "" and Path(adapter).is_dir()
-    except (OSError, ValueError):  # such as a name that is too long for a path
-        is_there = False
-    if not is_there:
-        raise ConfigurationError(f"there is no adapter folder {ascii(str(adapter))[1:-1][:300] or repr(adapter)}")
-    return Path(adapter)
-
 
 _REMEDY = "change base_model_name_or_path in its adapter_config.json"
 _NEVER = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tenant_sdk import tune
-from tenant_sdk.adapters import adapter_folder
+from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.training.recipe import takes_recipe
 from wire.command_line import Command, show_version
 from wire.errors import VeilbaseError, printable
@@ -162,7 +162,7 @@ def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
-    from tenant_sdk.training.recipe import check_recipe, finetune_command
+    from tenant_sdk.training.command import check_recipe, finetune_command
 
     check_recipe(recipe)
     with _until_ctrl_c(), not_connected as client:

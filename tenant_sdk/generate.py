@@ -27,7 +27,8 @@ from tenant_sdk.fixed_length import (
 from tenant_sdk.model.run_state import Course, planned_calls
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.rows import CutWarning, ReadyText, ReadyTokens, check_fits, pad_token, padded_prompt, ready_ids
+from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
+from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
 from tenant_sdk.text.source import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.token_rows import RENDER_ERRORS

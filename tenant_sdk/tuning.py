@@ -11,8 +11,8 @@ import os
 import sys
 import warnings
 
-from wire.transport.grpc_connection import VARIABLE as EVENT_ENGINE
-from wire.transport.grpc_connection import prefer_waiting_in_place
+from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
+from wire.transport.event_engine import prefer_waiting_in_place
 
 SPIN_COUNT = "GOMP_SPINCOUNT"
 """The variable of libgomp, torch's OpenMP, for the number of turns that an idle thread spins before it sleeps."""

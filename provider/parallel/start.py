@@ -141,7 +141,7 @@ def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
     """
     ranks.check_equal(fingerprint(parallel, served))
     if parallel == "fsdp":
-        from provider.parallel.sharding import GatheredLayers  # Imported here since this takes a second and a half.
+        from provider.parallel.fsdp import GatheredLayers  # Imported here since this takes a second and a half.
 
         return GatheredLayers(served, ranks)
     return ColumnSlices(served, ranks.rank, ranks.size)

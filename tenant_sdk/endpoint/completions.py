@@ -18,7 +18,7 @@ from tenant_sdk.endpoint.options import LogprobRecord, engine_options
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
 from tenant_sdk.endpoint.service import Answering, Piece, Service, Submit, in_thread
 from tenant_sdk.serving.requests import Answer
-from tenant_sdk.text.rows import ReadyText, ReadyTokens
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
 
 
 @dataclass

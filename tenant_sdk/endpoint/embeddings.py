@@ -21,7 +21,7 @@ from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.schema import EmbeddingRequest, parsed
 from tenant_sdk.endpoint.service import Answering, Service
 from tenant_sdk.serving.requests import Answer
-from tenant_sdk.text.rows import ReadyText, ReadyTokens
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
 
 _AT_A_TIME = 16
 """The most texts of a request that the engine gets at a time."""

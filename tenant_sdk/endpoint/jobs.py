@@ -370,7 +370,7 @@ class Jobs:
             file_id, data: the id of the training file, and its path; the job keeps a link or copy, so the upload may
                 be deleted.
             name: the adapter's name; None for a generated name.
-            settings: see `training.train`.
+            settings: see `train`.
             metadata: the client's own notes, which descriptions of the job repeat.
 
         Raises:
@@ -412,7 +412,7 @@ class Jobs:
         return described(self._job(job_id))
 
     def listed(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Returns a page of the list of jobs, the newest first. Args, Raises: see `job_views.job_page`."""
+        """Returns a page of the list of jobs, the newest first. Args, Raises: see `job_page`."""
         with self._changed:
             jobs = sorted(self._jobs.values(), key=lambda job: -int(job["created_at"]))
         return job_page(jobs, query)

@@ -39,7 +39,8 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.rows import CutWarning, ReadyText, ReadyTokens
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
+from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import VeilbaseError, VerificationFailed
 

@@ -1,4 +1,4 @@
-"""This package implements the kinds of PEFT adapters that need products with base weights, one kind per file.
+"""This package implements the kinds of PEFT adapters that need products with base weights.
 
 PEFT's own layers of these kinds read the base weight, which stays with the provider. The layers here compute the same
 outputs from products, which the provider makes from masked rows. Some kinds start from a part of the base weight; this

@@ -201,7 +201,7 @@ class NormCache:
     def norm(self, layer: Any, adapter: str) -> torch.Tensor:
         """Returns the column norms of a layer's weight together with its adapter, float32, shape (out_features,).
 
-        If this thread sends nothing (`product_source.sends_nothing`), A·W counts as zeros, and nothing is kept.
+        If this thread sends nothing (`run_state.sends_nothing`), A·W counts as zeros, and nothing is kept.
 
         Args:
             layer: a LoRA layer over a remote layer, with this cache in `norm_caches[adapter]`.

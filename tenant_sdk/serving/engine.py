@@ -59,7 +59,8 @@ from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_def
 from tenant_sdk.serving.scheduler import Budget, Scheduler
 from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
 from tenant_sdk.session_protocol import TextSession
-from tenant_sdk.text.rows import ReadyText, ReadyTokens, pad_token
+from tenant_sdk.text.ready import ReadyText, ReadyTokens
+from tenant_sdk.text.rows import pad_token
 from tenant_sdk.text.source import SafeDecoding, special_texts
 from wire.errors import ConfigurationError, VeilbaseError
 

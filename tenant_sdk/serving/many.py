@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.adapters import adapter_folder
+from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.plain_values import true_or_false
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore

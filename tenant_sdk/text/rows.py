@@ -1,5 +1,4 @@
-"""This module defines prompts to which no chat template is applied, a text that is continued as it is or token ids, and
-pads prompts and training rows to one number of tokens, the bucket. Row counts then depend on no text.
+"""This module pads prompts and training rows to one number of tokens, the bucket. Row counts then depend on no text.
 
 Guarantees: with a bucket, every prompt and every training row takes exactly as many rows as the bucket says, whatever
 the text and the tokenizer are. A longer prompt loses its first tokens, with a warning to the tenant; so does a longer
@@ -10,50 +9,10 @@ refusal, and its tokenizer could decide which texts are refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from tenant_sdk.text.source import surviving
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class ReadyText:
-    """Holds a text to which no chat template is applied.
-
-    Attributes:
-        text: the text.
-        with_special_tokens: whether the tokenizer adds its own tokens, such as one for the beginning. A text that a
-            template rendered has them already.
-    """
-
-    text: str = field(repr=False)
-    with_special_tokens: bool = True
-
-
-@dataclass(frozen=True)
-class ReadyTokens:
-    """Holds a prompt's token ids."""
-
-    token_ids: Sequence[int] = field(repr=False)
-
-
-def ready_ids(tokenizer: Any, prompt: ReadyText | ReadyTokens) -> list[int]:
-    """Returns the token ids of a prompt that is already rendered.
-
-    Raises:
-        ConfigurationError: an id is not one of the tokenizer's, so that the model may have no embedding for it.
-        TokenizerFailed: the tokenizer fails on this text.
-    """
-    if isinstance(prompt, ReadyText):
-        with surviving("the prompt"):
-            return list(tokenizer(prompt.text, add_special_tokens=prompt.with_special_tokens)["input_ids"])
-    ids = list(prompt.token_ids)
-    if not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in ids):
-        raise ConfigurationError(f"a prompt of token ids has whole numbers from 0 to {len(tokenizer) - 1}")
-    return ids
-
 
 DEFAULT_BUCKET_TOKENS = 512
 """The bucket, in tokens, for `pad_rows=True`."""

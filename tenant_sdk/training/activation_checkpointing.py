@@ -656,7 +656,7 @@ def giving_pages_back() -> Iterator[None]:
 
 
 def _set_thresholds(values: dict[int, int]) -> None:
-    mallopt = _mallopt()
+    mallopt = glibc_mallopt()
     if mallopt is None or any(name in os.environ for name in _SET_BY_USER):
         return
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
@@ -665,7 +665,7 @@ def _set_thresholds(values: dict[int, int]) -> None:
         mallopt(parameter, value)
 
 
-def _mallopt() -> Any:
+def glibc_mallopt() -> Any:
     """Returns glibc's function `mallopt`; None with a libc that has none."""
     return getattr(ctypes.CDLL(None), "mallopt", None)
 

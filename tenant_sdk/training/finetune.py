@@ -529,7 +529,7 @@ def _make_trainer(
     pad = pad_token(session.tokenizer)
     trainer: Any
     if rows.are_preferences:
-        from tenant_sdk.training.trainers import make_preference_trainer
+        from tenant_sdk.training.preference_trainer import make_preference_trainer
 
         trainer = make_preference_trainer(
             model, arguments, settings, rows.rows, rows.eval_rows, session.tokenizer, pad, session.bucket, callbacks

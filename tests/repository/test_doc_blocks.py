@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.doc_blocks import check
+from tests.support.doc_blocks import check
 
 GOOD = """# A page
 

@@ -19,7 +19,7 @@ from tenant_sdk import tuning
 from tenant_sdk.training.settings import FinetuneSettings
 from tests.support.repository import ROOT
 from wire.errors import VeilbaseError
-from wire.transport.grpc_connection import VARIABLE as EVENT_ENGINE
+from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {

@@ -3,12 +3,6 @@
 The manifest and the bundle are fetched by gRPC. The stream runs on the provider's tensor port, or on gRPC if that port
 cannot be reached.
 
-grpc has two ways of waiting for the network, and reads once, when it is loaded, which of them to use. Its newer event
-engine gives every event to a thread of its own, which then wakes the waiting thread. In the older way, which
-`prefer_waiting_in_place` selects, the waiting thread asks the network itself: a small call took 344 µs instead of 450,
-and a decode step took a fifth less time (docs/benchmarks_history.md, "Decode"). A grpc release without these
-experiments prints a line on stderr and continues.
-
 Guarantees: replies are matched by request id in any order. Every request ends by its own deadline. A reply is checked
 against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next
 request opens a new one. Requests that were pending on the broken stream fail with one error and are never sent again
@@ -21,9 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -59,17 +51,6 @@ from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
-
-VARIABLE = "GRPC_EXPERIMENTS"
-"""The environment variable that tells grpc which experiments to switch on or off."""
-_OLDER_WAY = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
-
-
-def prefer_waiting_in_place() -> None:
-    """Selects the older way, unless grpc is already loaded or the environment already sets GRPC_EXPERIMENTS."""
-    if "grpc" not in sys.modules:
-        os.environ.setdefault(VARIABLE, _OLDER_WAY)
-
 
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"

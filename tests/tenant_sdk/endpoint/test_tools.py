@@ -15,7 +15,7 @@ from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
 from tenant_sdk.serving.requests import Answer
-from tenant_sdk.text.rows import ReadyText
+from tenant_sdk.text.ready import ReadyText
 from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
 
 NAMES = frozenset({"f", "g"})

@@ -130,7 +130,7 @@ def set_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     calls: list[tuple[int, int]] = []
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(activation_checkpointing, "_mallopt", lambda: lambda *call: calls.append(call))
+    monkeypatch.setattr(activation_checkpointing, "glibc_mallopt", lambda: lambda *call: calls.append(call))
     return calls
 
 
@@ -156,7 +156,7 @@ def test_thresholds_of_the_user_stay(
 
 
 def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_checkpointing, "_mallopt", lambda: None)
+    monkeypatch.setattr(activation_checkpointing, "glibc_mallopt", lambda: None)
     with activation_checkpointing.giving_pages_back():
         pass
 

@@ -15,7 +15,8 @@ from peft import IA3Config, LoraConfig
 from typer.testing import CliRunner
 
 from tenant_sdk import TenantClient, cli
-from tenant_sdk.training.recipe import Recipe, load_recipe, peft_config_of, with_connection
+from tenant_sdk.training.command import peft_config_of
+from tenant_sdk.training.recipe import Recipe, load_recipe, with_connection
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError

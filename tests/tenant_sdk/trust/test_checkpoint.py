@@ -20,6 +20,7 @@ from noise.verify import Verifier
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
+from tenant_sdk.trust import checkpoint
 from tenant_sdk.trust.bundle import fetch_bundle
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import same_bits
@@ -144,7 +145,7 @@ def test_a_second_session_reads_no_tensor_of_the_checkpoint(
     """The store gives the same answer as the checkpoint, for honest providers and for others, and fresh secrets."""
     offer = honest[kind]
     TrustedCheckpoint.open(folders[kind]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
-    monkeypatch.setattr(TrustedCheckpoint, "_weights", lambda self: pytest.fail("the checkpoint was read"))
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *_, **__: pytest.fail("the checkpoint was read"))
     verifiers = [Verifier(), Verifier()]
     for verifier in verifiers:
         TrustedCheckpoint.open(folders[kind]).check_provider(offer.manifest, offer.bundle, verifier, cache=tmp_path)

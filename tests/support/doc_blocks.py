@@ -1,5 +1,5 @@
 """Checks the types of the Python blocks of README and docs, also of those that are marked `no-run`, with mypy:
-`python tests/repository/doc_blocks.py`.
+`python tests/support/doc_blocks.py`.
 
 Each block is a module of its own, so it has to import what it uses. Only the names in `ASSUMED` may be used without, as
 the text around a block says what they are. A finding names the page and the line in it.
