@@ -28,6 +28,7 @@ $(READY): pyproject.toml constraints.txt requirements.lock lock.py setup.py $(wi
 	rm -r $(VENV)/torch
 	$(BIN)/python lock.py dev build model > $(VENV)/locked.txt
 	$(INSTALL) $(LOCKED) $(VENV)/locked.txt
+	@echo "compiling the kernels, which takes a minute or two ..."
 	$(INSTALL) --no-build-isolation --editable .
 	@touch $(READY)
 

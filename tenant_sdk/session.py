@@ -36,6 +36,7 @@ from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.config_rules import check_rows_are_padded
 from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
+from tenant_sdk.warn import users_line
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
@@ -108,7 +109,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         _check_apart(plan.urls, identities)
         tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
         if plan.mask == "off":  # gaussian-pool warns when it is made
-            warnings.warn(f"{READABLE}: {readable(plan.mask)}", NotPrivateWarning, stacklevel=4)
+            warnings.warn(f"{READABLE}: {readable(plan.mask)}", NotPrivateWarning, stacklevel=users_line())
         verifier = None if plan.verify is None else Verifier(plan.kappa)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:
@@ -134,7 +135,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
-        warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=4)
+        warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=users_line())
     return Session(connections, manifest, scheme, executor, verifier, tokenizer_source)
 
 
@@ -175,7 +176,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
         if changed:
             accepted = f"accepted: the provider's {spoken(sorted(changed))} changed since first use"
-            warnings.warn(accepted, AcceptedChangeWarning, stacklevel=5)
+            warnings.warn(accepted, AcceptedChangeWarning, stacklevel=users_line())
     return folder
 
 

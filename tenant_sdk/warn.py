@@ -1,9 +1,20 @@
-"""This module issues warnings that cannot end a run. If a warning could, the provider would see that there was one."""
+"""This module issues warnings that cannot end a run, since the provider would see that there was one. It also finds the
+line of the user's program that a warning should name."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+
+
+def users_line() -> int:
+    """Returns the `stacklevel` with which a `warnings.warn` of the caller names the innermost line outside this
+    package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def warn_and_go_on(text: str, category: type[Warning], stacklevel: int = 3) -> None:

@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from noise.gaussian_pool import NotPrivateWarning
 from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
@@ -475,6 +476,16 @@ def test_the_url_is_that_of_the_identity(identity: Path) -> None:
     assert TenantClient(identity=identity, progress=False).url == named
     assert TenantClient(identity=[str(identity)], progress=False).url == named
     assert TenantClient("grpcs://127.0.0.1:2", identity=identity, progress=False).url == "grpcs://127.0.0.1:2"
+
+
+def test_a_warning_names_the_users_line(chat_folder: Path) -> None:
+    """However deep in the client the session is opened."""
+    for use in (lambda client: client.connect(), lambda client: client.tokenizer, lambda client: client.load_model()):
+        client = TenantClient(f"inproc:{chat_folder}", mask="off", progress=False)
+        with pytest.warns(NotPrivateWarning) as seen:
+            use(client)
+        assert {one.filename for one in seen if one.category is NotPrivateWarning} == {__file__}
+        client.close()
 
 
 def test_without_a_url_and_an_endpoint_one_line_says_what_to_give(identity: Path) -> None:
