@@ -98,9 +98,9 @@ def _reaches(tree: ast.Module, modules: set[str]) -> Iterator[str]:
                 elif node.module in modules and _is_private(each.name):
                     yield each.name
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
-            if _is_private(node.attr):
-                yield node.attr
+        is_use = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known
+        if is_use and _is_private(node.attr):
+            yield node.attr
 
 
 def _is_private(name: str) -> bool:
