@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
+from provider.model.load import resolve
 from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
@@ -75,6 +76,7 @@ def serve(settings: ProviderSettings) -> None:
         from provider.parallel.start import help_out
 
         return help_out(settings)
+    resolve(settings.model)  # A mistake in the name is told at once.
     from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
     from provider.net.server import Server
     from provider.operations.usage import FILE_NAME, UsageBook
@@ -175,7 +177,7 @@ def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
 def _make_model(settings: ProviderSettings) -> ServedModel:
     import torch
 
-    from provider.model.load import load, resolve
+    from provider.model.load import load
     from provider.model.served_model import ServedModel
     from provider.model.weights import return_freed_memory, serve_model
     from provider.operations.recording import Recorder

@@ -21,9 +21,12 @@ def read_endpoint(folder: str | Path) -> str:
         ConfigurationError: the folder names no endpoint.
     """
     try:
-        return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
+        url = (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from exc
+    if not url:
+        raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL")
+    return url
 
 
 def endpoints_of(folders: Sequence[str | Path]) -> list[str]:

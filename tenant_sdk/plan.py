@@ -253,7 +253,7 @@ def _providers(
     if url is None:
         named = identity if isinstance(identity, list | tuple) else (identity,)
         identity = [str(each) for each in named if each is not None]
-        if not identity:
+        if not identity or len(identity) < len(named):
             raise ConfigurationError("give a provider's URL, or identity=, a folder made by `provider enroll`")
         url = endpoints_of(identity)
     urls = (url,) if isinstance(url, str) else tuple(url or ())

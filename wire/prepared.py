@@ -52,6 +52,8 @@ _SUFFIX = ".prepared"
 _PARTIAL = ".partial-"
 _PARTIAL_AGE_S = 86_400
 """A partial file of this age is what a crash left: no checkpoint takes a day to prepare."""
+_UNUSED_S = 30 * 86_400
+"""A store that was not opened for so long is removed when another one is written."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -158,6 +160,9 @@ def open_store(folder: Path, key: StoreKey) -> PreparedStore | None:
     """
     try:
         fd = _open_file(folder, key.file_name)
+        if os.fstat(fd).st_nlink == 0:  # Another process has put a new store in its place since.
+            os.close(fd)
+            fd = _open_file(folder, key.file_name)
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -174,6 +179,8 @@ def open_store(folder: Path, key: StoreKey) -> PreparedStore | None:
         # The mapping is private, and no page of it is ever written: torch only asks for a writable buffer.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         mapped = mmap.mmap(fd, status.st_size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with contextlib.suppress(OSError):
+            os.utime(fd)  # It was used: see `_UNUSED_S`.
     except (OSError, ValueError) as exc:
         raise ConfigurationError(getattr(exc, "strerror", None) or "it cannot be mapped") from exc
     finally:
@@ -290,7 +297,8 @@ def writing(folder: Path, key: StoreKey) -> Iterator[StoreWriter]:
 
     Args:
         folder: the folder of the stores, which is made if needed. If others could open it, its rights are mended and
-            the stores in it are removed.
+            the stores in it are removed. Stores that were
+            not opened for 30 days are removed too.
         key: what the store is made of.
 
     Raises:
@@ -335,6 +343,7 @@ def _own_folder(folder: Path) -> int:
         os.fchmod(parent, 0o700)
         for name in os.listdir(parent):
             old = name.startswith(_PARTIAL) and (was_open or _age_s(name, parent) > _PARTIAL_AGE_S)
+            old = old or (name.endswith(_SUFFIX) and _age_s(name, parent) > _UNUSED_S)
             if old or (was_open and name.endswith(_SUFFIX)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=parent)

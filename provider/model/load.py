@@ -19,7 +19,6 @@ from typing import Any
 
 from wire.built_in import BUILT_IN, BuiltIn
 from wire.errors import ConfigurationError
-from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -93,6 +92,8 @@ def load(source: ModelSource) -> LoadedModel:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from wire.loading import loading
 
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
     if source.gguf_file is not None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
+from urllib.parse import unquote
 
 from tenant_sdk.endpoint.errors import bad_request, to_bytes
 from tenant_sdk.endpoint.grammar import Grammar, GrammarHook
@@ -37,6 +38,7 @@ _OPENERS = (_TAG, "[TOOL_CALLS]")
 _BARE_OPENERS = ("{", "[")
 _ONLY_DESCRIBE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs"}
 """The keywords beside which an empty `properties` says that there are no arguments."""
+_MOST_REFERENCES = 8
 _SPACE = re.compile(r"\s*")
 
 
@@ -86,7 +88,26 @@ def _arguments_of(function: FunctionTool) -> dict[str, Any]:
     given = function.parameters or {"type": "object", "properties": {}}
     if given.get("properties") == {} and not given.get("required") and given.keys() <= _ONLY_DESCRIBE:
         return {**given, "additionalProperties": False}
-    return {**given, "type": "object"}
+    return given if _refers_to_object(given) else {**given, "type": "object"}
+
+
+def _refers_to_object(schema: dict[str, Any]) -> bool:
+    """Returns whether a schema is a reference, within itself, to one of the type `object`. It stays as it is: beside
+    `type`, a reference to a part that refers to the whole again could not be compiled."""
+    target: Any = schema
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(target, dict) or "type" in target or not str(target.get("$ref", "")).startswith("#/"):
+            break
+        target = _at(schema, target["$ref"][2:].split("/"))
+    return target is not schema and isinstance(target, dict) and target.get("type") == "object"
+
+
+def _at(schema: Any, place: list[str]) -> Any:
+    """Returns the part of a schema at a JSON pointer, or None."""
+    for step in place:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
 
 
 def read_calls(text: str, names: Collection[str], most: int | None = None) -> tuple[str, list[Call]]:

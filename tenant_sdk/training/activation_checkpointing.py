@@ -478,6 +478,8 @@ _KEPT = 1.2
 outputs: autograd's saved tensors of SmolLM2 with LoRA on all layers are 1.0 times those."""
 _KEPT_WITH_DROPOUT = 1.8
 """The same estimate if an adapter has dropout, which keeps a copy of its input."""
+_SPARE_DISK_BYTES = 256 << 20
+"""What is left of the disk for checkpoints if replies need not be there."""
 _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -690,7 +692,8 @@ def choose(
     need = estimate(base, num_rows, has_dropout)
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
-    if mode == "replies" and memory_budget_mb is None and need.stored <= _free_disk(folder):
+    is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= _free_disk(folder)
+    if mode == "replies" and memory_budget_mb is None and is_roomy and not is_in_memory(folder):
         in_memory = 0
     if mode == "auto":
         mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
@@ -718,6 +721,17 @@ def free_memory() -> int:
         return min(free, int(limit) - int(used)) if limit != "max" else free
     except (OSError, ValueError):
         return free
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Returns whether the file system of a folder that is or will be keeps files in memory (tmpfs)."""
+    path = folder.absolute().resolve()
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+        mounts = [line.split()[1:3] for line in file]
+    found = [
+        (len(place), kind) for place, kind in mounts if path.is_relative_to(place.encode().decode("unicode_escape"))
+    ]
+    return max(found, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
 def _free_disk(folder: Path) -> int:

@@ -15,6 +15,7 @@ with `@revision`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -60,8 +61,13 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", 
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """The names of tokenizer files: a folder counts as a tokenizer if it has at least one of them."""
+_UNREAD = (".*", "*.md", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.png", "*.jpg", "*.pdf")
+"""Files in a checkpoint's folder that nothing reads here: other formats of the weights, descriptions and pictures."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_READERS = ("veilbase", "transformers", "tokenizers", "safetensors", "gguf", "torch", "numpy")
+_READERS = (
+    "veilbase", "transformers", "tokenizers", "safetensors", "gguf", "torch", "numpy", "sentencepiece", "tiktoken",
+    "protobuf",
+)  # fmt: skip
 """The distributions that decide what is read from a checkpoint: a store that other versions made is made anew."""
 _LOGGER = logging.getLogger(__name__)
 
@@ -94,6 +100,8 @@ class TrustedCheckpoint:
         self.name = source.name
         self._source = source
         self._loaded: _Weights | None = None
+        self._lacks_tokenizer = False
+        """Whether there are a tokenizer's files that could not be loaded."""
 
     @classmethod
     def open(cls, name: str | Path) -> TrustedCheckpoint:
@@ -206,6 +214,8 @@ class TrustedCheckpoint:
         with _not_kept(), writing(folder, key) as writer:
             for name, content in live.files().items():
                 writer.add_blob(name, content)
+            if self._lacks_tokenizer:  # A failure may pass, and what is stored now would be believed later.
+                raise _NotKept("its tokenizer cannot be loaded here")
             state = live.state()
             writer.facts = {
                 "names": state.names,
@@ -270,6 +280,8 @@ class TrustedCheckpoint:
                         folder, local_files_only=True, trust_remote_code=False, **options
                     )
             except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
+                marks = (mark for mark in _TOKENIZER_MARKS if (Path(folder) / mark).is_file())
+                self._lacks_tokenizer = bool(options) or any(marks)
                 return None
 
 
@@ -362,7 +374,8 @@ def _not_kept() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise _NotKept(f"{exc.strerror or 'error'}; free some space, or name another folder (VEILBASE_CACHE)") from exc
+        advice = "free some space" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "remove what is in its way"
+        raise _NotKept(f"{exc.strerror or 'error'}; {advice}, or name another folder (VEILBASE_CACHE)") from exc
 
 
 def _just_written(folder: Path, key: StoreKey) -> PreparedStore:
@@ -394,7 +407,8 @@ def _source_files(folder: Path) -> list[Path]:
     and without safetensors that are not the model's, and chat templates in the one subfolder that transformers reads.
     """
     weights = set(_weight_files(folder))
-    own = [path for path in folder.iterdir() if path.is_file() and not any(map(path.match, _PICKLES))]
+    unread = (*_PICKLES, *_UNREAD)
+    own = [path for path in folder.iterdir() if path.is_file() and not any(map(path.match, unread))]
     templates = [path for path in (folder / "additional_chat_templates").glob("*.jinja") if path.is_file()]
     return [path for path in (*own, *templates) if path.suffix != ".safetensors" or path in weights]
 

@@ -148,6 +148,22 @@ def test_what_typer_refuses_is_usage_and_exit_code_2(arguments: list[str]) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_model_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from provider import cli
+sys.argv = ["provider", "serve", "--model", "no-such-model", "--port", "0", "--state", {str(tmp_path)!r}]
+try:
+    cli.main()
+except SystemExit as ended:
+    assert ended.code == 1
+assert not {{'torch', 'transformers'}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "cannot find the model 'no-such-model'" in done.stderr
+
+
 def test_the_registrys_commands_do_not_wait_for_torch(tmp_path: Path) -> None:
     """Loading torch takes seconds, and only commands that compute need it."""
     state = ["--state", str(tmp_path / "state")]

@@ -489,12 +489,13 @@ def test_a_warning_names_the_users_line(chat_folder: Path) -> None:
 
 
 def test_without_a_url_and_an_endpoint_one_line_says_what_to_give(identity: Path) -> None:
-    for given in ({}, {"identity": []}):
+    for given in ({}, {"identity": []}, {"identity": [identity, None]}):
         with pytest.raises(ConfigurationError, match="give a provider's URL, or identity="):
             TenantClient(**given)
-    (identity / "endpoint").unlink()
-    with pytest.raises(ConfigurationError, match="names no endpoint: give the provider's URL"):
-        TenantClient(identity=identity)
+    for change in (lambda file: file.write_text("\n"), lambda file: file.unlink()):
+        change(identity / "endpoint")
+        with pytest.raises(ConfigurationError, match="names no endpoint: give the provider's URL"):
+            TenantClient(identity=identity)
     with pytest.raises(ConfigurationError, match="is not an identity"):
         TenantClient(identity=identity.with_name("nowhere"))
 

@@ -218,3 +218,13 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
     write(file.parent)
     assert not old.exists()
     assert new.exists()
+
+
+def test_a_store_that_nobody_opens_is_removed_after_a_month(tmp_path: Path) -> None:
+    other = StoreKey({"model.safetensors": "cd" * 32}, {"reader": "1"})
+    files = [write(tmp_path), write(tmp_path, other)]
+    for file in files:
+        os.utime(file, (0, 0))
+    assert open_store(tmp_path, KEY) is not None  # which counts as use
+    write(tmp_path, StoreKey({"model.safetensors": "ef" * 32}, {"reader": "1"}))
+    assert [file.exists() for file in files] == [True, False]

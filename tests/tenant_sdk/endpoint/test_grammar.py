@@ -235,6 +235,14 @@ def test_the_arguments_of_a_forced_tool_are_an_object_also_where_its_schema_allo
     assert read(grammar.hook(), call) == f"{call}."
 
 
+def test_a_forced_tool_that_refers_to_itself_through_a_definition(grammars: Grammars) -> None:
+    inner = {"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False}
+    forced = asked([{"parameters": {"$ref": "#/$defs/A", "$defs": {"A": inner}}}])
+    assert forced is not None
+    call = '{"name":"f0","arguments":{"n":{"n":{}}}}'
+    assert read(grammars.of_call(forced, "p").hook(), call) == f"{call}."
+
+
 def test_a_recursive_tool_does_not_take_the_call_itself(grammars: Grammars) -> None:
     schema = object_of(v={"type": "integer"}, next={"$ref": "#"})
     beginning = '{"name":"f","arguments":{"v":1,"next":{"'

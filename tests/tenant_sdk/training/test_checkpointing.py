@@ -99,11 +99,19 @@ def test_without_a_budget_replies_go_to_a_disk_that_has_room(
     budgets = []
     monkeypatch.setattr(activation_checkpointing, "ReplyStore", lambda in_memory, folder: budgets.append(in_memory))
     monkeypatch.setattr(activation_checkpointing, "free_memory", lambda: 4 * need.stored)
-    for free_disk in (need.stored, need.stored - 1):
+    room = int(need.stored * 1.2) + (256 << 20)
+    for free_disk, is_tmpfs in ((room + 1, False), (room - 1, False), (room + 1, True)):
+        monkeypatch.setattr(activation_checkpointing, "is_in_memory", lambda folder, is_tmpfs=is_tmpfs: is_tmpfs)
         disk = SimpleNamespace(free=free_disk)
         monkeypatch.setattr(activation_checkpointing.shutil, "disk_usage", lambda folder, disk=disk: disk)
         choose("replies", base, NUM_ROWS, False, None, tmp_path)
-    assert budgets == [0, 2 * need.stored - need.working]
+    assert budgets == [0, 2 * need.stored - need.working, 2 * need.stored - need.working]
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a tmpfs at /dev/shm")
+def test_a_tmpfs_is_memory(tmp_path: Path) -> None:
+    assert activation_checkpointing.is_in_memory(Path("/dev/shm/not/there/yet"))
+    assert not activation_checkpointing.is_in_memory(Path("/proc"))
 
 
 def test_estimates_grow_with_rows_and_dropout(base: Any) -> None:

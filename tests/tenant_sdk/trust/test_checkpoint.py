@@ -162,6 +162,36 @@ def test_a_second_session_reads_no_tensor_of_the_checkpoint(
         TrustedCheckpoint.open(folders[kind]).check_provider(lying.manifest, lying.bundle, Verifier(), cache=tmp_path)
 
 
+def test_a_tokenizer_that_fails_once_is_not_kept_as_none(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an honest provider would be called a liar in every later session."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    offer = honest["llama"]
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.AutoTokenizer, "from_pretrained", fail)
+        with pytest.raises(VerificationFailed):
+            TrustedCheckpoint.open(folders["llama"]).check_provider(
+                offer.manifest, offer.bundle, Verifier(), cache=tmp_path
+            )
+    assert list((tmp_path / "prepared").iterdir()) == []
+    TrustedCheckpoint.open(folders["llama"]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+
+
+def test_a_description_is_no_part_of_the_store(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
+) -> None:
+    offer, folder = honest["llama"], Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    for text in ("one", "another"):
+        (folder / "README.md").write_text(text)
+        (folder / "tf_model.h5").write_text(text)
+        TrustedCheckpoint.open(folder).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+    assert len(list((tmp_path / "prepared").iterdir())) == 1
+
+
 def test_a_lying_provider_changes_no_byte_of_the_store(
     folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
 ) -> None:
