@@ -165,7 +165,7 @@ def status(
 
 @app.command(cls=Command)
 def usage(state: _State = None) -> None:
-    """Print each tenant's totals as JSON: requests and rows by class, bytes, seconds of the executor, errors."""
+    """Print each tenant's totals as JSON, up to a minute old: requests and rows by class, bytes, seconds, errors."""
     from provider.operations.usage import FILE_NAME, read_usage
     from provider.serve import ENDPOINT_FILE
 

@@ -14,7 +14,7 @@ import typer
 
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
-from tenant_sdk.training.recipe import takes_recipe
+from tenant_sdk.training.recipe import check_early, takes_recipe
 from wire.command_line import Command, show_version
 from wire.errors import VeilbaseError, printable
 
@@ -161,6 +161,7 @@ _CONNECTION: dict[str, Any] = {
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
+    check_early(recipe)
     not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
     from tenant_sdk.training.command import check_recipe, finetune_command
 
@@ -327,12 +328,13 @@ def serve(
     ] = None,
 ) -> None:
     """Serve adapters and the base model over HTTP, with OpenAI's interface."""
-    from tenant_sdk.endpoint.server import serve_command, serving_settings
+    from tenant_sdk.endpoint.command import check_port, serve_command, serving_settings
 
     settings = serving_settings(
         host=host, port=port, api_key_file=api_key_file, tls_cert=tls_cert, tls_key=tls_key, unverified=unverified,
         release_values=release_values, is_verified=verify is not None,
     )  # fmt: skip
+    check_port(settings)
     _check_folder(adapters)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,

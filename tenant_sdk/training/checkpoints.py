@@ -22,12 +22,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from transformers import TrainerCallback
+from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import FILE_MODE, make_private, make_private_folder, take_over_rights, write_private
 from wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 _MARKER = "complete"
 _SPOILT = "not-finite"
@@ -159,10 +160,17 @@ class Checkpoints:
         Args:
             is_sound: a function that returns False if a value of the run was not finite; the mark is then "spoilt".
         """
-        return _Mark(self.folder, is_sound)
+        from transformers import TrainerCallback
+
+        class Mark(_Mark, TrainerCallback):  # type: ignore[misc]
+            """Is `_Mark` as Trainer takes it."""
+
+        return Mark(self.folder, is_sound)
 
 
-class _Mark(TrainerCallback):  # type: ignore[misc]
+class _Mark:
+    """Is the part of the callback that does not need transformers, so that this module is imported at once."""
+
     def __init__(self, folder: Path, is_sound: Callable[[], bool]) -> None:
         self._folder, self._is_sound = folder, is_sound
 

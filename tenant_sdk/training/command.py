@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
 from tenant_sdk.kinds.refused import check_trainable
-from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.finetune import adapter_errors, default_peft_config
-from tenant_sdk.training.recipe import Recipe, check_keys
-from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
+from tenant_sdk.training.recipe import Recipe, check_keys, is_pipe
+from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import parse_data
 from tenant_sdk.training.trainers import check_report_to
 from wire.errors import ConfigurationError
@@ -27,23 +26,16 @@ class Finetunes(Protocol):
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Checks settings, output folder and data sets of a recipe, so that a mistake in them is found before a provider is
-    asked. Does not read data from a pipe, which can be read only once.
+    """Checks what `tenant_sdk.training.recipe.check_early` cannot check without torch: the adapter's settings, and
+    rules for both data sets together. Does not read data from a pipe, which can be read only once.
 
     Raises:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
-    options, data = recipe.options(), recipe.data
-    settings = FinetuneSettings(**{field.name: options[field.name] for field in dataclasses.fields(FinetuneSettings)})
-    settings.check()
     check_trainable(peft_config_of(recipe))
     check_report_to(recipe.report_to)
-    if recipe.output_dir is not None:
-        check_output(recipe.output_dir, recipe.overwrite)
-    if recipe.log_dir is not None:
-        check_writable(recipe.log_dir)
-    if data is not None and not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once
-        parse_data(data, recipe.eval_data, recipe.seed)
+    if recipe.data is not None and not is_pipe(recipe.data):
+        parse_data(recipe.data, recipe.eval_data, recipe.seed)
 
 
 def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], object]) -> None:

@@ -12,6 +12,7 @@ a value. Importing this module does not load torch.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from tenant_sdk.training.checkpoints import check_output, check_writable
+from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.settings import FinetuneSettings
 from wire.command_line import nearest
 from wire.errors import ConfigurationError
 
@@ -260,6 +264,29 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str]) -> None:
             meant = nearest(str(key), known)
             advice = f"the options are {', '.join(known)}" if meant is None else f"the nearest is {meant}"
             raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: {advice}")
+
+
+def check_early(recipe: Recipe) -> None:
+    """Checks settings, output folder and data sets of a recipe without torch, so that a mistake in them is told at
+    once. Does not read data from a pipe, which can be read only once.
+
+    Raises:
+        DatasetError, ConfigurationError: see `TenantClient.finetune`.
+    """
+    options = recipe.options()
+    FinetuneSettings(**{field.name: options[field.name] for field in dataclasses.fields(FinetuneSettings)}).check()
+    if recipe.output_dir is not None:
+        check_output(recipe.output_dir, recipe.overwrite)
+    if recipe.log_dir is not None:
+        check_writable(recipe.log_dir)
+    for data in (recipe.data, recipe.eval_data):
+        if isinstance(data, Path) and not is_pipe(data):
+            load_rows(data)
+
+
+def is_pipe(data: Path) -> bool:
+    """Returns whether a path is that of a pipe or a terminal, which can be read only once."""
+    return data.is_fifo() or data.is_char_device()
 
 
 def takes_recipe(connection: Mapping[str, Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:

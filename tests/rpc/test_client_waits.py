@@ -7,6 +7,7 @@ public `GrpcConnection`. The provider is a real gRPC server that sends what a te
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import sys
@@ -164,7 +165,7 @@ class Waiter(threading.Thread):
         give_up_at = time.monotonic() + TIMEOUT_S
         while len(seen) < 4 or len({*seen[-4:]}) > 1:
             assert time.monotonic() < give_up_at, "a thread was to wait for its reply"
-            top = sys._current_frames().get(self.ident or 0)
+            top = _frames().get(self.ident or 0)
             seen.append((id(top), top.f_lasti) if top is not None else None)
             threading.Event().wait(0.001)
 
@@ -172,6 +173,16 @@ class Waiter(threading.Thread):
         self.join(TIMEOUT_S)
         assert self.outcome is not None, "a thread waits for ever"
         return self.outcome
+
+
+def _frames() -> dict[int, CodeFrame]:
+    """Returns the frame that each thread runs. A garbage collection inside that call, which holds a lock of the
+    interpreter, can free an object of grpc that waits for another thread, and then nothing goes on any more."""
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
 
 
 def start_waiters(connection: GrpcConnection, num_rows: list[int]) -> list[Waiter]:

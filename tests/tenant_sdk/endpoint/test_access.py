@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.server import Endpoint, serving_settings
+from tenant_sdk.endpoint.command import serving_settings
+from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, is_loopback, new_key, read_key
 from tests.support.endpoints import KEY, chat, raw
 from wire.errors import ConfigurationError

@@ -15,8 +15,8 @@ import torch
 from attacks.programs.honest import HonestOffer
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.endpoint import server
-from tenant_sdk.endpoint.server import FORGED_EXIT, serve_command
+from tenant_sdk.endpoint import command
+from tenant_sdk.endpoint.command import FORGED_EXIT, serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
 from tests.support.serving import make_served_model
@@ -97,7 +97,7 @@ def test_the_command_ends_with_a_code_of_its_own(
     verified: tuple[TenantClient, Provider], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, provider = verified
-    monkeypatch.setattr(server, "log_requests", lambda: None)  # which is for the whole process
+    monkeypatch.setattr(command, "log_requests", lambda: None)  # which is for the whole process
     shown: list[str] = []
 
     def post(url: str) -> None:

@@ -1,0 +1,105 @@
+"""This module implements the command `tenant serve`, except for the parsing of its options."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key, read_key
+from wire.errors import ConfigurationError, VerificationFailed, printable
+
+if TYPE_CHECKING:
+    from tenant_sdk.endpoint.server import ServedSession
+
+FORGED_EXIT = 3
+"""The exit code after a reply of the provider failed its check. A supervisor must then not restart the server."""
+
+
+def serving_settings(
+    *, host: str, port: int, api_key_file: Path | None, tls_cert: Path | None, tls_key: Path | None, unverified: bool,
+    release_values: float | None, is_verified: bool,
+) -> EndpointSettings:  # fmt: skip
+    """Checks the options of the command line and returns them as settings, before anything is loaded. Without a key
+    file, the settings get a new key.
+
+    Raises:
+        ConfigurationError: a file cannot be used, or an endpoint with these settings may not listen.
+    """
+    for path in (tls_cert, tls_key):
+        if path is not None and not path.is_file():
+            raise ConfigurationError(f"{path} is not a file")
+    settings = EndpointSettings(
+        host, port, "" if api_key_file is None else read_key(api_key_file), api_key_file is not None, tls_cert,
+        tls_key, unverified, release_values,
+    )  # fmt: skip
+    check_may_listen(settings, is_verified)
+    return settings if settings.key else replace(settings, key=new_key())
+
+
+def check_port(settings: EndpointSettings) -> None:
+    """Raises ConfigurationError if nothing can listen on the port now, which would otherwise be found out only after
+    the provider was checked."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except (OSError, OverflowError) as exc:
+        reason = getattr(exc, "strerror", None) or "no such port"
+        raise ConfigurationError(f"{settings.host} port {settings.port} cannot be listened to: {reason}") from exc
+
+
+def serve_command(
+    client: ServedSession,
+    adapters: Path | None,
+    settings: EndpointSettings,
+    echo: Callable[[str], None],
+    **options: Any,
+) -> None:
+    """Serves until SIGTERM or SIGINT (Ctrl-C), and closes the endpoint before it returns. Prints the privacy in force,
+    the URL, and the key if a new one was made.
+
+    Raises:
+        SystemExit: a reply failed its check; the code is `FORGED_EXIT`.
+        VeilbaseError: the endpoint cannot start, or has ended.
+    """
+    from tenant_sdk.endpoint.server import Endpoint
+
+    log_requests()
+
+    def ready(url: str) -> None:
+        if not settings.is_own_key:
+            echo(f"key {settings.key}")
+        echo(f"ready {url}")
+        sys.stdout.flush()
+
+    endpoint = Endpoint(client, adapters, settings, on_ready=ready, **options)
+    endpoint.explain()
+    # uvicorn ends the server at a signal and then sends itself the same signal again, which by default would end the
+    # process before the endpoint is closed
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        endpoint.run()
+    except VerificationFailed as exc:
+        said = printable(str(exc), one_line=True)
+        print(f"tenant: {said}; this server has ended and does not start again by itself", file=sys.stderr)
+        raise SystemExit(FORGED_EXIT) from None
+
+
+def log_requests() -> None:
+    """Turns on a log on stderr, with one line for each request: its time, route, status, kind of error and duration."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("veilbase.endpoint")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
