@@ -391,11 +391,13 @@ finally:
     ],
 )
 def test_a_wrong_option_is_told_before_torch_is_needed(
-    words: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client, which needs torch, is made after the checks. Its place is taken here by something that cannot be
     called."""
     monkeypatch.setattr("tenant_sdk.TenantClient", None)
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     for command in (["generate", "x"], ["chat"], ["explain"], ["finetune", "data.jsonl", "--output", "out"]):
         monkeypatch.setattr(sys, "argv", ["tenant", *command, *words.split()])
         with pytest.raises(SystemExit) as end:
