@@ -47,6 +47,7 @@ from wire.frame import Call, Direction
 from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.threads import one_core
 
 DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
@@ -399,9 +400,10 @@ def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tm
             parts = torch.cat([traffic.block() for _ in range(-(-50 * 10 // parameters.ring_degree))]).split(10)
         traffic.send(traffic.activations(10), parts[number % 50], ("forward", "backward")[number % 2], number % 3)
     view = traffic.view(tmp_path / "recording")
-    start = time.process_time()
-    claims: list[Claim] = adversary.attack(view, no_model(), None)
-    assert time.process_time() - start < MOST_S
+    with one_core():  # A thread that waits for another one spins, and its time counts too.
+        start = time.process_time()
+        claims: list[Claim] = adversary.attack(view, no_model(), None)
+        assert time.process_time() - start < MOST_S
     assert not [one for one in claims if isinstance(one, StolenRows)]
 
 
