@@ -14,7 +14,7 @@ import typer
 
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
-from tenant_sdk.training.recipe import check_early, takes_recipe
+from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
 from wire.command_line import Command, show_version
 from wire.errors import VeilbaseError, printable
 
@@ -161,7 +161,7 @@ _CONNECTION: dict[str, Any] = {
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
-    check_early(recipe)
+    check_recipe_early(recipe)
     not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
     from tenant_sdk.training.command import check_recipe, finetune_command
 

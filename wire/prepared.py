@@ -26,6 +26,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -44,6 +45,7 @@ from wire.ring.quantise import QUANTISER_VERSION, digest, quantise, square_sums
 
 LayerKind = Literal["linear", "conv1d"]
 
+_LOGGER = logging.getLogger(__name__)
 _MAGIC = b"veilbase-prepared-store1"
 _TAIL = struct.Struct("<Q24s32s")
 _ALIGNMENT = 64
@@ -342,9 +344,9 @@ def _own_folder(folder: Path) -> int:
         was_open = bool(status.st_mode & _OTHERS)
         os.fchmod(parent, 0o700)
         for name in os.listdir(parent):
-            old = name.startswith(_PARTIAL) and (was_open or _age_s(name, parent) > _PARTIAL_AGE_S)
-            old = old or (name.endswith(_SUFFIX) and _age_s(name, parent) > _UNUSED_S)
-            if old or (was_open and name.endswith(_SUFFIX)):
+            most_s = _PARTIAL_AGE_S if name.startswith(_PARTIAL) else _UNUSED_S if name.endswith(_SUFFIX) else None
+            if most_s is not None and (was_open or _age_s(name, parent) > most_s):
+                _LOGGER.info("removes %s from %s: %s", name, folder, "others could change it" if was_open else "unused")
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=parent)
     except BaseException:

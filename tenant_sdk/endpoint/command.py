@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, new_key, read_key
+from tenant_sdk.endpoint.settings import EndpointSettings, bound, check_may_listen, new_key, read_key
 from wire.errors import ConfigurationError, VerificationFailed, printable
 
 if TYPE_CHECKING:
@@ -45,16 +45,7 @@ def serving_settings(
 def check_port(settings: EndpointSettings) -> None:
     """Raises ConfigurationError if nothing can listen on the port now, which would otherwise be found out only after
     the provider was checked."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-    except (OSError, OverflowError) as exc:
-        reason = getattr(exc, "strerror", None) or "no such port"
-        raise ConfigurationError(f"{settings.host} port {settings.port} cannot be listened to: {reason}") from exc
+    bound(settings, socket.socket).close()
 
 
 def serve_command(

@@ -190,6 +190,8 @@ def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
     return sorted(found)
 
 
+_BASE_RATE = 1e-3
+"""The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
 _PAGE, _MOST_IN_PAGE = 20, 1000
 """How many entries of a list are given by default, as by OpenAI, and at most."""
 _MOST_POINTS = 256
@@ -200,7 +202,7 @@ def described(job: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the description of a job."""
     settings = job["settings"]
     shown = {"n_epochs": settings["num_epochs"], "batch_size": settings["batch_size"]}
-    shown["learning_rate_multiplier"] = settings["learning_rate"] / 1e-3
+    shown["learning_rate_multiplier"] = settings["learning_rate"] / _BASE_RATE
     return {
         "id": job["id"], "object": "fine_tuning.job", "created_at": job["created_at"],
         "finished_at": job["finished_at"], "model": job["model"], "organization_id": "", "status": job["status"],
@@ -602,8 +604,6 @@ def _stored(folder: Path) -> Iterator[dict[str, Any]]:
         yield job
 
 
-_BASE_RATE = 1e-3
-"""The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
 _Auto = Annotated[Literal["auto"], Tag(TEXT)]
 _CHOICE = one_of("auto or a number")
 

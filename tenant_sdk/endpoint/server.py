@@ -36,7 +36,7 @@ from tenant_sdk.endpoint.jobs import JobRoutes, Jobs, Turns
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.service import Service, Threads
-from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings, check_may_listen, new_key
+from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings, bound, check_may_listen, new_key
 from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
@@ -426,25 +426,12 @@ class _Server(uvicorn.Server):
 
 
 def _listening(settings: EndpointSettings) -> ListeningSocket:
-    """Returns a socket that is bound to the address of the settings.
+    """Returns a socket that is bound to the address of the settings; raises as `bound` does."""
 
-    Raises:
-        ConfigurationError: the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+    def make(family: int, kind: int, protocol: int) -> ListeningSocket:
         made = ListeningSocket(family, kind, protocol, settings.limits, settings.tls_cert is not None)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it: without a bound, the kernel keeps megabytes for a client that does not read.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            made.bind(address)
-        except BaseException:
-            made.close()
-            raise
+        # Connections inherit it: without a bound, the kernel keeps megabytes for a client that does not read.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         return made
-    except (OSError, OverflowError) as exc:
-        reason = getattr(exc, "strerror", None) or "no such port"
-        raise ConfigurationError(f"{settings.host} port {settings.port} cannot be listened to: {reason}") from exc
+
+    return bound(settings, make)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
+import socket
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from wire.errors import ConfigurationError
 
+_Socket = TypeVar("_Socket", bound=socket.socket)
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 
 
@@ -161,3 +165,30 @@ def read_key(path: Path) -> str:
     if _KEY.fullmatch(text) is None:
         raise ConfigurationError(f"{path} was expected to hold one key of 16 to 512 visible ASCII characters")
     return text
+
+
+def bound(settings: EndpointSettings, make: Callable[[int, int, int], _Socket]) -> _Socket:
+    """Returns a socket that is bound to the address of the settings.
+
+    Args:
+        settings: the endpoint's host and port.
+        make: makes the socket of a family, a kind and a protocol.
+
+    Raises:
+        ConfigurationError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = make(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+        return made
+    except (OSError, OverflowError) as exc:
+        reason = getattr(exc, "strerror", None) or "no such port"
+        raise ConfigurationError(f"{settings.host} port {settings.port} cannot be listened to: {reason}") from exc

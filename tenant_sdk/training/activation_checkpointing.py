@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import shutil
 import tempfile
@@ -470,6 +471,7 @@ def _handing_out(kept: deque[KeptReply], results: Results) -> Iterator[None]:
         results.clear()
 
 
+_LOGGER = logging.getLogger(__name__)
 MODES = ("auto", "replies", "recompute")
 """The values of the option `checkpointing` besides None."""
 
@@ -692,9 +694,13 @@ def choose(
     need = estimate(base, num_rows, has_dropout)
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
-    is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= _free_disk(folder)
-    if mode == "replies" and memory_budget_mb is None and is_roomy and not is_in_memory(folder):
-        in_memory = 0
+    if mode == "replies" and memory_budget_mb is None:
+        is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= _free_disk(folder)
+        if is_roomy and not is_in_memory(folder):
+            in_memory = 0
+        else:
+            why = "has little room" if not is_roomy else "is memory, too (tmpfs)"
+            _LOGGER.warning("replies fill half of the free memory before the disk: that of %s %s", folder, why)
     if mode == "auto":
         mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
         if mode == "replies" and need.stored - in_memory > _free_disk(folder):

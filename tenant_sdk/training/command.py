@@ -26,8 +26,8 @@ class Finetunes(Protocol):
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Checks what `tenant_sdk.training.recipe.check_early` cannot check without torch: the adapter's settings, and
-    rules for both data sets together. Does not read data from a pipe, which can be read only once.
+    """Checks what `tenant_sdk.training.recipe.check_recipe_early` cannot check without torch: the adapter's settings,
+    and rules for both data sets together. Does not read data from a pipe, which can be read only once.
 
     Raises:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.

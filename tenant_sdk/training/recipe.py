@@ -266,7 +266,7 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str]) -> None:
             raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: {advice}")
 
 
-def check_early(recipe: Recipe) -> None:
+def check_recipe_early(recipe: Recipe) -> None:
     """Checks settings, output folder and data sets of a recipe without torch, so that a mistake in them is told at
     once. Does not read data from a pipe, which can be read only once.
 

@@ -170,7 +170,7 @@ def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
 def _kernel_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Returns the first kernel that is exact on a CUDA device: Triton's, which needs the extra `gpu`, or cuBLAS'. None
     if neither is exact."""
-    from wire.ring import product_cuda, product_triton
+    from wire.ring import product_triton
 
     if product_triton.is_exact(device):
         return product_triton.product
@@ -185,7 +185,7 @@ def is_exact_on(device: torch.device, again: bool = False) -> bool:
         device: the CUDA device, with its index.
         again: whether the test is made again, because the device may have failed since.
     """
-    from wire.ring import product_cuda, product_triton
+    from wire.ring import product_triton
 
     if again:
         product_triton.is_exact.cache_clear()

@@ -92,7 +92,7 @@ def test_without_a_budget_half_of_the_free_memory_counts(
 
 
 def test_without_a_budget_replies_go_to_a_disk_that_has_room(
-    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who names this mode wants memory; half of the free memory would often hold all replies."""
     need = estimate(base, NUM_ROWS, False)
@@ -106,6 +106,7 @@ def test_without_a_budget_replies_go_to_a_disk_that_has_room(
         monkeypatch.setattr(activation_checkpointing.shutil, "disk_usage", lambda folder, disk=disk: disk)
         choose("replies", base, NUM_ROWS, False, None, tmp_path)
     assert budgets == [0, 2 * need.stored - need.working, 2 * need.stored - need.working]
+    assert [line.split(f"{tmp_path} ")[1] for line in caplog.messages] == ["has little room", "is memory, too (tmpfs)"]
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a tmpfs at /dev/shm")
