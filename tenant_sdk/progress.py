@@ -36,13 +36,16 @@ class Pace:
 
     def begin(self, done: int = 0) -> None:
         """Begins to measure, at the step `done`, which an earlier run may have reached."""
-        self._began_s = self._reached_s = self._clock()
+        self._began_s = self._stepping_s = self._reached_s = self._clock()
         self._first = self._done = done
 
     def reach(self, done: int) -> None:
-        """Notes that the step `done` has ended. A step that is not further on is ignored."""
+        """Notes that the step `done` has ended. A step that is not further on is ignored, except that the first one
+        says, while none has ended, that steps begin only now: what came before counts for no step."""
         if done > self._done:
             self._done, self._reached_s = done, self._clock()
+        elif done == self._first == self._done:
+            self._stepping_s = self._clock()
 
     @property
     def elapsed_s(self) -> float:
@@ -56,7 +59,7 @@ class Pace:
             return None
         if self._done >= total:
             return 0.0
-        mean_s = (self._reached_s - self._began_s) / (self._done - self._first)
+        mean_s = (self._reached_s - self._stepping_s) / (self._done - self._first)
         since_s = self._clock() - self._reached_s
         return mean_s * (total - self._done - 1) + max(0.0, mean_s - since_s)
 

@@ -72,8 +72,9 @@ _READERS = (
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""A function that shows progress: it takes the number of steps done, and the number of all steps. A step
-is a group that was compared or, when weights are prepared for later sessions, a layer."""
+"""A function that shows progress: it takes the number of steps done, and the number of all steps. It is called when
+steps begin, and after each. A step is a group that was compared or, when weights are prepared for later sessions, a
+layer."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class TrustedCheckpoint:
             manifest: the provider's manifest.
             bundle_folder: the folder that `fetch_bundle` returned.
             verifier: the verifier that gets every group; it is closed if any part differs.
-            progress: a function that is called after each step, see `Progress`.
+            progress: a function that shows the steps, see `Progress`.
             keep: a function that takes each group's number and W̃, the int8 weight, if the tenant needs the weights
                 itself (mask='pad').
             cache: the cache folder, in which the int8 weights are kept for later sessions (wire/prepared.py); None to
@@ -177,6 +178,7 @@ class TrustedCheckpoint:
             state = trusted.state()
             check_tensors(bundle_folder, state, trusted.digest_of, manifest)
             scales, norms = check_scale_names(bundle_folder, manifest), check_norm_names(bundle_folder, manifest)
+            steps.expect(0)
             for group in manifest.groups:
                 quantised = check_group(group, trusted.layer, state, scales, norms)
                 verifier.add_group(group.id, quantised)
@@ -210,7 +212,6 @@ class TrustedCheckpoint:
         """Writes the prepared store. Nothing in it depends on a provider."""
         live, model = _Live(self), self._weights().model
         names = _layers(model)
-        steps.more(len(names))
         with _not_kept(), writing(folder, key) as writer:
             for name, content in live.files().items():
                 writer.add_blob(name, content)
@@ -223,6 +224,7 @@ class TrustedCheckpoint:
                 "tied": sorted(state.tied),
                 "digests": {name: live.digest_of(name) for name in state.bundled(())},
             }
+            steps.expect(len(names))
             for name, kind in names.items():
                 with contextlib.suppress(InvalidTensor):  # a weight that is not finite; refused if a provider serves it
                     writer.add_layer(name, live.layer(name, kind))
@@ -288,12 +290,12 @@ class TrustedCheckpoint:
 class _Steps:
     """Counts the steps of a comparison."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
+    def __init__(self, progress: Progress | None, num_groups: int) -> None:
+        self._progress, self._done, self._num_groups, self._total = progress, 0, num_groups, num_groups
 
-    def more(self, steps: int) -> None:
-        """Adds steps that the comparison needs, too, and shows their number."""
-        self._total += steps
+    def expect(self, num_layers: int) -> None:
+        """Says how many layers are prepared from now on, before all groups are compared, and shows the new total."""
+        self._total = self._done + num_layers + self._num_groups
         self._show()
 
     def step(self) -> None:

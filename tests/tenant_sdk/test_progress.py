@@ -60,6 +60,16 @@ def test_both_times_are_together_the_whole() -> None:
     assert pace.shown(3) == ("0:02:58", "0:00:00")
 
 
+def test_what_comes_before_the_steps_counts_for_none() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    clock.now_s += 30  # the checkpoint is loaded
+    pace.reach(0)
+    clock.now_s += 2
+    pace.reach(1)
+    assert (pace.elapsed_s, pace.remaining_s(11)) == (32, pytest.approx(20))
+
+
 def test_a_resumed_run_counts_its_own_steps_only() -> None:
     clock = Clock()
     pace = Pace(clock)

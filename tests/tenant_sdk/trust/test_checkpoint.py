@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import shutil
@@ -29,6 +30,7 @@ from tests.support.reachable import reachable
 from wire.errors import ConfigurationError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import Manifest, parse_manifest
+from wire.prepared import StoreWriter
 from wire.transport.inproc import InprocConnection
 
 
@@ -135,7 +137,25 @@ def test_progress_and_a_second_pass(folders: dict[str, Path], honest: dict[str, 
     for _ in range(2):
         trusted.check_provider(offer.manifest, offer.bundle, Verifier(), lambda done, total: seen.append((done, total)))
     count = len(offer.manifest.groups)
-    assert seen == [(done, count) for done in range(1, count + 1)] * 2
+    assert seen == [(done, count) for done in range(count + 1)] * 2
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_progress_ends_at_its_total_also_if_nothing_can_be_kept(
+    is_full: bool, folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(writer: StoreWriter, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(StoreWriter, "add_layer", fill)
+    offer, seen = honest["llama"], list[tuple[int, int]]()
+    TrustedCheckpoint.open(folders["llama"]).check_provider(
+        offer.manifest, offer.bundle, Verifier(), lambda done, total: seen.append((done, total)), cache=tmp_path
+    )
+    count = len(offer.manifest.groups)
+    assert seen[0][1] > count  # the layers and the groups
+    assert seen[-1] == ((count, count) if is_full else (seen[0][1], seen[0][1]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
