@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 WORK = Path(os.environ.get("VEILBASE_DEMO_DIR") or os.path.relpath(HERE.parent / ".demo"))
 MODEL = "smollm2-135m"
-STEPS, ANSWER_TOKENS = 12, 20
+STEPS, ANSWER_TOKENS = 14, 20
 EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible", "verification")
 """The names of the lines of `client.explain()` that the demo shows."""
 
