@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from tenant_sdk.model.run_state import Course
+from tenant_sdk.model.run_state import RunState
 from wire.errors import ConfigurationError
 
 _GUESSING = (
@@ -100,14 +100,14 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
     """Checks every step's logits and, in an answer of fixed length, replaces logits from which no token can be
     drawn."""
 
-    def __init__(self, course: Course, bounds: bool) -> None:
+    def __init__(self, run: RunState, bounds: bool) -> None:
         """Makes a check for one answer.
 
         Args:
-            course: the state of the answer, which records whether a value was NaN or infinite.
+            run: the state of the answer, which records whether a value was NaN or infinite.
             bounds: whether large logits are reduced, so that sampling never overflows.
         """
-        self._course, self._bounds = course, bounds
+        self._run, self._bounds = run, bounds
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns logits, shape (num_sequences, vocab_size). Minus infinity, which excludes a token, is kept.
@@ -117,9 +117,9 @@ class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         Raises:
             NotFinite: a logit is NaN or infinite, and the answer may stop at once.
         """
-        self._course.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
+        self._run.check((scores.amax(dim=-1),))  # the maximum of a row with a NaN is NaN
         if not self._bounds:
             return scores
-        if self._course.sends_zeros:
+        if self._run.sends_zeros:
             return torch.zeros_like(scores)
         return bounded_logits(scores)

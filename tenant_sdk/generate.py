@@ -24,7 +24,7 @@ from tenant_sdk.fixed_length import (
     refuse_early_ends,
     refuse_guessing,
 )
-from tenant_sdk.model.run_state import Course, planned_calls
+from tenant_sdk.model.run_state import RunState, run_states
 from tenant_sdk.plain_values import positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
@@ -52,14 +52,14 @@ class _Callback(TextStreamer):  # type: ignore[misc]
     """Passes finished words to the user's function until the first stop token, or until a value is NaN or infinite."""
 
     def __init__(
-        self, tokenizer: Any, on_text: Callable[[str], None], stop_ids: Collection[int], course: Course
+        self, tokenizer: Any, on_text: Callable[[str], None], stop_ids: Collection[int], run: RunState
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text, self._stop_ids, self._course = on_text, stop_ids, course
+        self._on_text, self._stop_ids, self._run = on_text, stop_ids, run
         self._is_over = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self._is_over or self._course.sends_zeros:
+        if self._is_over or self._run.sends_zeros:
             return
         is_prompt = self.next_tokens_are_prompt
         super().put(value)
@@ -67,7 +67,7 @@ class _Callback(TextStreamer):  # type: ignore[misc]
             self.end()
 
     def end(self) -> None:
-        if not self._is_over and not self._course.sends_zeros:
+        if not self._is_over and not self._run.sends_zeros:
             super().end()
         self._is_over = True
 
@@ -118,12 +118,12 @@ def generate(
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
     session.fetch_hints()
     decoding = SafeDecoding(tokenizer)
-    with torch.no_grad(), planned_calls(model).own_course(may_stop=not fixed_length) as course, _option_errors(options):
-        finite = FiniteLogits(course, bounds=fixed_length)
+    with torch.no_grad(), run_states(model).own(may_stop=not fixed_length) as run, _option_errors(options):
+        finite = FiniteLogits(run, bounds=fixed_length)
         settings["logits_processor"] = LogitsProcessorList([finite, *_processors(options)])
-        streamer = _Callback(decoding, on_text, stop_ids, course) if on_text is not None else None
+        streamer = _Callback(decoding, on_text, stop_ids, run) if on_text is not None else None
         output = model.generate(inputs, attention_mask=attention_mask, streamer=streamer, **settings)
-    course.finish()
+    run.finish()
     text = decoding.decode(cut_at_stop(output[0, inputs.shape[1] :].tolist(), stop_ids), skip_special_tokens=True)
     decoding.check()
     return text

@@ -44,7 +44,7 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model import dora
 from tenant_sdk.model.remote_group import RemoteExecutor
-from tenant_sdk.model.run_state import Course, NotFiniteWarning, PlannedCalls
+from tenant_sdk.model.run_state import NotFiniteWarning, RunOutcome, RunStates
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, count_rows
@@ -182,21 +182,21 @@ class LetterReader(HostileBundle):
         return super().compute(call, rows)
 
 
-class _KeepsProducts(weakref.WeakKeyDictionary[Course, Any]):
-    """Replaces the dictionary of a `NormCache` in the control: a product of a course that was sound serves later
-    courses too."""
+class _KeepsProducts(weakref.WeakKeyDictionary[RunOutcome, Any]):
+    """Replaces the dictionary of a `NormCache` in the control: a product of a run that was sound serves later
+    runs too."""
 
     _last: Any = None
 
-    def get(self, course: Course, default: Any = None) -> Any:
-        return super().get(course, default) or self._last
+    def get(self, run: RunOutcome, default: Any = None) -> Any:
+        return super().get(run, default) or self._last
 
-    def __getitem__(self, course: Course) -> Any:
-        return self.get(course)
+    def __getitem__(self, run: RunOutcome) -> Any:
+        return self.get(run)
 
-    def __setitem__(self, course: Course, product: Any) -> None:
-        super().__setitem__(course, product)
-        if not course.sends_zeros:
+    def __setitem__(self, run: RunOutcome, product: Any) -> None:
+        super().__setitem__(run, product)
+        if not run.sends_zeros:
             self._last = product
 
 
@@ -227,8 +227,8 @@ class Site:
         provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
             if stops_at_once:
-                at_once = PlannedCalls(may_stop=True)
-                open_.enter_context(mock.patch.object(RemoteExecutor, "planned_calls", return_value=at_once))
+                at_once = RunStates(may_stop=True)
+                open_.enter_context(mock.patch.object(RemoteExecutor, "run_states", return_value=at_once))
             yield open_.enter_context(self._client(provider, fault.arithmetic)), provider
 
     @contextlib.contextmanager

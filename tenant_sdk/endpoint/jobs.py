@@ -44,7 +44,7 @@ from noise.disk.private_files import make_private_folder, write_private
 from tenant_sdk.endpoint.errors import HttpError, bad_request, link_or_copy, storing
 from tenant_sdk.endpoint.schema import NUMBER, TEXT, ClientNotes, Strict, one_of, parsed
 from tenant_sdk.endpoint.uploads import Uploads
-from tenant_sdk.model.run_state import AT_ONCE, planned_calls
+from tenant_sdk.model.run_state import NO_MODEL, run_states
 from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
@@ -121,9 +121,9 @@ class StoppableSession:
     def load_model(self) -> Any:
         """Returns a model that calls `check` before its embeddings, with which every forward pass begins."""
         model = self._session.load_model()
-        planned = planned_calls(model)
-        if planned is not AT_ONCE:  # which other models share
-            planned.before_call = self._pause
+        states = run_states(model)
+        if states is not NO_MODEL:  # which other models share
+            states.before_call = self._pause
         model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._check())
         return model
 

@@ -34,11 +34,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
-from tenant_sdk.model import base_products, run_state
+from tenant_sdk.model import base_products
 from tenant_sdk.model.base_products import group_of
 from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.model.run_state import Course
+from tenant_sdk.model.run_state import RunOutcome
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 
@@ -77,16 +77,14 @@ class KnownProduct:
     """Computes rows·Wᵀ for rows that an adapter holds, and records the gradient of rows that are trained.
 
     Rows that are trained are sent in each forward pass, since they may have changed. Other rows are sent once for each
-    course (the state of a run, or of an answer of `generate`). A product is never kept for the next course: a course
-    that continues with zeros has zeros as its product, and sending the rows again only after such a course would show
-    the provider that a value was not finite.
+    run, and for each answer of `generate`. A product is never kept for the next one: a run that continues with zeros
+    has zeros as its product, and sending the rows again only after such a run would show the provider that a value was
+    not finite.
     """
 
     def __init__(self) -> None:
         """Makes an object that knows no product."""
-        self._asked: weakref.WeakKeyDictionary[Course, tuple[tuple[int, int], torch.Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._asked = weakref.WeakKeyDictionary[RunOutcome, tuple[tuple[int, int], torch.Tensor]]()
 
     def of(self, layer: Any, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows·Wᵀ, shape (num_rows, in_features).
@@ -97,21 +95,25 @@ class KnownProduct:
         """
         if rows.requires_grad:
             return _WithGradient.apply(rows, layer, _asked(layer, rows))  # type: ignore[no-any-return, no-untyped-call]
-        state, course = (rows._version, rows.data_ptr()), base_products.group_of(layer).planned_calls.course
-        known = self._asked.get(course)
-        if known is None or known[0] != state:
-            if run_state.sends_nothing():
+        version, run = (rows._version, rows.data_ptr()), group_of(layer).run_states.current
+        known = self._asked.get(run.outcome)
+        if known is None or known[0] != version:
+            if run.source.sends_nothing:
                 return _asked(layer, rows)
             # Not from a store of replies: the second run of a block finds this product here, and asks for none.
-            known = self._asked[course] = (state, base_products.transposed_product(layer, rows).to(rows.dtype))
+            known = self._asked[run.outcome] = (version, base_products.transposed_product(layer, rows).to(rows.dtype))
         return known[1]
 
 
 def _asked(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     """Returns rows·Wᵀ from this thread's source of products (tenant_sdk/model/run_state.py), which is usually the
     provider."""
-    shape = (rows.shape[0], layer_shape(layer)[0])
-    return run_state.product(lambda: base_products.transposed_product(layer, rows), shape).to(rows.dtype)
+    source = group_of(layer).run_states.current.source
+    product = source.given((rows.shape[0], layer_shape(layer)[0]))
+    if product is None:
+        product = base_products.transposed_product(layer, rows)
+        source.keep(product)
+    return product.to(rows.dtype)
 
 
 class _WithGradient(torch.autograd.Function):

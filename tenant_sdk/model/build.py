@@ -299,10 +299,10 @@ def _attach(
     norms: ColumnNorms,
     device: torch.device,
 ) -> None:
-    planned = executor.planned_calls()
+    states = executor.run_states()
     for info in manifest.groups:
         spec = group_spec(info, alphas, device)
-        group = RemoteGroup(executor, spec, [layer.out_features for layer in info.layers], planned)
+        group = RemoteGroup(executor, spec, [layer.out_features for layer in info.layers], states)
         for index, layer in enumerate(info.layers):
             module = model.get_submodule(layer.name)
             if not isinstance(module, RemoteLinear | RemoteConv1D):

@@ -16,13 +16,13 @@ Guarantees:
 - a forward pass makes the calls that LoRA makes, and two kinds of further calls: those for the norms if A is new or has
   changed, and with dropout a second call for each layer, since DoRA multiplies the dropped-out input by the base
   weight, too;
-- A·W is requested once in each course (the state of a run, or of an answer of `generate`), and again in it when A was
+- A·W is requested once in each run, and in each answer of `generate`, and again in it when A was
   changed in place or an optimizer has made a step with it, whatever the numbers are; never when an activation is
   computed again. One call serves all layers of a group, and calls for several groups are in flight at the same time;
-- no course uses what another one asked for: a course that continues with zeros has zeros as A·W, and a request that
-  only follows such a course would show the provider that a value was not finite;
+- no run uses what another one asked for: a run that continues with zeros has zeros as A·W, and a request that
+  only follows such a run would show the provider that a value was not finite;
 - a norm of W + s·AᵀBᵀ is positive and finite whatever the provider answers: the middle term is limited to the bound of
-  the Cauchy-Schwarz inequality. The course records a product that is not finite (tenant_sdk/model/run_state.py);
+  the Cauchy-Schwarz inequality. The run state records a product that is not finite (tenant_sdk/model/run_state.py);
 - the bundle's norms are not read before an adapter needs them. Those that are returned are finite, not negative, and
   for int8 weights no larger than the manifest allows. With `verify` they were compared with the trusted checkpoint
   before (tenant_sdk/trust/compare.py).
@@ -50,11 +50,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tenant_sdk.model import run_state
 from tenant_sdk.model.base_products import RemoteLayer, group_of, group_products
 from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.model.run_state import Course, PlannedCalls, are_finite
+from tenant_sdk.model.run_state import RunOutcome, RunState, RunStates, are_finite
 from wire.errors import ConfigurationError, MalformedFrame, os_cause
 from wire.manifest import NATIVE_NORMS, LayerInfo, Manifest
 
@@ -187,12 +186,12 @@ class _Product:
 
 
 class NormCache:
-    """Keeps A·W and the column norms for one adapter of one DoRA layer, in each course until A, B or the scaling
-    changes, and at most as long as the course exists."""
+    """Keeps A·W and the column norms for one adapter of one DoRA layer, in each run until A, B or the scaling
+    changes, and at most as long as the run's state exists."""
 
     def __init__(self) -> None:
         """Makes an empty cache."""
-        self.asked: weakref.WeakKeyDictionary[Course, _Product] = weakref.WeakKeyDictionary()
+        self.asked: weakref.WeakKeyDictionary[RunOutcome, _Product] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NormCache:
         """Returns an empty cache, since a copied layer has an A of its own."""
@@ -201,7 +200,7 @@ class NormCache:
     def norm(self, layer: Any, adapter: str) -> torch.Tensor:
         """Returns the column norms of a layer's weight together with its adapter, float32, shape (out_features,).
 
-        If this thread sends nothing (`run_state.sends_nothing`), A·W counts as zeros, and nothing is kept.
+        If this thread sends nothing (`ProductSource.sends_nothing`), A·W counts as zeros, and nothing is kept.
 
         Args:
             layer: a LoRA layer over a remote layer, with this cache in `norm_caches[adapter]`.
@@ -213,7 +212,7 @@ class NormCache:
         lora_a, lora_b, scaling = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
         with torch.inference_mode(False), torch.no_grad():  # the norms may be needed in a later training step
             base = layer.get_base_layer()
-            if run_state.sends_nothing():
+            if group_of(base).run_states.current.source.sends_nothing:
                 cross = torch.zeros(lora_a.shape[0], lora_b.shape[0], device=lora_a.device)
                 return column_norms_of_sum(base.column_norms(), cross, lora_a, lora_b, scaling)
             asked = _product_of(layer, adapter)
@@ -231,43 +230,43 @@ class _Readers:
         self.lock = threading.Lock()
 
 
-_READERS: weakref.WeakKeyDictionary[PlannedCalls, _Readers] = weakref.WeakKeyDictionary()
-"""Maps a loaded model, by its courses (run states), to its DoRA layers."""
+_READERS: weakref.WeakKeyDictionary[RunStates, _Readers] = weakref.WeakKeyDictionary()
+"""Maps a loaded model, by its run states, to its DoRA layers."""
 _READERS_LOCK = threading.Lock()
 
 
-def _readers(planned: PlannedCalls) -> _Readers:
+def _readers(states: RunStates) -> _Readers:
     with _READERS_LOCK:
-        return _READERS.setdefault(planned, _Readers())
+        return _READERS.setdefault(states, _Readers())
 
 
 def watch(layer: Any) -> None:
     """Registers a LoRA layer over a remote layer, so that A·W of all layers of the model is requested together."""
-    _readers(group_of(layer.get_base_layer()).planned_calls).layers.add(layer)
+    _readers(group_of(layer.get_base_layer()).run_states).layers.add(layer)
 
 
 def _product_of(layer: Any, adapter: str) -> _Product:
     """Returns A·W of a layer. If A·W must be requested, the missing and outdated products of the model's other layers
     are requested with it."""
-    planned = group_of(layer.get_base_layer()).planned_calls
-    readers, course = _readers(planned), planned.course
+    states = group_of(layer.get_base_layer()).run_states
+    readers, run = _readers(states), states.current
     with readers.lock:
         readers.layers.add(layer)  # a copied model's layers were never announced
-        if _is_stale(layer, adapter, course):
-            _ask([each for each in readers.layers if _is_stale(each, adapter, course)], adapter, course)
-        asked: _Product = layer.norm_caches[adapter].asked[course]
+        if _is_stale(layer, adapter, run):
+            _ask([each for each in readers.layers if _is_stale(each, adapter, run)], adapter, run)
+        asked: _Product = layer.norm_caches[adapter].asked[run.outcome]
         return asked
 
 
-def _is_stale(layer: Any, adapter: str, course: Course) -> bool:
+def _is_stale(layer: Any, adapter: str, run: RunState) -> bool:
     cache: NormCache | None = layer.norm_caches.get(adapter)
     if cache is None or adapter not in layer.lora_A:
         return False
-    asked = cache.asked.get(course)
+    asked = cache.asked.get(run.outcome)
     return asked is None or not asked.is_of(layer.lora_A[adapter].weight)
 
 
-def _ask(layers: list[Any], adapter: str, course: Course) -> None:
+def _ask(layers: list[Any], adapter: str, run: RunState) -> None:
     """Requests A·W of several layers of a model. Nothing is sent if the norms of a layer cannot be read."""
     by_group: dict[RemoteGroup, list[Any]] = {}
     for layer in sorted(layers, key=_place):
@@ -279,7 +278,7 @@ def _ask(layers: list[Any], adapter: str, course: Course) -> None:
         [(group, torch.cat([factors[layer].to(torch.float32) for layer in own])) for group, own in by_group.items()]
     )
     if not are_finite(part for parts in products for part in parts):
-        course.not_finite()
+        run.not_finite()
     for own, parts in zip(by_group.values(), products, strict=True):
         begin = 0
         for layer in own:
@@ -287,7 +286,7 @@ def _ask(layers: list[Any], adapter: str, course: Course) -> None:
             rows = parts[layer.get_base_layer().index][begin : begin + rank].clone()
             begin += rank
             kept = _Product(weakref.ref(factors[layer]), versions[layer], rows)
-            layer.norm_caches[adapter].asked[course] = kept
+            layer.norm_caches[adapter].asked[run.outcome] = kept
 
 
 def _place(layer: Any) -> tuple[int, int]:

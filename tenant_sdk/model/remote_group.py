@@ -26,9 +26,8 @@ from noise import staging
 from noise.off import Off
 from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
-from tenant_sdk.model import run_state
-from tenant_sdk.model.run_state import AT_ONCE, Course, PlannedCalls, masked_on_course
-from wire.errors import InvalidTensor, VerificationFailed
+from tenant_sdk.model.run_state import NO_MODEL, PROVIDER, RunState, RunStates
+from wire.errors import InvalidTensor, NotFinite, VerificationFailed
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction
 from wire.limits import Limits
 from wire.payload import Payload
@@ -80,12 +79,12 @@ class RemoteExecutor:
         if self._verifier is not None and self._verifier.failed:
             raise VerificationFailed(FAILED) from None  # the current exception may hold rows
 
-    def planned_calls(self) -> PlannedCalls:
-        """Returns a new `PlannedCalls`, which holds the run states of one model."""
-        return PlannedCalls(may_stop=self._verifier is not None)
+    def run_states(self) -> RunStates:
+        """Returns new run states, for one model."""
+        return RunStates(may_stop=self._verifier is not None)
 
     def run(
-        self, group: GroupSpec, direction: Direction, rows: torch.Tensor, planned: PlannedCalls = AT_ONCE
+        self, group: GroupSpec, direction: Direction, rows: torch.Tensor, states: RunStates = NO_MODEL
     ) -> torch.Tensor:
         """Returns the product of rows and a layer group's weight, which the provider computes from masked rows.
 
@@ -93,7 +92,7 @@ class RemoteExecutor:
             group: the group whose weight is used.
             direction: FORWARD or BACKWARD.
             rows: float32, shape (num_rows, request columns), any device.
-            planned: says how the model's runs treat values that are not finite; see `planned_calls`.
+            states: the model's run states; this thread's says what becomes of values that are not finite.
 
         Returns:
             float32, shape (num_rows, reply columns), on the rows' device; with the bias if the provider adds it. Zeros
@@ -102,36 +101,45 @@ class RemoteExecutor:
         Raises:
             VeilbaseError: the product could not be computed or failed its check.
         """
-        request_cols = group.widths(direction)[0]
+        request_cols, reply_cols = group.widths(direction)
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
-        planned.before_call()
+        states.before_call()
+        state = states.current
         self._check_honest()
         try:  # this is what `in_session` does, without the cost of a context manager in each call
-            return self._run(group, direction, rows, planned.course)
+            if rows.shape[0] == 0:
+                return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
+            if rows.shape[0] == 1 and not staging.is_here(rows) and self.scheme.arithmetic is Arithmetic.RING:
+                # A row's product on the CPU takes the short way of `RowEncoder`; no kernel of a device is started.
+                with staging.on_host(rows) as here:
+                    product = self._unmasked(self._ask(group, direction, here, state), here).to(rows.device)
+            else:
+                product = self._unmasked(self._ask(group, direction, rows, state), rows)
+            return state.product_of(rows, product)
         except Exception:
             self._check_honest()
             raise
 
     def run_together(
-        self, calls: Sequence[tuple[GroupSpec, torch.Tensor]], planned: PlannedCalls = AT_ONCE
+        self, calls: Sequence[tuple[GroupSpec, torch.Tensor]], states: RunStates = NO_MODEL
     ) -> list[torch.Tensor]:
         """Returns the forward products of several groups, each as `run` returns it. All calls are sent before the first
         reply is waited for, so that a provider far away delays them only once.
 
         Args:
             calls: the groups, each with its rows, as for `run`.
-            planned: as for `run`.
+            states: as for `run`.
 
         Raises:
             VeilbaseError: a product could not be computed or failed its check.
         """
-        planned.before_call()
+        states.before_call()
         with self.in_session():
-            course = planned.course
-            asked = [self._ask_all(group, Direction.FORWARD, rows, course) for group, rows in calls]
-            products = [self._joined(each, rows) for each, (_, rows) in zip(asked, calls, strict=True)]
-            return [course.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
+            state = states.current
+            asked = [self._ask(group, Direction.FORWARD, rows, state) for group, rows in calls]
+            products = [self._unmasked(each, rows) for each, (_, rows) in zip(asked, calls, strict=True)]
+            return [state.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
 
     def run_public(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """Returns the product of rows that are public, which are sent without a mask, in the form that `run` returns.
@@ -141,49 +149,28 @@ class RemoteExecutor:
                 replies to such rows alone; all are finite. tenant_sdk/kinds/products.py says what this is for.
         """
         with self.in_session():
-            request_cols, reply_cols = group.widths(direction)
-            unmasked = Off(self.scheme.arithmetic)
-            sent = [
-                unmasked.mask(group, direction, part)
-                for part in rows.split(self._rows_per_request(request_cols, reply_cols))
-            ]
-            asked = [(each, [self._send(message, reply_cols) for message in each.messages]) for each in sent]
-            return self._joined(asked, rows)
+            return self._unmasked(self._ask(group, direction, rows, None), rows)
 
-    def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
-        return course.product_of(rows, self._product(group, direction, rows, course))
-
-    def _product(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
-        if rows.shape[0] == 0:
-            return torch.empty(0, group.widths(direction)[1], dtype=torch.float32, device=rows.device)
-        if rows.shape[0] == 1 and not staging.is_here(rows) and self.scheme.arithmetic is Arithmetic.RING:
-            # A row's product on the CPU takes the short way of `RowEncoder`; no kernel of a device is started for it.
-            with staging.on_host(rows) as here:
-                return self._product(group, direction, here, course).to(rows.device)
-        return self._joined(self._ask_all(group, direction, rows, course), rows)
-
-    def _ask_all(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> list[_Asked]:
-        """Sends the rows of a call, in as many requests as the limits need."""
+    def _ask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState | None) -> list[_Asked]:
+        """Sends the rows of a call, in as many requests as the limits need: masked, or as they are without a state."""
         request_cols, reply_cols = group.widths(direction)
         most_rows = self._rows_per_request(request_cols, reply_cols)
-        parts = [rows] if rows.shape[0] <= most_rows else rows.split(most_rows)
-        return [self._ask(group, direction, part, reply_cols, course) for part in parts]
+        asked: list[_Asked] = []
+        for part in [rows] if rows.shape[0] <= most_rows else rows.split(most_rows):
+            if state is None:
+                masked = Off(self.scheme.arithmetic).mask(group, direction, part)
+            else:
+                masked = masked_rows(self.scheme, group, direction, part, state)
+            asked.append((masked, [self._send(message, reply_cols) for message in masked.messages]))
+        return asked
 
-    def _joined(self, asked: list[_Asked], like: torch.Tensor) -> torch.Tensor:
-        if len(asked) == 1:
-            return self._result(asked[0], like)
-        return torch.cat([self._result(each, like) for each in asked])
-
-    def _ask(
-        self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int, course: Course
-    ) -> _Asked:
-        masked = masked_on_course(lambda rows: self.scheme.mask(group, direction, rows), rows, course)
-        return masked, [self._send(message, reply_cols) for message in masked.messages]
-
-    def _result(self, asked: _Asked, like: torch.Tensor) -> torch.Tensor:
-        masked, waiting = asked
-        replies = [pending.result() for pending in waiting]
-        return masked.unmask(replies if like.is_cpu else [reply.to(like.device) for reply in replies])
+    def _unmasked(self, asked: list[_Asked], like: torch.Tensor) -> torch.Tensor:
+        """Waits for the replies, which are checked before they are used, and takes the mask's effect off them."""
+        parts = []
+        for masked, waiting in asked:
+            replies = [pending.result() for pending in waiting]
+            parts.append(masked.unmask(replies if like.is_cpu else [reply.to(like.device) for reply in replies]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows_per_request(self, request_cols: int, reply_cols: int) -> int:
         limits = self._limits
@@ -235,35 +222,28 @@ class RemoteExecutor:
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
-def _forward(
-    x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype, may_share: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Returns the output of each layer of a layer group, without a gradient.
+def masked_rows(
+    scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
+) -> Masked:
+    """Returns the masked messages of a call's rows, or of the rows that the run sends in place of rows that are not
+    finite.
 
     Args:
-        x: shape (..., in_features).
-        group: the group whose product is computed.
-        out_dtype: the dtype of the outputs.
-        may_share: whether the outputs may be in the same memory block, because no gradient is recorded.
+        scheme: the mask. If it raises `NotFinite`, it has used no mask slot (one row of a mask).
+        group, direction, rows: as for `RemoteExecutor.run`.
+        state: the state of the run that the call belongs to.
 
-    Returns:
-        For each layer, shape (..., out_features of the layer); for the layer of a group of one, shape (num_rows,
-        out_features).
+    Raises:
+        NotFinite: the rows are not all finite, and the run may stop.
     """
-    rows = x.detach().reshape(-1, x.shape[-1])
-    product = run_state.product(
-        lambda: group.run(Direction.FORWARD, rows).to(out_dtype), (rows.shape[0], group.spec.out_features)
-    ).to(device=x.device, dtype=out_dtype)
-    if len(group.member_features) == 1:
-        return (product,)
-    if x.dim() != 2:
-        product = product.view(*x.shape[:-1], product.shape[1])
-    parts = product.split_with_sizes(group.member_features, dim=-1)
-    # model code may change an output in place, as it may change a local layer's output; so autograd must not see one
-    # output as a view of another
-    if may_share and x.numel() == x.shape[-1]:
-        return tuple(part.detach() for part in parts)  # a part of one row is contiguous and overlaps no other part
-    return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+    if state.sends_zeros:
+        return scheme.mask(group, direction, torch.zeros_like(rows))
+    try:
+        return scheme.mask(group, direction, rows)
+    except NotFinite:
+        if state.may_stop:
+            raise
+    return scheme.mask(group, direction, state.finite_rows(rows))
 
 
 @dataclass(frozen=True)
@@ -291,7 +271,7 @@ class _Product(torch.autograd.Function):
         pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
-        return _forward(x, group, out_dtype)
+        return group.products(x, out_dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -316,18 +296,6 @@ _Context = tuple[bool, torch.dtype]
 """The type of the conditions under which outputs can be shared: whether they need a gradient, and their dtype."""
 
 
-def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:
-    has_gradient, out_dtype = context
-    if has_gradient:
-        parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group, out_dtype))  # type: ignore[no-untyped-call]
-    else:
-        parts = _forward(x, group, out_dtype, may_share=not torch.is_grad_enabled())
-    if x.dim() == 2 or len(parts) > 1:
-        return parts
-    whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
-    return (whole if has_gradient else whole.detach(),)  # detached for the same reason as in `_forward`
-
-
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """Returns the output dtype of a local linear layer: autocast's dtype if autocast is on, otherwise the input's
     dtype."""
@@ -350,7 +318,7 @@ class RemoteGroup:
     input."""
 
     def __init__(
-        self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
+        self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], states: RunStates
     ) -> None:
         """Makes a group that has not computed any outputs yet.
 
@@ -358,10 +326,10 @@ class RemoteGroup:
             executor: the executor that gets the group's products from the provider.
             spec: public facts about the group.
             member_features: the number of output features of each member, in manifest order.
-            planned: the courses (run states) of the model that the group belongs to.
+            states: the run states of the model that the group belongs to.
         """
         self._executor = executor
-        self.planned_calls = planned
+        self.run_states = states
         self.spec = spec
         self.member_features = list(member_features)
         self.base_biases: list[torch.Tensor | None] = [None] * len(self.member_features)
@@ -378,9 +346,9 @@ class RemoteGroup:
         """Returns the product that `RemoteExecutor.run` gives, computed in float32 with autocast off."""
         kind = rows.device.type
         if not torch.is_autocast_enabled(kind):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
+            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.run_states)
         with torch.autocast(kind, enabled=False):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
+            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.run_states)
 
     @staticmethod
     def run_together(calls: Sequence[tuple[RemoteGroup, torch.Tensor]]) -> list[torch.Tensor]:
@@ -391,12 +359,57 @@ class RemoteGroup:
         first, rows = calls[0]
         with torch.autocast(rows.device.type, enabled=False):
             given = [(group.spec, rows.to(torch.float32)) for group, rows in calls]
-            return first._executor.run_together(given, first.planned_calls)
+            return first._executor.run_together(given, first.run_states)
 
     def run_public(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """Returns the product that `RemoteExecutor.run_public` gives, computed in float32 with autocast off."""
         with torch.autocast(rows.device.type, enabled=False):
             return self._executor.run_public(self.spec, direction, rows.to(torch.float32))
+
+    def products(self, x: torch.Tensor, out_dtype: torch.dtype, may_share: bool = False) -> tuple[torch.Tensor, ...]:
+        """Returns the output of each layer of the group, without a gradient, from the source of this thread's products
+        (tenant_sdk/model/run_state.py).
+
+        Args:
+            x: shape (..., in_features).
+            out_dtype: the dtype of the outputs.
+            may_share: whether the outputs may be in the same memory block, because no gradient is recorded.
+
+        Returns:
+            For each layer, shape (..., out_features of the layer); for the layer of a group of one, shape (num_rows,
+            out_features).
+        """
+        rows, source = x.detach().reshape(-1, x.shape[-1]), self.run_states.current.source
+        if source is PROVIDER:
+            product = self.run(Direction.FORWARD, rows).to(out_dtype)
+        else:
+            given = source.given((rows.shape[0], self.spec.out_features))
+            if given is None:
+                with torch._C.DisableTorchFunction():  # masks and checks multiply too: no mode may keep what they use
+                    given = self.run(Direction.FORWARD, rows).to(out_dtype)
+                source.keep(given)
+            product = given.to(device=x.device, dtype=out_dtype)
+        if len(self.member_features) == 1:
+            return (product,)
+        if x.dim() != 2:
+            product = product.view(*x.shape[:-1], product.shape[1])
+        parts = product.split_with_sizes(self.member_features, dim=-1)
+        # model code may change an output in place, as it may change a local layer's output; so autograd must not see
+        # one output as a view of another
+        if may_share and x.numel() == x.shape[-1]:
+            return tuple(part.detach() for part in parts)  # a part of one row is contiguous and overlaps no other part
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+    def _outputs(self, x: torch.Tensor, context: _Context) -> tuple[torch.Tensor, ...]:
+        has_gradient, out_dtype = context
+        if has_gradient:
+            parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, self, out_dtype))  # type: ignore[no-untyped-call]
+        else:
+            parts = self.products(x, out_dtype, may_share=not torch.is_grad_enabled())
+        if x.dim() == 2 or len(parts) > 1:
+            return parts
+        whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
+        return (whole if has_gradient else whole.detach(),)  # detached for the same reason as in `products`
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of the group's layer number `index`.
@@ -411,7 +424,7 @@ class RemoteGroup:
         """
         context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
         if len(self.member_features) == 1:
-            return _apply(x, self, context)[0]
+            return self._outputs(x, context)[0]
         shared: _Shared | None = getattr(self._local, "shared", None)
         tracked = not x.is_inference()  # inference tensors have no version count, so nothing shows a change
         if (
@@ -425,7 +438,7 @@ class RemoteGroup:
             if found is not None:
                 shared.outputs[index] = None
                 return found
-        outputs: list[torch.Tensor | None] = list(_apply(x, self, context))
+        outputs: list[torch.Tensor | None] = list(self._outputs(x, context))
         mine = cast(torch.Tensor, outputs[index])
         outputs[index] = None
         self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None
@@ -434,7 +447,7 @@ class RemoteGroup:
     def output_alone(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the same as `output`, by a call of its own. It neither uses nor replaces the outputs that the members
         share."""
-        return _apply(x, self, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
+        return self._outputs(x, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Returns this same group, since a copied model uses it too."""

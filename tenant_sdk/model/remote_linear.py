@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tenant_sdk.model.remote_group import RemoteGroup
-from tenant_sdk.model.run_state import PlannedCalls
+from tenant_sdk.model.run_state import RunStates
 from wire.errors import ConfigurationError
 
 NOT_ATTACHED = "a remote layer was used before TenantClient.load_model attached it"
@@ -127,10 +127,10 @@ class _Remote(nn.Module):
         return self._norms().to(self._device)
 
     @property
-    def planned_calls(self) -> PlannedCalls | None:
-        """Returns the model's courses (run states), which decide how calls continue after a value that is not finite;
-        None before `attach`."""
-        return None if self._group is None else self._group.planned_calls
+    def run_states(self) -> RunStates | None:
+        """Returns the model's run states, which decide how calls continue after a value that is not finite; None before
+        `attach`."""
+        return None if self._group is None else self._group.run_states
 
     @property
     def shares_calls(self) -> bool:

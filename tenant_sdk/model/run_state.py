@@ -1,21 +1,21 @@
 """This module holds the state of a model's run: where the products of remote layers come from, and what the model does
 after a value that is not finite.
 
-Usually the provider computes every product. Inside the context `products_from`, the forward products of a thread come
-from another source. A source can ask the provider and also store the product, return a stored product, or return zeros.
-With the source `zeros` a model runs without any call.
+Usually the provider computes every product. In a thread inside `RunStates.products_from`, forward products meet a
+`ProductSource` first: it can give a product that it has, so that nobody is asked, or keep what the provider answers.
+With the source `ZEROS` a model runs without any call.
 
 Without `verify`, a lying provider may send replies that make a number overflow. Whether and when it overflows depends
 on the tenant's data, so a run that stopped at the overflow would tell the provider about the data
 (attacks/programs/overflow.py). After the first value that is not finite, the model therefore still makes all planned
 calls: each call sends zeros under a fresh mask, and its result is replaced by zeros.
 
-A `Course` records this for one loaded model, and so for one run of `finetune`; each answer of `generate` has a course
-of its own. A later run of the same client starts with a new course: a client that refused further work would show the
+A `RunState` records this for one loaded model, and so for one run of `finetune`; each answer of `generate` has a state
+of its own. A later run of the same client starts with a new one: a client that refused further work would show the
 provider that a value was not finite.
 
 Guarantees:
-- a source belongs to one thread and ends with its context. Backward products always come from the provider;
+- a source belongs to one thread and ends with its context. Backward products of a model always come from the provider;
 - the calls, their order and their numbers of rows do not depend on whether a value was finite. After a value that is
   not finite, the model sends no row of the tenant any more, masked or not, and one warning says so. There are two
   exceptions, in which such a value raises an error at once: with `verify` a provider that lies fails the check first,
@@ -28,9 +28,10 @@ run early.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -39,43 +40,36 @@ from transformers import TrainerCallback
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import NotFinite
 
-ProductSource = Callable[[Callable[[], torch.Tensor], tuple[int, int]], torch.Tensor]
-"""A function that takes (a function that asks the provider, the product's shape) and returns the product."""
 
-_local = threading.local()
+class ProductSource:
+    """Stands between a thread's remote layers and the provider. This one changes nothing: the provider is asked."""
 
+    sends_nothing = False
+    """Whether every product is given, so that the thread must not ask the provider for any other either."""
 
-@contextlib.contextmanager
-def products_from(source: ProductSource | None) -> Iterator[None]:
-    """Makes this thread take forward products from `source` inside the context, or from the provider if it is None."""
-    before = getattr(_local, "source", None)
-    _local.source = source
-    try:
-        yield
-    finally:
-        _local.source = before
+    def given(self, shape: tuple[int, int]) -> torch.Tensor | None:
+        """Returns a forward product in place of the provider's; None to ask the provider.
 
+        Args:
+            shape: the product's shape, (num_rows, out_features of the group).
+        """
 
-def product(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    """Returns a forward product from this thread's source.
-
-    Args:
-        ask: a function that asks the provider for the product.
-        shape: the product's shape, (num_rows, out_features of the group).
-    """
-    source: ProductSource | None = getattr(_local, "source", None)
-    return ask() if source is None else source(ask, shape)
+    def keep(self, product: torch.Tensor) -> None:
+        """Takes a product that the provider was asked for."""
 
 
-def sends_nothing() -> bool:
-    """Returns whether this thread's forward products are zeros, so that it must not ask the provider for others."""
-    return getattr(_local, "source", None) is zeros
+class _Zeros(ProductSource):
+    sends_nothing = True
+
+    def given(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Returns zeros, so that only a model's own code runs."""
+        return torch.zeros(shape)
 
 
-def zeros(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    """Returns zeros in place of a product, without asking the provider. With this source only a model's own code
-    runs."""
-    return torch.zeros(shape)
+PROVIDER = ProductSource()
+"""The source of products outside `RunStates.products_from`."""
+ZEROS: ProductSource = _Zeros()
+"""A source that gives zeros for every product, and asks nobody."""
 
 
 WARNING = (
@@ -96,16 +90,34 @@ class NotFiniteWarning(UserWarning):
 
 
 @dataclass(eq=False)
-class Course:
-    """Records whether a run met a value that is not finite.
+class RunOutcome:
+    """Records whether a run met a value that is not finite, for all threads of the run.
 
     Attributes:
-        may_stop: whether a value that is not finite raises an error at once.
         sends_zeros: whether a value was not finite, so that the run continues with zeros; True is never reset.
     """
 
-    may_stop: bool
     sends_zeros: bool = False
+
+
+@dataclass(eq=False)
+class RunState:
+    """Says how the calls of a run go on; it is what a layer asks before it sends anything.
+
+    Attributes:
+        may_stop: whether a value that is not finite raises an error at once.
+        outcome: whether there was such a value. What is kept for one run only is kept under this object.
+        source: where forward products come from, in one thread.
+    """
+
+    may_stop: bool
+    outcome: RunOutcome = field(default_factory=RunOutcome)
+    source: ProductSource = PROVIDER
+
+    @property
+    def sends_zeros(self) -> bool:
+        """Returns whether the run continues with zeros."""
+        return self.outcome.sends_zeros
 
     def not_finite(self) -> None:
         """Records a value that is not finite: the run continues with zeros, unless it may stop.
@@ -116,7 +128,7 @@ class Course:
         if self.may_stop:
             raise NotFinite("a gradient, weight or logit is NaN or infinite: the run ended there")
         if not self.sends_zeros:
-            self.sends_zeros = True
+            self.outcome.sends_zeros = True
             warn_and_go_on(WARNING, NotFiniteWarning)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -154,73 +166,77 @@ def _go_ahead() -> None:
     pass
 
 
-_OneCourse = TypeVar("_OneCourse", bound=Course)
+_State = TypeVar("_State", bound=RunState)
 
 
-class PlannedCalls:
-    """Holds the courses (run states) of one loaded model, and decides to which course a call belongs."""
+class RunStates:
+    """Holds the run states of one loaded model: its own, and those of threads that answer for themselves."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Makes the model's own course (a run state), which all threads without a course of their own share.
+        """Makes the model's own run state, which all threads without one of their own share.
 
         Args:
-            may_stop: whether a value that is not finite raises an error at once; `own_course` may turn this on, not
-                off.
+            may_stop: whether a value that is not finite raises an error at once; `own` may turn this on, not off.
         """
         self.before_call: Callable[[], None] = _go_ahead
-        """A function that `RemoteExecutor.run` calls before each call. It may wait, for example for more urgent
-        work."""
+        """A function that is called before each call. It may wait, for example for more urgent work."""
         self._stops = may_stop
-        self._shared = Course(may_stop)
+        self._shared = RunState(may_stop)
         self._local = threading.local()
 
     @property
-    def course(self) -> Course:
-        """Returns the course (run state) of the calling thread. Threads without their own course, such as autograd's,
-        get that of the model."""
-        return getattr(self._local, "course", self._shared)
+    def current(self) -> RunState:
+        """Returns the run state of the calling thread. Threads without their own, such as autograd's, get that of the
+        model."""
+        return getattr(self._local, "state", self._shared)
 
     @contextlib.contextmanager
-    def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """Returns a context in which this thread's calls have a course (a run state) of their own, for an answer of
-        `generate`.
+    def own(self, may_stop: bool) -> Iterator[RunState]:
+        """Returns a context in which this thread's calls have a run state of their own, for an answer of `generate`.
 
-        Backward calls would not belong to this course, because other threads, those of autograd, make them.
+        Backward calls would not belong to it, because other threads, those of autograd, make them.
 
         Args:
             may_stop: whether a value that is not finite raises an error at once; with `verify` such a value always
                 does.
         """
-        with self.on_course(Course(may_stop or self._stops)) as course:
-            yield course
+        with self.within(RunState(may_stop or self._stops)) as state:
+            yield state
 
     @contextlib.contextmanager
-    def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
-        """Returns a context in which this thread's calls belong to `course`, which is the state of a run."""
-        before = getattr(self._local, "course", None)
-        self._local.course = course
+    def products_from(self, source: ProductSource) -> Iterator[None]:
+        """Returns a context in which this thread's forward products come from `source`; the run stays the same."""
+        state = copy.copy(self.current)
+        state.source = source
+        with self.within(state):
+            yield
+
+    @contextlib.contextmanager
+    def within(self, state: _State) -> Iterator[_State]:
+        """Returns a context in which this thread's calls belong to `state`."""
+        before = getattr(self._local, "state", None)
+        self._local.state = state
         try:
-            yield course
+            yield state
         finally:
             if before is None:
-                del self._local.course
+                del self._local.state
             else:
-                self._local.course = before
+                self._local.state = before
 
 
-AT_ONCE = PlannedCalls(may_stop=True)
-"""The courses (run states) of calls that belong to no model. There a value that is not finite raises an error at
-once."""
+NO_MODEL = RunStates(may_stop=True)
+"""The run states of calls that belong to no model. There a value that is not finite raises an error at once."""
 
 
-def planned_calls(model: Any) -> PlannedCalls:
-    """Returns the courses (run states) of a model with remote layers, with or without adapters; returns AT_ONCE for any
-    other model."""
+def run_states(model: Any) -> RunStates:
+    """Returns the run states of a model with remote layers, with or without adapters; returns NO_MODEL for any other
+    model."""
     for module in model.modules():
-        found = getattr(module, "planned_calls", None)
-        if isinstance(found, PlannedCalls):
+        found = getattr(module, "run_states", None)
+        if isinstance(found, RunStates):
             return found
-    return AT_ONCE
+    return NO_MODEL
 
 
 def check_run(model: Any) -> None:
@@ -230,9 +246,9 @@ def check_run(model: Any) -> None:
         NotFinite: a value in a call was not finite, or a value in a trainable parameter is not finite, so that the
             result is worthless.
     """
-    course = planned_calls(model).course
-    course.check(trainable(model))
-    course.finish()
+    state = run_states(model).current
+    state.check(trainable(model))
+    state.finish()
 
 
 def trainable(model: Any) -> Iterator[torch.Tensor]:
@@ -255,44 +271,14 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
     detects it. Some PEFT methods invert a matrix, and would raise an error for weights that are not finite.
     """
 
-    def __init__(self, course: Course) -> None:
-        """Makes a check for one run.
-
-        Args:
-            course: the run's state, which records whether a value was not finite.
-        """
-        self._course = course
+    def __init__(self, run: RunState) -> None:
+        """Makes a check for one run, whose state records whether a value was not finite."""
+        self._run = run
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Checks that the gradients are finite, and replaces them by zeros in a run that continues with zeros."""
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        self._course.check(gradients)
-        if self._course.sends_zeros:
+        self._run.check(gradients)
+        if self._run.sends_zeros:
             for gradient in gradients:
                 gradient.zero_()
-
-
-_Made = TypeVar("_Made")
-
-
-def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns the masked messages of a call's rows, or of the rows that the course (the run's state) sends in place of
-    rows that are not finite.
-
-    Args:
-        mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot (one row of a mask).
-        rows: the rows of one call, shape (num_rows, features).
-        course: the course that the call belongs to.
-
-    Raises:
-        NotFinite: the rows are not all finite, and the course may stop.
-    """
-    if course.sends_zeros:
-        return mask(torch.zeros_like(rows))
-    try:
-        return mask(rows)
-    except NotFinite:
-        if course.may_stop:
-            raise
-        rows = course.finite_rows(rows)
-    return mask(rows)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.model.run_state import Course, planned_calls
+from tenant_sdk.model.run_state import RunState, run_states
 from tenant_sdk.serving.adapter_slots import AdapterSlots
 from tenant_sdk.serving.kv import KvLayout, RequestKv
 from tenant_sdk.serving.prefix_cache import PrefixCache
@@ -42,7 +42,7 @@ from tenant_sdk.serving.speculation.drafter import Drafter
 from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
 
 
-class LosesRows(Course):
+class LosesRows(RunState):
     """Decides what the calls of an engine's model send. A row that is not finite is sent as zeros, and the other rows
     of the call are sent as they are."""
 
@@ -315,7 +315,7 @@ class ServingLoop:
         thread runs this."""
         failure: VeilbaseError = ConfigurationError(_CLOSED)
         try:
-            with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
+            with torch.no_grad(), run_states(self._model).within(LosesRows()):
                 while (step := self._next_step()) is not None:
                     self._step_began = self._clock()
                     self._compute(step)

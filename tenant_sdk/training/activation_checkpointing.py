@@ -47,7 +47,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -64,7 +64,7 @@ from noise.disk.private_files import make_private_folder
 from tenant_sdk.kinds.register import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.model.run_state import products_from
+from tenant_sdk.model.run_state import ProductSource, RunStates, run_states
 from wire.errors import ConfigurationError, StorageError
 
 _PIECE_BYTES = 1 << 20
@@ -426,9 +426,9 @@ def bytes_per_row(model: Any) -> int:
 class KeptReplies:
     """Makes the two contexts in which torch's activation checkpointing runs a block (torch's `context_fn`)."""
 
-    def __init__(self, store: ReplyStore) -> None:
-        """Uses `store` for the replies of all blocks."""
-        self._store = store
+    def __init__(self, store: ReplyStore, states: RunStates) -> None:
+        """Uses `store` for the replies of all blocks of the model that has these run states."""
+        self._store, self._states = store, states
 
     def contexts(self) -> tuple[Any, Any]:
         """Returns two contexts: one for the first run, which stores replies, and one for the second, which uses
@@ -436,13 +436,40 @@ class KeptReplies:
         kept: deque[KeptReply] = deque()
         results: Results = deque()
 
-        def keep(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-            with torch._C.DisableTorchFunction():  # masks and checks of replies multiply too
-                product = ask()
-            kept.append(self._store.keep(product))
-            return product
+        first = _within(self._states.products_from(_Keeps(self._store, kept)), keeping_results(self._store, results))
+        return first, self._handing_out(kept, results)
 
-        return _within(products_from(keep), keeping_results(self._store, results)), _handing_out(kept, results)
+    @contextlib.contextmanager
+    def _handing_out(self, kept: deque[KeptReply], results: Results) -> Iterator[None]:
+        try:
+            with self._states.products_from(_HandsOut(kept)), handing_out_results(results):
+                yield
+        finally:  # torch ends the second run as soon as it has what it needs
+            kept.clear()
+            results.clear()
+
+
+class _Keeps(ProductSource):
+    def __init__(self, store: ReplyStore, kept: deque[KeptReply]) -> None:
+        self._store, self._kept = store, kept
+
+    def keep(self, product: torch.Tensor) -> None:
+        """Keeps what the provider answered in the first run of a block."""
+        self._kept.append(self._store.keep(product))
+
+
+class _HandsOut(ProductSource):
+    def __init__(self, kept: deque[KeptReply]) -> None:
+        self._kept = kept
+
+    def given(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Returns the next of the products that were kept."""
+        if not self._kept:
+            raise StorageError("a block asked for more products in the backward pass than in the forward pass")
+        product = self._kept.popleft().take()
+        if product.shape != shape:
+            raise StorageError("a block asked for other products in the backward pass than in the forward pass")
+        return product
 
 
 @contextlib.contextmanager
@@ -451,24 +478,6 @@ def _within(*contexts: Any) -> Iterator[None]:
         for each in contexts:
             stack.enter_context(each)
         yield
-
-
-@contextlib.contextmanager
-def _handing_out(kept: deque[KeptReply], results: Results) -> Iterator[None]:
-    def hand_out(ask: Callable[[], torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-        if not kept:
-            raise StorageError("a block asked for more products in the backward pass than in the forward pass")
-        product = kept.popleft().take()
-        if product.shape != shape:
-            raise StorageError("a block asked for other products in the backward pass than in the forward pass")
-        return product
-
-    try:
-        with products_from(hand_out), handing_out_results(results):
-            yield
-    finally:  # torch ends the second run as soon as it has what it needs
-        kept.clear()
-        results.clear()
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -620,7 +629,7 @@ class Checkpointing:
             return
         options: dict[str, Any] = {"use_reentrant": False}
         if self.store is not None:
-            options["context_fn"] = KeptReplies(self.store).contexts
+            options["context_fn"] = KeptReplies(self.store, run_states(base)).contexts
         try:
             base.activation_checkpointing_enable(options)
         except ValueError as exc:

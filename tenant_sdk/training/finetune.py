@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
-from tenant_sdk.model.run_state import Course, KeepFinite, planned_calls, trainable
+from tenant_sdk.model.run_state import KeepFinite, RunState, run_states, trainable
 from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.serving.adapters.peft_modules import no_compiler
@@ -322,12 +322,12 @@ class _Run:
         self.num_steps = step_of(start)
         set_seed(self.settings.seed)
         model = _adapted(self.session, self.peft_config, self.settings.seed)
-        course = planned_calls(model).course
-        course.sends_zeros |= is_spoilt
+        run = run_states(model).current
+        run.outcome.sends_zeros |= is_spoilt
         num_virtual = virtual_tokens(self.peft_config)
         kept, windows = self._save_memory(model, num_virtual)
         with closing(kept), saving_errors(), reading_errors(start):
-            trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, course)
+            trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, run)
             if self.on_step is not None:
                 trainer.add_callback(StepLosses(self.on_step))
             if isinstance(trainer, CompletionTrainer):
@@ -343,7 +343,7 @@ class _Run:
             finally:
                 self.num_tokens += trainer.num_tokens
                 self.num_steps = trainer.state.global_step
-            _check_finite(model, course, self.checkpoints)
+            _check_finite(model, run, self.checkpoints)
             save_adapter(model, self.output_dir)
         return trainer.state
 
@@ -405,15 +405,15 @@ def _train(trainer: Trainer, start: Path | None) -> None:
         raise NotFinite(f"{exc}; try a lower learning_rate, and resume=False (--no-resume) to start over") from None
 
 
-def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
+def _check_finite(model: Any, run: RunState, checkpoints: Checkpoints) -> None:
     """Checks that all values of the run and the adapter are finite; else marks all checkpoints as spoilt (unusable).
 
     Raises:
         NotFinite: a value is not finite.
     """
     try:
-        course.check(trainable(model))
-        course.finish()
+        run.check(trainable(model))
+        run.finish()
     except NotFinite:
         checkpoints.spoil()
         raise
@@ -470,7 +470,7 @@ def prepare_windows(model: Any, window_tokens: int | None, kept: Checkpointing) 
         return None
     windows = Windows(model, sys.maxsize if window_tokens is None else window_tokens)
     if kept.store is not None and not is_one_window:
-        windows.contexts = KeptReplies(kept.store).contexts
+        windows.contexts = KeptReplies(kept.store, run_states(model)).contexts
     return windows
 
 
@@ -481,7 +481,7 @@ def _make_trainer(
     settings: FinetuneSettings,
     checkpoints: Checkpoints,
     session: TrainingSession,
-    course: Course,
+    run: RunState,
 ) -> Any:
     arguments: dict[str, Any] = dict(
         output_dir=str(checkpoints.folder),
@@ -519,11 +519,11 @@ def _make_trainer(
     )
 
     def is_sound() -> bool:
-        course.check(trainable(model))
-        return not course.sends_zeros
+        run.check(trainable(model))
+        return not run.sends_zeros
 
-    callbacks = [KeepFinite(course), checkpoints.callback(is_sound)]
-    callbacks += [EvaluateAtTheEnd(course)] if rows.eval_rows else []
+    callbacks = [KeepFinite(run), checkpoints.callback(is_sound)]
+    callbacks += [EvaluateAtTheEnd(run)] if rows.eval_rows else []
     if settings.early_stopping_steps is not None:
         callbacks.append(StopEarly(settings.early_stopping_steps, settings.early_stopping_threshold))
     pad = pad_token(session.tokenizer)

@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.model.run_state import products_from, zeros
+from tenant_sdk.model.run_state import ZEROS, run_states
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from wire.errors import ConfigurationError
 
@@ -427,7 +427,7 @@ def probe(base: Any) -> Finish | None:
 
     hook = head.register_forward_hook(answer)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), products_from(zeros):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), run_states(base).products_from(ZEROS):
             base.eval()
             tokens = torch.zeros(1, 2, dtype=torch.int64, device=base.device)
             logits = base(input_ids=tokens, use_cache=False).logits

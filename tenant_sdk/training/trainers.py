@@ -55,7 +55,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from noise.disk.private_files import make_private_folder
-from tenant_sdk.model.run_state import Course
+from tenant_sdk.model.run_state import RunState
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.checkpoints import SavesAdapter
 from tenant_sdk.training.loss import Scores, has_another_loss
@@ -301,12 +301,12 @@ class EvaluatesInChunks:
 
 
 class EvaluateAtTheEnd(TrainerCallback):  # type: ignore[misc]
-    """Asks for an evaluation after the last step too, and passes each evaluation's loss to the run's `Course`, which
+    """Asks for an evaluation after the last step too, and passes each evaluation's loss to the `RunState`, which
     decides what happens if a value is not finite (tenant_sdk/model/run_state.py)."""
 
-    def __init__(self, course: Course) -> None:
-        """Takes the run's course, which records whether a value was not finite."""
-        self._course = course
+    def __init__(self, run: RunState) -> None:
+        """Takes the run's state, which records whether a value was not finite."""
+        self._run = run
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Asks for an evaluation after the last planned step."""
@@ -315,7 +315,7 @@ class EvaluateAtTheEnd(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Checks the loss of an evaluation."""
-        self._course.check([torch.tensor(float((metrics or {}).get(_LOSS, 0.0)))])
+        self._run.check([torch.tensor(float((metrics or {}).get(_LOSS, 0.0)))])
 
 
 def evaluations(history: list[dict[str, float]]) -> list[Evaluation]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tenant_sdk.model.run_state import Course, masked_on_course
+from tenant_sdk.model.remote_group import masked_rows
+from tenant_sdk.model.run_state import RunState
 from tests.support.answered import Answered
 from tests.support.parity import adapted, batch, grads, lora, relative
 from tests.support.tiny_models import make_tiny
@@ -186,8 +186,8 @@ def test_a_sum_that_overflows_uses_as_many_vectors_as_any_other() -> None:
         scheme.bind(effect)
         draws.append([])
         for _ in range(4):
-            mask = partial(scheme.mask, SPEC, Direction.FORWARD)
-            call, payload, _ = masked_on_course(mask, torch.full((3, 24), size), Course(may_stop=True)).messages[0]
+            rows, run = torch.full((3, 24), size), RunState(may_stop=True)
+            call, payload, _ = masked_rows(scheme, SPEC, Direction.FORWARD, rows, run).messages[0]
             assert bool(torch.isfinite(torch.as_tensor(payload.rows(call))).all())
             draws[-1].append(len(asked))
     assert draws[0] == draws[1] == [1, 1, 2, 2]

@@ -14,7 +14,7 @@ from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
 from tenant_sdk.model.remote_group import RemoteExecutor
-from tenant_sdk.model.run_state import Course, NotFiniteWarning
+from tenant_sdk.model.run_state import NotFiniteWarning, RunState
 from tests.support.overflowing import HONEST, Opened
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
@@ -192,14 +192,14 @@ def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, monkeyp
 
 
 def test_logits_that_overflow_are_drawn_from() -> None:
-    course = Course(may_stop=False)
+    run = RunState(may_stop=False)
     logits = torch.tensor([[3e38, -3e38, -math.inf, 0.0]])
-    finite = FiniteLogits(course, bounds=True)(torch.ones(1, 1), logits)
-    assert not course.sends_zeros
+    finite = FiniteLogits(run, bounds=True)(torch.ones(1, 1), logits)
+    assert not run.sends_zeros
     drawn = TemperatureLogitsWarper(1e-9)(torch.ones(1, 1, dtype=torch.long), finite).softmax(-1)
     assert torch.multinomial(drawn, 1).item() == 0
     assert drawn[0, 2] == 0, "what is not allowed stays so"
-    assert torch.equal(FiniteLogits(course, bounds=False)(torch.ones(1, 1), logits), logits)
+    assert torch.equal(FiniteLogits(run, bounds=False)(torch.ones(1, 1), logits), logits)
 
 
 def test_the_cut_keeps_the_stop_token() -> None:

@@ -108,10 +108,10 @@ def _remote_norms(factors: _Factors, layers: Mapping[str, Layer]) -> dict[str, t
         by_group.setdefault(group_of(likes[module]), []).append(module)
     device = next(iter(likes.values())).weight.device
     rows = [torch.cat([factors[module][1].to(torch.float32) for module in own]) for own in by_group.values()]
-    planned = next(iter(by_group)).planned_calls  # those of the model, and so of all its groups
-    with planned.own_course(may_stop=True) as course:
+    states = next(iter(by_group)).run_states  # those of the model, and so of all its groups
+    with states.own(may_stop=True) as run:
         products = group_products([(group, each.to(device)) for group, each in zip(by_group, rows, strict=True)])
-        course.check(part for parts in products for part in parts)
+        run.check(part for parts in products for part in parts)
     for own, parts in zip(by_group.values(), products, strict=True):
         begin = 0
         for module in own:

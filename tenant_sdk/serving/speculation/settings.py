@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tenant_sdk.model.run_state import AT_ONCE, planned_calls
+from tenant_sdk.model.run_state import NO_MODEL, run_states
 from tenant_sdk.plain_values import positive
 from tenant_sdk.serving.speculation.draft import DraftModel
 from tenant_sdk.serving.speculation.drafter import Drafter, PromptLookup
@@ -42,7 +42,7 @@ class Speculation:
             raise ConfigurationError(
                 f"draft is a transformers model, got {type(self.draft).__name__}: merge an adapter into its model"
             )
-        if planned_calls(self.draft) is not AT_ONCE:
+        if run_states(self.draft) is not NO_MODEL:
             raise ConfigurationError(
                 "draft is a model at the tenant: a remote one would make calls whose number shows the text"
             )

@@ -83,7 +83,7 @@ def test_a_product_that_is_known_is_not_in_the_store_of_replies(site: Any, tmp_p
     layer, weight = site
     known, frozen, trained = KnownProduct(), torch.randn(3, len(weight)), torch.randn(3, len(weight)).requires_grad_()
     store = ReplyStore(1 << 20, tmp_path)
-    for run in KeptReplies(store).contexts():
+    for run in KeptReplies(store, layer.group.run_states).contexts():
         with run:
             found = [known.of(layer, frozen), KnownProduct().of(layer, trained)]
         assert relative(found[0], frozen @ weight) < RELATIVE
@@ -99,7 +99,7 @@ def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, m
     monkeypatch.setattr(ReplyStore, "keep_extra", lambda store, tensor: kept.append(tensor))
     before_requests(monkeypatch, lambda *_: torch.ones(2, 32) @ torch.ones(32, 1))
     store = ReplyStore(1 << 20, tmp_path)
-    with KeptReplies(store).contexts()[0]:
+    with KeptReplies(store, layer.group.run_states).contexts()[0]:
         base_products.product(layer, torch.randn(3, weight.shape[1]))
         base_products.transposed_product(layer, torch.randn(3, len(weight)))
         assert kept == []
@@ -111,14 +111,14 @@ def test_what_masks_and_checks_multiply_is_not_kept(site: Any, tmp_path: Path, m
 def test_zeros_of_a_spoilt_answer_are_not_the_product_of_the_next(site: Any, calls: Any) -> None:
     """A provider sees the same calls, whether or not there was a value that is not finite in the answer before."""
     layer, weight = site
-    planned, rows = layer.group.planned_calls, torch.randn(3, len(weight))
+    states, rows = layer.group.run_states, torch.randn(3, len(weight))
     for is_spoilt in (True, False):
         calls.clear()
         known = KnownProduct()
-        with planned.own_course(may_stop=False) as course:
-            course.sends_zeros = is_spoilt
+        with states.own(may_stop=False) as run:
+            run.outcome.sends_zeros = is_spoilt
             assert bool((known.of(layer, rows) == 0).all()) is is_spoilt
-        with planned.own_course(may_stop=False):
+        with states.own(may_stop=False):
             for _ in range(2):
                 assert relative(known.of(layer, rows), rows @ weight) < RELATIVE
         assert calls == [(Direction.BACKWARD, 3)] * 2

@@ -18,7 +18,7 @@ from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient, embedded, for_remote_base
 from tenant_sdk.model.dora import SMALLEST_SHARE, column_norms_of_sum
 from tenant_sdk.model.remote_linear import RemoteWeightError
-from tenant_sdk.model.run_state import Course, planned_calls, products_from, zeros
+from tenant_sdk.model.run_state import ZEROS, RunState, run_states
 from tests.support.client_seams import before_requests
 from tests.support.lying_bundle import Liar
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -198,7 +198,7 @@ def test_a_pass_without_calls_makes_none_and_leaves_nothing(folder: Path, reques
     with client_of(folder) as client:
         model = dora_model(client)
         requests.clear()
-        with torch.no_grad(), products_from(zeros):
+        with torch.no_grad(), run_states(model).products_from(ZEROS):
             model(batch())
         assert requests == []
         assert forward_calls(model, requests) == EXPECTED
@@ -313,13 +313,13 @@ def test_a_second_answer_does_not_show_whether_the_first_was_spoilt(opened: Open
 
 
 def test_answers_at_a_time_ask_once_each(folder: Path, requests: Requests) -> None:
-    """Two courses that alternate, as those of two threads may, do not take A·W from each other."""
+    """Two runs that alternate, as those of two threads may, do not take A·W from each other."""
     with client_of(folder) as client, torch.no_grad():
         model = dora_model(client).eval()
-        planned = planned_calls(model)
-        courses = [Course(may_stop=False), Course(may_stop=False)]
-        for course in courses * 2:
-            with planned.on_course(course):
+        states = run_states(model)
+        runs = [RunState(may_stop=False), RunState(may_stop=False)]
+        for run in runs * 2:
+            with states.within(run):
                 model(batch())
         assert rows_of_a(requests) == EXPECTED * 2
 
@@ -329,8 +329,8 @@ def test_norms_of_a_spoilt_answer_are_not_those_of_the_next(folder: Path, reques
     with client_of(folder) as client:
         model = dora_model(client).eval()
         with torch.no_grad():
-            with planned_calls(model).own_course(may_stop=False) as course:
-                course.sends_zeros = True
+            with run_states(model).own(may_stop=False) as run:
+                run.outcome.sends_zeros = True
                 model(batch())
                 first_calls = rows_of_a(requests)
                 model(batch())

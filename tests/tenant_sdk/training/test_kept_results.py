@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tenant_sdk.model.run_state import product
+from tenant_sdk.model.remote_group import RemoteGroup
+from tenant_sdk.model.run_state import NO_MODEL
 from tenant_sdk.training.activation_checkpointing import KeptReplies, ReplyStore, bytes_per_row
 
 ATTENTION, PRODUCT = "_scaled_dot_product_flash_attention_for_cpu", "mm"
@@ -34,16 +36,21 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def asked() -> torch.Tensor:
-    """Returns the reply to a call. The call makes a narrow product of its own, as masks and checks do, which must not
-    be kept for the block."""
-    rows = torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH)
-    return rows + (rows @ torch.ones(WIDTH, 1))
+class Asked:
+    """Stands in for an executor. A call makes a narrow product of its own, as masks and checks do, which must not be
+    kept for the block."""
+
+    def run(self, *_: Any) -> torch.Tensor:
+        rows = torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH)
+        return rows + (rows @ torch.ones(WIDTH, 1))
+
+
+GROUP = RemoteGroup(cast(Any, Asked()), cast(Any, SimpleNamespace(out_features=WIDTH)), [WIDTH], NO_MODEL)
 
 
 def block(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """Computes attention over four heads and a layer with LoRA, in the shapes of transformers' code."""
-    base = product(asked, (TOKENS, WIDTH))
+    (base,) = GROUP.products(x, torch.float32)
     heads = x.view(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
     attended = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
     flat = attended.transpose(1, 2).reshape(TOKENS, WIDTH)
@@ -57,7 +64,7 @@ def gradients(folder: Path, extra_bytes: int | None, memory_bytes: int = 0) -> t
     weights = [torch.randn(WIDTH, RANK, requires_grad=True), torch.randn(RANK, WIDTH, requires_grad=True)]
     store = ReplyStore(memory_bytes, folder)
     store.reserve(2 * TOKENS * WIDTH * 4, extra_bytes or 0)
-    options = {} if extra_bytes is None else {"context_fn": KeptReplies(store).contexts}
+    options = {} if extra_bytes is None else {"context_fn": KeptReplies(store, NO_MODEL).contexts}
     with Counted() as counted:
         y = checkpoint(block, x, weights, use_reentrant=False, **options)
         y = checkpoint(block, y, weights, use_reentrant=False, **options)
@@ -85,7 +92,7 @@ def test_layout_in_memory_comes_back(tmp_path: Path) -> None:
     memory as the first one."""
     store, strides = ReplyStore(0, tmp_path), []
     store.reserve(0, ROOM)
-    first, second = KeptReplies(store).contexts()
+    first, second = KeptReplies(store, NO_MODEL).contexts()
     x = torch.randn(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
     for context in (first, second):
         with context:
@@ -120,7 +127,7 @@ def test_bfloat16_trains_as_without_a_store(tmp_path: Path) -> None:
 
     store = ReplyStore(1 << 20, tmp_path)
     store.reserve(0, 1 << 20)
-    got, want = trained(context_fn=KeptReplies(store).contexts), trained()
+    got, want = trained(context_fn=KeptReplies(store, NO_MODEL).contexts), trained()
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     store.close()
 

@@ -24,7 +24,7 @@ from noise.scheme import GroupSpec
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_group import RemoteExecutor
-from tenant_sdk.model.run_state import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
+from tenant_sdk.model.run_state import FAILED, NotFiniteWarning, are_finite, check_run, run_states
 from tests.support.client_seams import before_requests
 from tests.support.overflowing import HONEST, Opened
 from tests.support.quick_training import QUICK, ROWS, lora
@@ -353,7 +353,7 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
     with pytest.raises(NotFinite) as failed:
         check_run(model)
     assert str(failed.value) == FAILED
-    assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
+    assert run_states(client.load_model()).current.sends_zeros is False, "another model starts afresh"
 
 
 def test_arithmetic_of_the_faults(served_model: ServedModel) -> None:
