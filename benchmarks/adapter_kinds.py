@@ -70,13 +70,13 @@ def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, floa
         for name, each in zip(names, times, strict=True):
             ready.clear()
             began = time.perf_counter()
-            ticket = store.reserve(name)
-            if not ticket.is_ready():
+            loan = store.reserve(name)
+            if not loan.is_ready():
                 ready.wait()
             each.append(1e3 * (time.perf_counter() - began))
-            if ticket.failure is not None:
-                raise SystemExit(f"{name}: {ticket.failure}")
-            ticket.release()
+            if loan.failure is not None:
+                raise SystemExit(f"{name}: {loan.failure}")
+            loan.release()
         store.close()
     return statistics.median(times[0]), statistics.median(times[1])
 
@@ -106,18 +106,18 @@ def rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -
                     bell.notify_all()
 
             store = AdapterStore(model, root, on_ready=ring, separate_calls=True)
-            tickets = [store.reserve(name) for name in names]
+            loans = [store.reserve(name) for name in names]
             with bell:
-                while any(one.failure is None and not one.is_ready() for one in tickets):
+                while any(one.failure is None and not one.is_ready() for one in loans):
                     bell.wait(0.1)
-            slots = sorted(ticket.slot for ticket in tickets for _ in range(ROWS // len(tickets))) or [0] * ROWS
+            slots = sorted(loan.slot for loan in loans for _ in range(ROWS // len(loans))) or [0] * ROWS
             with torch.no_grad(), store.in_step(slots):
                 model(input_ids=ids, use_cache=False)  # what the first pass alone allocates
                 began = time.perf_counter()
                 model(input_ids=ids, use_cache=False)
                 times.setdefault(title, []).append(1e3 * (time.perf_counter() - began))
-            for ticket in tickets:
-                ticket.release()
+            for loan in loans:
+                loan.release()
             store.close()
     return {title: statistics.median(each) for title, each in times.items()}
 

@@ -70,13 +70,13 @@ def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: i
     for at in range(count + len(names)):
         ready.clear()
         begin = time.perf_counter(), time.process_time()
-        ticket = store.reserve(names[at % len(names)])
-        if not ticket.is_ready():
+        loan = store.reserve(names[at % len(names)])
+        if not loan.is_ready():
             ready.wait()
         times.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-        if ticket.failure is not None or not ticket.is_ready():
-            raise SystemExit(f"a switch failed: {ticket.failure}")
-        ticket.release()
+        if loan.failure is not None or not loan.is_ready():
+            raise SystemExit(f"a switch failed: {loan.failure}")
+        loan.release()
     store.close()
     return times[len(names) :]  # without the first round, which writes to slots that were never used
 

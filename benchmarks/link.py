@@ -148,7 +148,7 @@ def _checked(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-class _Lane:
+class _Way:
     """Carries the packets of one direction, from the device `source` to the device `sink`."""
 
     def __init__(self, source: int, sink: int) -> None:
@@ -184,21 +184,21 @@ def carry(one: int, other: int) -> None:
     Args:
         one, other: the file descriptors of the two devices.
     """
-    lanes, delay_s = {one: _Lane(one, other), other: _Lane(other, one)}, 0.0
+    ways, delay_s = {one: _Way(one, other), other: _Way(other, one)}, 0.0
     orders = sys.stdin.fileno()
     while True:
-        wait_s = max(0.0, min(lane.due for lane in lanes.values()) - time.monotonic())
-        ready, _, _ = select.select([*lanes, orders], [], [], min(wait_s, 1.0))
+        wait_s = max(0.0, min(way.due for way in ways.values()) - time.monotonic())
+        ready, _, _ = select.select([*ways, orders], [], [], min(wait_s, 1.0))
         if orders in ready:
             order = os.read(orders, 100).split()
             if not order:
                 return
             delay_s = float(order[-1]) / 2e3
-        for source, lane in lanes.items():
+        for source, way in ways.items():
             if source in ready:
-                lane.take(delay_s)
-        for lane in lanes.values():
-            lane.deliver()
+                way.take(delay_s)
+        for way in ways.values():
+            way.deliver()
 
 
 if __name__ == "__main__":

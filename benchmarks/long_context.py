@@ -79,10 +79,10 @@ def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
     """Computes one pass over `num_rows` tokens of one request, of which the first is at `position`."""
     import torch
 
-    from tenant_sdk.serving.attention.few_rows import Piece
+    from tenant_sdk.serving.attention.few_rows import RequestRows
 
     ids, places = torch.zeros(num_rows, dtype=torch.int64), torch.arange(position, position + num_rows)
-    model.forward([Piece(kv, position, num_rows)], ids, places, torch.tensor([num_rows - 1]))
+    model.forward([RequestRows(kv, position, num_rows)], ids, places, torch.tensor([num_rows - 1]))
 
 
 def measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:

@@ -1,8 +1,7 @@
 """Defines the replica whose weights are on an accelerator, and how rows reach the device and products come back.
 
-A `Lane` moves rows to the device and products back, on a stream of its own, through staging buffers in pinned memory.
-It holds one block of rows at a time. Two lanes that take turns let the copies of one block overlap with the product of
-another.
+A `DeviceStream` moves rows to the device and products back, through staging buffers in pinned memory. It holds one
+block of rows at a time. Two streams that take turns let the copies of one block overlap with the product of another.
 
 `FewRows` computes small ring products, such as those of decode steps. For a row of one token the product takes less
 time than starting its kernels one by one. So the copy to the device, the product and the copy back are captured as a
@@ -14,11 +13,11 @@ products are those of `coding.product`. In float arithmetic TF32 is off and ever
 `FLOAT_ROWS` rows, so that a reply depends neither on the rows beside it nor on how a request was cut; it differs from
 the CPU's by rounding alone. A product that the device could not finish is never answered with numbers: the tenant gets
 an error, or the executor has the product computed again. Before its first product, each group was compared with the
-CPU's product in both directions. A lane copies a block of rows to the device once, and its product back once. Rows and
-replies that are on the device, in memory that a tenant shares, are copied there and cross nothing.
+CPU's product in both directions. A stream copies a block of rows to the device once, and its product back once. Rows
+and replies that are on the device, in memory that a tenant shares, are copied there and cross nothing.
 
-The same code runs on torch's `cpu` device, where it is tested; there are no streams and no graphs there, and a lane
-computes a block at once. Of GPUs the tests were run on one H100.
+The same code runs on torch's `cpu` device, where it is tested; there are no CUDA streams and no graphs there, and a
+stream computes a block at once. Of GPUs the tests were run on one H100.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class FewRows:
 
     def __init__(self, device: torch.device) -> None:
         """Makes the object without any graph; each graph is captured when it is first needed."""
-        self._lane, self._lock = Lane(device), threading.Lock()
+        self._stream, self._lock = DeviceStream(device), threading.Lock()
         self.graphs: dict[tuple[Place, int], Callable[[], None]] = {}
         self._may_capture = device.type == "cuda"
         self._pool: Any = None
@@ -82,34 +81,34 @@ class FewRows:
         height = next(one for one in _HEIGHTS if num_rows <= one)
         with self._lock:
             run = self.graphs.get((place, height)) or self._prepared(place, height, weight)
-            here = self._lane.rows.view(height, weight.shape[0], torch.int32)
+            here = self._stream.rows.view(height, weight.shape[0], torch.int32)
             here[:num_rows].copy_(rows)
             here[num_rows:].zero_()
-            with self._lane.current():
+            with self._stream.current():
                 run()
-            self._lane.synchronize()
-            back = self._lane.reply.view(height, weight.shape[1], torch.int32)
+            self._stream.synchronize()
+            back = self._stream.reply.view(height, weight.shape[1], torch.int32)
             return unwritten_tensor(num_rows, weight.shape[1], torch.int32).copy_(back[:num_rows])
 
     def reserve(self, widest: int) -> None:
         """Makes the staging buffers as large as they will ever be, since captured graphs hold their addresses. `widest`
         is the largest number of columns of rows and replies."""
-        for staging in (self._lane.rows, self._lane.reply):
+        for staging in (self._stream.rows, self._stream.reply):
             staging.view(MOST_ROWS, widest, torch.int32)
 
     def drop(self) -> None:
         """Forgets all graphs, after an error of the device."""
         with self._lock:
-            self._lane.drop()
+            self._stream.drop()
             self.graphs.clear()
             self._pool = None
 
     def _prepared(self, place: Place, height: int, weight: torch.Tensor) -> Callable[[], None]:
-        here = self._lane.rows.view(height, weight.shape[0], torch.int32)
-        back = self._lane.reply.view(height, weight.shape[1], torch.int32)
+        here = self._stream.rows.view(height, weight.shape[0], torch.int32)
+        back = self._stream.reply.view(height, weight.shape[1], torch.int32)
 
         def steps() -> None:
-            there = here.to(self._lane.device, non_blocking=True)
+            there = here.to(self._stream.device, non_blocking=True)
             back.copy_(coding.product(there, weight), non_blocking=True)
 
         run: Callable[[], None] = steps
@@ -123,9 +122,9 @@ class FewRows:
         """Captures steps as a graph, and returns a function that replays it; returns the steps themselves if that
         fails."""
         graph = torch.cuda.CUDAGraph()
-        with self._lane.current():
+        with self._stream.current():
             steps()  # Compiles kernels, copies the weight and allocates workspaces, none of which may be captured.
-            self._lane.synchronize()
+            self._stream.synchronize()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
@@ -146,11 +145,11 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 """A function that maps rows on a device to their product on that device."""
 
 
-class Lane:
-    """Holds a stream, and the staging buffers for the rows and the reply of one block."""
+class DeviceStream:
+    """Holds a stream of the device, and the staging buffers for the rows and the reply of one block."""
 
     def __init__(self, device: torch.device, is_here: Callable[[torch.Tensor], bool] = lambda one: one.is_cpu) -> None:
-        """Makes a lane of a device, without any staging memory yet.
+        """Makes a stream, without any staging memory yet.
 
         Args:
             device: a CUDA device, or torch's `cpu`.
@@ -159,7 +158,7 @@ class Lane:
         """
         self.device, self._is_here = device, is_here
         is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._cuda = torch.cuda.Stream(device) if is_cuda else None
         self.rows, self.reply = Staging(is_cuda), Staging(is_cuda)
         self.block: list[RowsAndReply] = []
         """The pairs of the block that was started whose rows and replies cross. Those on the device are in
@@ -168,8 +167,8 @@ class Lane:
         self._there: torch.Tensor | None = None
 
     def current(self) -> AbstractContextManager[object]:
-        """Returns a context in which torch's operations run on this lane's stream."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        """Returns a context in which torch's operations run on this stream."""
+        return contextlib.nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda)
 
     def start(self, block: Sequence[RowsAndReply], multiply: Multiply, num_padded: int = 0) -> None:
         """Finishes the block that was started before, if there is one, and starts the product of a block of rows.
@@ -214,9 +213,9 @@ class Lane:
         self._let_go()
 
     def synchronize(self) -> None:
-        """Waits until the device has done what was started on this lane."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Waits until the device has done what was started on this stream."""
+        if self._cuda is not None:
+            self._cuda.synchronize()
 
     def drop(self) -> None:
         """Gives up the block that was started, and waits until the device no longer uses the staging buffers. An error
@@ -286,7 +285,7 @@ class OnDevice:
         self.device = device
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
-        self.lanes, self._lock = (Lane(device), Lane(device)), threading.Lock()
+        self.streams, self._lock = (DeviceStream(device), DeviceStream(device)), threading.Lock()
         self.few = FewRows(device)
         self.is_lost = self._is_closed = False
         """The first says that the device failed in a product, and that `revive` has not brought it back yet."""
@@ -365,16 +364,16 @@ class OnDevice:
         return reply
 
     def _run(self, blocks: Iterator[list[RowsAndReply]], multiply: Multiply, num_padded: int = 0) -> None:
-        """Computes blocks on two lanes that take turns."""
+        """Computes blocks on two streams that take turns."""
         with self._lock:
             try:
                 for number, block in enumerate(blocks):
-                    self.lanes[number % 2].start(block, multiply, num_padded)
-                for lane in self.lanes:
-                    lane.finish()
+                    self.streams[number % 2].start(block, multiply, num_padded)
+                for stream in self.streams:
+                    stream.finish()
             except BaseException:
-                for lane in self.lanes:
-                    lane.drop()
+                for stream in self.streams:
+                    stream.drop()
                 raise
 
     def _held(self, call: Call) -> Moved:

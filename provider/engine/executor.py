@@ -244,12 +244,12 @@ _MAX_LOSSES = 2
 """A batch fails once this number of replicas were lost while computing it, since the batch may make them crash."""
 
 
-class _Lane:
+class _Runner:
     """Holds one replica, its worker thread and its state; the state is changed only under the executor's lock."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.is_busy = self.is_lost = False  # A busy lane computes a product, in any thread.
+        self.is_busy = self.is_lost = False  # A busy runner computes a product, in any thread.
         self.thread: threading.Thread | None = None
 
 
@@ -278,10 +278,10 @@ class Executor:
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._lanes: list[_Lane] = []
+        self._runners: list[_Runner] = []
         self._is_beside, self._beside_s = False, 0.0
         """The first says whether a small product runs at the same time as a larger one on one replica, which `is_busy`
-        of the lane does not show. The second is the processor time of all such small products, in seconds."""
+        of the runner does not show. The second is the processor time of all such small products, in seconds."""
         self._num_expected, self._turn = len(replicas), 0
         self._orphans: deque[tuple[Batch, int]] = deque()
         """Unfinished batches of lost replicas, each with the number of replicas that were lost while computing it."""
@@ -290,37 +290,37 @@ class Executor:
 
     def add(self, replica: Replica) -> None:
         """Adds a replica and starts its worker thread."""
-        lane = _Lane(replica)
-        lane.thread = threading.Thread(target=self._run, args=(lane,), name="veilbase-compute", daemon=True)
+        runner = _Runner(replica)
+        runner.thread = threading.Thread(target=self._run, args=(runner,), name="veilbase-compute", daemon=True)
         with self._changed:
-            self._lanes.append(lane)
-        lane.thread.start()
+            self._runners.append(runner)
+        runner.thread.start()
 
     def look(self) -> None:
         """Checks all idle replicas, and marks each replica that is no longer alive as lost."""
         with self._changed:
-            gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
-            for lane in gone:
-                lane.is_lost = True
+            gone = [one for one in self._runners if not (one.is_busy or one.is_lost or one.replica.is_alive)]
+            for runner in gone:
+                runner.is_lost = True
             if gone:
                 self._changed.notify_all()
 
     @property
     def is_busy(self) -> bool:
         """Returns whether a product is being computed or is queued. The result may be out of date: no lock is taken."""
-        return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
+        return bool(self._scheduler) or any(runner.is_busy for runner in self._runners)
 
     @property
     def num_replicas(self) -> tuple[int, int]:
         """Returns two counts: the replicas that can compute products now, and the replicas that are expected."""
         with self._changed:
-            return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
+            return sum(not runner.is_lost for runner in self._runners), max(self._num_expected, len(self._runners))
 
     @property
     def is_given_up(self) -> bool:
         """Returns whether all replicas are gone for good, so that only a restart of the provider can help."""
         with self._changed:
-            return not self._lanes
+            return not self._runners
 
     # ---- taking requests ------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Executor:
             error = self._none_left()
             if error is None:
                 self._scheduler.add(job.ticket, time.monotonic())
-                self._changed.notify_all()  # All lanes are woken, since a single woken lane might be a busy one.
+                self._changed.notify_all()  # All runners are woken, since a single woken runner might be a busy one.
         if error is not None:
             self._replies.fail(job, error)
 
@@ -360,8 +360,8 @@ class Executor:
         Returns:
             The error if the request failed; True if `reply` is written; False if the request should be queued.
         """
-        lane = self._idle() or self._beside()
-        multiply = None if lane is None or self._replies.are_told else lane.replica.row_product(call)
+        runner = self._idle() or self._beside()
+        multiply = None if runner is None or self._replies.are_told else runner.replica.row_product(call)
         if multiply is None:
             return False
 
@@ -382,11 +382,11 @@ class Executor:
             idle = self._idle()
             if not self._scheduler.takes_decode(tenant, time.monotonic(), idle is not None):
                 return None
-            lane = idle or self._beside()
-            if lane is None:
+            runner = idle or self._beside()
+            if runner is None:
                 return None
             if idle:
-                lane.is_busy = True
+                runner.is_busy = True
             else:
                 self._is_beside = True
             self._turn += 1
@@ -394,7 +394,7 @@ class Executor:
         is_lost = False
         try:
             use_one_core()
-            return make(lane.replica)
+            return make(runner.replica)
         except VeilbaseError as exc:
             return exc
         except ReplicaLost:
@@ -405,39 +405,39 @@ class Executor:
             return FAILED
         finally:
             beside_s = None if idle else time.thread_time() - began_cpu_s
-            self._done_here(lane, beside_s, tenant, call, began_s, is_lost)
+            self._done_here(runner, beside_s, tenant, call, began_s, is_lost)
 
-    def _idle(self) -> _Lane | None:
-        lanes = self._lanes
-        for index in range(len(lanes)):
-            lane = lanes[(self._turn + index) % len(lanes)]
-            if not lane.is_busy and not lane.is_lost:
-                return lane
+    def _idle(self) -> _Runner | None:
+        runners = self._runners
+        for index in range(len(runners)):
+            runner = runners[(self._turn + index) % len(runners)]
+            if not runner.is_busy and not runner.is_lost:
+                return runner
         return None
 
-    def _beside(self) -> _Lane | None:
+    def _beside(self) -> _Runner | None:
         if self._is_beside or not self._scheduler.has_target:
             return None
-        return next((lane for lane in self._lanes if lane.replica.can_share and not lane.is_lost), None)
+        return next((runner for runner in self._runners if runner.replica.can_share and not runner.is_lost), None)
 
     def _done_here(
-        self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
+        self, runner: _Runner, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Frees the lane (the replica and its thread) after a small product, and charges the tenant. The charge is
+        """Frees the runner (the replica and its thread) after a small product, and charges the tenant. The charge is
         `beside_s`, the processor time, if another product ran at the same time; else (None) the elapsed time."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:
-                lane.is_busy = False
+                runner.is_busy = False
             else:
                 self._is_beside = False
                 self._beside_s += beside_s
             if is_lost:
-                lane.is_lost = True  # The lane's thread revives or removes the replica.
+                runner.is_lost = True  # The runner's thread revives or removes the replica.
                 self._changed.notify_all()
                 return
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
-            if self._scheduler or self._orphans or lane.is_lost:
+            if self._scheduler or self._orphans or runner.is_lost:
                 self._changed.notify_all()
         self._meter.inline(call.group, now_s - began_s)
         self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
@@ -459,13 +459,13 @@ class Executor:
         """Ends each worker thread once its current batch is computed, and closes the replicas."""
         self.begin_close()
         with self._changed:
-            lanes = list(self._lanes)
-        for lane in lanes:
-            if lane.thread is not None:
-                lane.thread.join(timeout=_CLOSE_S)
-            lane.replica.close()  # This ends the wait of a thread whose replica hangs.
-            if lane.thread is not None:
-                lane.thread.join(timeout=_CLOSE_S)
+            runners = list(self._runners)
+        for runner in runners:
+            if runner.thread is not None:
+                runner.thread.join(timeout=_CLOSE_S)
+            runner.replica.close()  # This ends the wait of a thread whose replica hangs.
+            if runner.thread is not None:
+                runner.thread.join(timeout=_CLOSE_S)
 
     def begin_close(self) -> None:
         """Asks the worker threads to end, without waiting for them."""
@@ -475,13 +475,13 @@ class Executor:
 
     # ---- the threads ----------------------------------------------------------------------------------------------
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, runner: _Runner) -> None:
         while not self._closing.is_set():
             try:
-                work = self._next_batch(lane)
+                work = self._next_batch(runner)
                 if work is not None:
-                    self._run_batch(lane, *work)
-                elif lane.is_lost and not self._is_back(lane):
+                    self._run_batch(runner, *work)
+                elif runner.is_lost and not self._is_back(runner):
                     return
             except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
                 _LOGGER.error("the scheduler failed, and its queue is answered with errors: %s", type(exc).__name__)
@@ -490,7 +490,7 @@ class Executor:
                 self._replies.fail_all(left, FAILED)
             work = None  # Otherwise the last batch's memory would be kept until the next request.
 
-    def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
+    def _run_batch(self, runner: _Runner, batch: Batch, num_losses: int) -> None:
         """Computes a batch's products, marks the replica as free, and only then delivers the replies.
 
         The delivery wakes other threads, which may use this core for a while. The replica should be free by then.
@@ -498,16 +498,16 @@ class Executor:
         made: list[tuple[Piece, Outcome]] = []
         measured_s, has_failed = None, False
         try:
-            made, measured_s = self._products(lane.replica, batch)
+            made, measured_s = self._products(runner.replica, batch)
         except ReplicaLost as exc:
-            self._lose(lane, batch, num_losses + exc.began)
+            self._lose(runner, batch, num_losses + exc.began)
             return
         except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
             has_failed = True
         try:
             with self._changed:
-                lane.is_busy = False
+                runner.is_busy = False
                 if measured_s is not None:
                     self._scheduler.computed(batch, measured_s)
                 self._scheduler.finished(batch, time.monotonic())
@@ -517,17 +517,17 @@ class Executor:
             while made:  # Each reply leaves the list before it is delivered, so that its memory can be freed early.
                 self._replies.deliver(*made.pop(0))
 
-    def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
+    def _next_batch(self, runner: _Runner) -> tuple[Batch, int] | None:
         """Waits for a replica's next batch. Returns the batch and the number of replicas that were lost while computing
         it, or None if the executor closes or the replica is lost."""
         with self._changed:
-            while not self._closing.is_set() and not lane.is_lost:
+            while not self._closing.is_set() and not runner.is_lost:
                 now, due = time.monotonic(), None
-                if not lane.is_busy:
+                if not runner.is_busy:
                     work = self._orphans.popleft() if self._orphans else None
                     batch = None if work else self._scheduler.next_batch(now)
                     if work or batch:
-                        lane.is_busy = True
+                        runner.is_busy = True
                         return work or (batch, 0)  # type: ignore[return-value]
                     due = self._scheduler.next_due_s()
                 self._changed.wait(None if due is None else max(0.0, due - now))
@@ -535,10 +535,10 @@ class Executor:
 
     # ---- loss -----------------------------------------------------------------------------------------------------
 
-    def _lose(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        """Marks a lane's replica as lost. Its batch goes to another replica, or fails after `_MAX_LOSSES` losses."""
+    def _lose(self, runner: _Runner, batch: Batch, num_losses: int) -> None:
+        """Marks a runner's replica as lost. Its batch goes to another replica, or fails after `_MAX_LOSSES` losses."""
         with self._changed:
-            lane.is_busy, lane.is_lost = False, True
+            runner.is_busy, runner.is_lost = False, True
             is_tried_again = num_losses < _MAX_LOSSES
             if is_tried_again:
                 self._orphans.append((batch, num_losses))
@@ -549,26 +549,26 @@ class Executor:
 
     def _none_left(self) -> Unavailable | None:
         """Returns the error for new requests if every replica is lost, else None. Callers must hold the lock."""
-        if any(not lane.is_lost for lane in self._lanes):
+        if any(not runner.is_lost for runner in self._runners):
             return None
-        can_return = any(lane.replica.can_return for lane in self._lanes)
+        can_return = any(runner.replica.can_return for runner in self._runners)
         return _unavailable(RETRY_S if can_return else 0.0)
 
-    def _is_back(self, lane: _Lane) -> bool:
+    def _is_back(self, runner: _Runner) -> bool:
         """Tries to revive a lost replica; returns whether it can compute again. If all replicas are lost, this method
         first fails all waiting requests."""
         self._refuse_all()
         try:
-            is_back = lane.replica.revive(self._closing)
+            is_back = runner.replica.revive(self._closing)
         except Exception as exc:  # noqa: BLE001 - the other replicas go on
             _LOGGER.error("a replica could not be brought back: %s", type(exc).__name__)
             is_back = False
         with self._changed:
-            lane.is_lost = not is_back
+            runner.is_lost = not is_back
             if not is_back:
-                self._lanes.remove(lane)
+                self._runners.remove(runner)
         if not is_back:
-            lane.replica.close()
+            runner.replica.close()
             self._refuse_all()
         return is_back
 

@@ -1,8 +1,8 @@
 """Predicts how long a product takes, as base_s + row_s · rows.
 
-Each lane (the products of one call) has its own base_s and row_s. These numbers are fitted to measured products by
-exponentially weighted least squares. For a lane without measurements, the prediction is the product's number of
-multiplications times the mean seconds per multiplication of all lanes.
+The products of each call have a base_s and a row_s of their own. These numbers are fitted to measured products by
+exponentially weighted least squares. For a call without measurements, the prediction is the product's number of
+multiplications times the mean seconds per multiplication of all calls.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FIRST_RATE = 2e-11
 """The seconds per multiplication that are assumed before anything was measured. They are those of one CPU core at 50
 GFLOP/s."""
 _APART = 4.0
-"""The largest factor by which a lane's slope (seconds per row) may differ from the slope that the mean rate of all
-lanes suggests."""
+"""The largest factor by which a call's slope (seconds per row) may differ from the slope that the mean rate of all
+calls suggests."""
 _OUTLIER = 5.0
 """The most that a measurement counts, as a multiple of the prediction, since a longer time is a pause of the
 machine."""
@@ -28,7 +28,7 @@ machine."""
 
 @dataclass
 class _Sums:
-    """Holds the weighted sums of 1, rows, rows², seconds and rows · seconds over the measurements of a lane."""
+    """Holds the weighted sums of 1, rows, rows², seconds and rows · seconds over the measurements of a call."""
 
     weight: float = 0.0
     rows: float = 0.0
@@ -48,7 +48,7 @@ class _Sums:
         least 0.
 
         Args:
-            prior: the slope that the mean rate of all lanes suggests. The fitted slope is kept near it, since
+            prior: the slope that the mean rate of all calls suggests. The fitted slope is kept near it, since
                 measurements of nearly equal size say little about the slope, and a slope near zero would predict that
                 more rows take no more time.
         """
@@ -62,7 +62,7 @@ class _Sums:
 
 
 class LatencyModel:
-    """Predicts the time of a product in each lane (the products of one call). It is not safe under threads."""
+    """Predicts the time of a product of each call. It is not safe under threads."""
 
     def __init__(self, products_per_row: Callable[[Call], int]) -> None:
         """Makes a model without measurements. `products_per_row` returns a call's multiplications per row."""
@@ -70,7 +70,7 @@ class LatencyModel:
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}
         self._sum_base_s = 0.0
-        """The sum over all measured lanes of base_s, the seconds of a product that do not depend on its rows."""
+        """The sum over all measured calls of base_s, the seconds of a product that do not depend on its rows."""
         self._all = _Sums()
 
     def measured(self, call: Call, num_rows: int, seconds: float) -> None:
@@ -86,7 +86,7 @@ class LatencyModel:
 
     @property
     def mean_base_s(self) -> float:
-        """Returns the mean over all measured lanes of base_s, the seconds of a product that do not depend on its
+        """Returns the mean over all measured calls of base_s, the seconds of a product that do not depend on its
         rows."""
         return max(0.0, self._sum_base_s) / max(1, len(self._lines))
 

@@ -1,7 +1,7 @@
 """Decides which rows run next: it forms batches over tenants, and cuts large requests into pieces.
 
-A lane is the queue of the requests of one call; only these can share a product. A ring holds requests that may run now,
-and gives the tenants turns. With a latency target, each class of work has its own ring, and urgent classes go first.
+A queue holds the requests of one call; only these can share a product. A ring holds requests that may run now, and
+gives the tenants turns. With a latency target, each class of work has its own ring, and urgent classes go first.
 
 Guarantees: every row of a request that is neither cancelled nor expired is put into exactly one batch, and a request's
 rows are put into batches in order. With a target, no class waits longer than its bound in Policy while the executor
@@ -69,15 +69,15 @@ class Scheduler:
             one: TenantRing(partial(turn_rows, one) if self._has_classes else self._turn_s, self._weight_of)
             for one in RequestClass
         }
-        self._lanes: dict[Call, dict[Ticket, None]] = {}
-        self._lane_tenants: dict[Call, Counter[str]] = {}
+        self._queues: dict[Call, dict[Ticket, None]] = {}
+        self._queue_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
-        self._lane_held: dict[Call, dict[Ticket, None]] = {}
+        self._queue_held: dict[Call, dict[Ticket, None]] = {}
         """Maps a call to its requests that are held so that others may join. Other entries of `_held` are out of
         date."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
-        self._lane_users: dict[Call, OrderedDict[str, float]] = {}
+        self._queue_users: dict[Call, OrderedDict[str, float]] = {}
         self._decoders = Decoders(self._has_classes)
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
@@ -89,7 +89,7 @@ class Scheduler:
         return turn_s(num_equal, self._latency.mean_base_s)
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._queues)
 
     @property
     def has_target(self) -> bool:
@@ -116,7 +116,7 @@ class Scheduler:
         return any(self._is_starved(one, self._owed_by(one, since_s, now_s)) for one in self._policy.starvation_s)
 
     def __len__(self) -> int:
-        return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
+        return sum(map(len, self._queue_held.values())) + sum(map(len, self._rings.values()))
 
     # ---- taking requests ------------------------------------------------------------------------------------------
 
@@ -124,31 +124,31 @@ class Scheduler:
         """Adds a request to the queue; sets its `due_s`, and makes it a prefill request if its tenant floods (see
         `Decoders.came`)."""
         note(self._active, ticket.tenant, now_s)
-        users = self._lane_users.setdefault(ticket.call, OrderedDict())
+        users = self._queue_users.setdefault(ticket.call, OrderedDict())
         note(users, ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
             self._decoders.came(ticket, now_s, self._latency.predict_s(ticket.call, ticket.num_rows))
-        lane = self._lanes.setdefault(ticket.call, {})
-        lane[ticket] = None
-        tenants = self._lane_tenants.setdefault(ticket.call, Counter())
+        queue = self._queues.setdefault(ticket.call, {})
+        queue[ticket] = None
+        tenants = self._queue_tenants.setdefault(ticket.call, Counter())
         tenants[ticket.tenant] += 1
         hold_s = self._hold_s(ticket)
         ticket.due_s = now_s + hold_s
         if hold_s <= 0:
             self._rings[self._ring_of(ticket.request_class)].add(ticket)
         else:
-            self._lane_held.setdefault(ticket.call, {})[ticket] = None
+            self._queue_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
-        call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
-        # Once all active tenants of a lane wait in it, no other will join, so its requests are held no longer.
+        call = self._queue_in_step() if self._policy.name == "lockstep" else ticket.call
+        # Once all active tenants of a queue wait in it, no other will join, so its requests are held no longer.
         if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):
-            for one in list(self._lane_held.get(call, ())):
+            for one in list(self._queue_held.get(call, ())):
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
         """Records that a request was cancelled, and drops its rows that are in no batch yet."""
         self._decoders.cancelled(ticket)
-        if ticket in self._lanes.get(ticket.call, {}):
+        if ticket in self._queues.get(ticket.call, {}):
             self._drop(ticket)
 
     def finished(self, batch: Batch, now_s: float) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
 
     def abandon(self) -> list[Ticket]:
         """Empties the queue and returns the tickets (requests) that were queued."""
-        left = [ticket for lane in self._lanes.values() for ticket in lane]
+        left = [ticket for queue in self._queues.values() for ticket in queue]
         self._empty()
         return left
 
@@ -254,7 +254,7 @@ class Scheduler:
             heapq.heappop(self._held)
 
     def _is_held(self, ticket: Ticket) -> bool:
-        return ticket in self._lane_held.get(ticket.call, ())
+        return ticket in self._queue_held.get(ticket.call, ())
 
     # ---- choosing -------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Scheduler:
             return 0.0
         if policy.name == "lockstep":
             return policy.max_wait_s if len(self._active) > 1 else 0.0
-        if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
+        if ticket.request_class is RequestClass.DECODE or len(self._queue_users[ticket.call]) == 1:
             return 0.0  # No other tenant uses this layer, so none will join.
         if any(self._rings.values()):
             return 0.0  # The request waits for other requests anyway, and new ones may join meanwhile.
@@ -354,8 +354,8 @@ class Scheduler:
         pieces = [self._take_piece(head, min(head.rows_left, room))]
         if self._policy.name != "none" and head.call.purpose is not Purpose.HINT:
             is_decode = head.request_class is RequestClass.DECODE and self._has_classes
-            lane = self._lanes.get(head.call, {})
-            company = [one for one in itertools.islice(lane, _MAX_JOINED) if one is not head]
+            queue = self._queues.get(head.call, {})
+            company = [one for one in itertools.islice(queue, _MAX_JOINED) if one is not head]
             if is_decode:
                 company, large = _split_by_class(company)
                 self._join(pieces, company, self._most_rows(head.call))
@@ -395,18 +395,18 @@ class Scheduler:
             self._drop(ticket)
         return piece
 
-    def _lane_in_step(self) -> Call | None:
+    def _queue_in_step(self) -> Call | None:
         """Under `lockstep`, returns the call in which most tenants wait, if all active tenants wait; otherwise returns
         None.
 
-        The tenants in other lanes wait until the chosen lane's tenants reach the same layer, so that soon all tenants
-        are at one layer. If several lanes have equally many tenants, the newest lane runs, and its tenants advance
-        until they reach a layer at which others wait. If the oldest lane ran, the lanes' tenants would never meet.
+        The tenants in other queues wait until the chosen queue's tenants reach the same layer, so that soon all tenants
+        are at one layer. If several queues have equally many tenants, the newest queue runs, and its tenants advance
+        until they reach a layer at which others wait. If the oldest queue ran, the queues' tenants would never meet.
         """
-        num_waiting = sum(map(len, self._lane_tenants.values()))
+        num_waiting = sum(map(len, self._queue_tenants.values()))
         if num_waiting < len(self._active) or any(self._rings.values()):  # Requests in a ring run first.
             return None
-        return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
+        return max(reversed(self._queue_tenants), key=lambda call: len(self._queue_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
         """Stops holding a request for others to share its product, so that the request may run now."""
@@ -414,10 +414,10 @@ class Scheduler:
         self._rings[self._ring_of(ticket.request_class)].add(ticket)
 
     def _let_go(self, ticket: Ticket) -> None:
-        held = self._lane_held[ticket.call]
+        held = self._queue_held[ticket.call]
         del held[ticket]
         if not held:
-            del self._lane_held[ticket.call]
+            del self._queue_held[ticket.call]
 
     def _drop(self, ticket: Ticket) -> None:
         if self._is_held(ticket):
@@ -425,13 +425,13 @@ class Scheduler:
         else:
             self._rings[self._ring_of(ticket.request_class)].remove(ticket)
         self._decoders.left_queue(ticket)
-        lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]
-        del lane[ticket]
+        queue, tenants = self._queues[ticket.call], self._queue_tenants[ticket.call]
+        del queue[ticket]
         tenants[ticket.tenant] -= 1
         if not tenants[ticket.tenant]:
             del tenants[ticket.tenant]
-        if not lane:
-            del self._lanes[ticket.call], self._lane_tenants[ticket.call]
+        if not queue:
+            del self._queues[ticket.call], self._queue_tenants[ticket.call]
 
 
 def _split_by_class(tickets: list[Ticket]) -> tuple[list[Ticket], list[Ticket]]:

@@ -30,7 +30,7 @@ from tenant_sdk.endpoint.logprobs import StreamedLogprobs, chat_logprobs
 from tenant_sdk.endpoint.options import LogprobRecord, engine_options
 from tenant_sdk.endpoint.prompts import ChatPrompt
 from tenant_sdk.endpoint.schema import MOST_TOOLS, ChatRequest, FunctionTool, NamedTool, Tool, parsed
-from tenant_sdk.endpoint.service import Answering, Piece, Service, Submit, in_thread
+from tenant_sdk.endpoint.service import Answering, Service, Submit, TextDelta, in_thread
 from tenant_sdk.serving.requests import Answer
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
@@ -394,7 +394,7 @@ class Chat:
                     if not has_begun[event.index]:
                         has_begun[event.index] = True
                         yield prepared.chunk([_delta(event.index, {"role": "assistant", "content": ""})])
-                    if isinstance(event, Piece):
+                    if isinstance(event, TextDelta):
                         if text := held[event.index].put(event.text):
                             choice = _delta(event.index, {"content": text})
                             if logprobs:

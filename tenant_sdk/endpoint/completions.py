@@ -16,7 +16,7 @@ from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs, TextOffsets, completion_logprobs
 from tenant_sdk.endpoint.options import LogprobRecord, engine_options
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
-from tenant_sdk.endpoint.service import Answering, Piece, Service, Submit, in_thread
+from tenant_sdk.endpoint.service import Answering, Service, Submit, TextDelta, in_thread
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 
@@ -115,7 +115,7 @@ class Completions:
                 for record in prepared.records
             ]
             async for event in answering.events():
-                text, reason = (event.text, None) if isinstance(event, Piece) else ("", _reason(event.answer))
+                text, reason = (event.text, None) if isinstance(event, TextDelta) else ("", _reason(event.answer))
                 choice = {"index": event.index, "text": text, "logprobs": None, "finish_reason": reason}
                 if logprobs:
                     own, answer = logprobs[event.index], answering.answers[event.index]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.serving.adapter_slots import Ticket
+from tenant_sdk.serving.adapter_slots import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,9 +33,9 @@ class Store(Protocol):
     def has(self, name: str) -> bool:
         """Returns whether `names` has a name now; takes no longer if there are many."""
 
-    def reserve(self, name: str) -> Ticket:
+    def reserve(self, name: str) -> Loan:
         """Starts to load an adapter onto the device, if it is not there. The adapter stays there until
-        the ticket is released."""
+        the loan is released."""
 
     def drop(self, name: str) -> None:
         """Frees the memory that an adapter takes, once no request holds it."""
@@ -193,17 +193,17 @@ class ModelNames:
         Raises:
             VeilbaseError: the adapter cannot be loaded.
         """
-        ticket = store.reserve(subfolder)
+        loan = store.reserve(subfolder)
         try:
             give_up_at = self._clock() + _LOAD_S
-            while not ticket.is_ready() and ticket.failure is None:
+            while not loan.is_ready() and loan.failure is None:
                 if self._clock() > give_up_at:  # all slots are held by running requests: it will be loaded when used
                     return
                 time.sleep(_POLL_S)
-            if ticket.failure is not None:
-                raise ticket.failure
+            if loan.failure is not None:
+                raise loan.failure
         finally:
-            ticket.release()
+            loan.release()
 
     def _subfolder(self, path: str) -> str:
         """Returns the name of the subfolder to which a path leads. A path with `..` or a double slash is refused and

@@ -58,7 +58,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """Holds a piece of the text of one choice (one of the `n` answers to a request)."""
 
     index: int
@@ -79,7 +79,7 @@ class Answering:
     def __init__(self) -> None:
         """Makes an object without answers. Callers must call it in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Piece | End] = asyncio.Queue()
+        self._events: asyncio.Queue[TextDelta | End] = asyncio.Queue()
         self._lock = threading.Lock()
         self._is_over = False
         self.answers: list[Answer] = []
@@ -105,18 +105,18 @@ class Answering:
             answer.add_done_callback(self._end_of(index))
 
     def _piece_of(self, index: int) -> Callable[[str], None]:
-        return lambda text: self._put(Piece(index, text))
+        return lambda text: self._put(TextDelta(index, text))
 
     def _end_of(self, index: int) -> Callable[[Answer], None]:
         return lambda answer: self._put(End(index, answer))
 
-    def _put(self, event: Piece | End) -> None:
+    def _put(self, event: TextDelta | End) -> None:
         """Hands an event to the event loop; called in the engine's thread."""
         if not self._is_over:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def events(self) -> AsyncIterator[Piece | End]:
+    async def events(self) -> AsyncIterator[TextDelta | End]:
         """Yields the pieces and ends of all answers as they come.
 
         Raises:
@@ -135,7 +135,7 @@ class Answering:
         """Waits for all answers and returns their texts. Raises: see `events`."""
         texts = [""] * len(self.answers)
         async for event in self.events():
-            if isinstance(event, Piece):
+            if isinstance(event, TextDelta):
                 texts[event.index] += event.text
         return texts
 

@@ -1,6 +1,6 @@
 """This module defines what the engine needs from a store of adapters, and a store that has no adapters.
 
-The engine reserves an adapter when a request comes in and holds the ticket until the request ends. Each adapter that is
+The engine reserves an adapter when a request comes in and holds the loan until the request ends. Each adapter that is
 ready has a slot on the device, which is a number above 0; slot 0 stands for the base model alone. The rows of a step
 are sorted by slot, so that a store can multiply the rows of each adapter in one piece.
 """
@@ -18,7 +18,7 @@ NO_ADAPTER = 0
 """The slot number of requests that are answered by the base model alone."""
 
 
-class Ticket(Protocol):
+class Loan(Protocol):
     """Stands for one request's hold on one adapter. A held adapter keeps its slot (its numbered place on the
     device)."""
 
@@ -47,11 +47,11 @@ class AdapterSlots(Protocol):
     """Defines what the engine needs from a store of adapters. Only the engine's thread calls `in_step`.
 
     A store that loads adapters is made with a function that wakes the engine (`engine.MakeSlots`). The store calls this
-    function, from any thread, whenever a ticket becomes ready or fails.
+    function, from any thread, whenever a loan becomes ready or fails.
     """
 
-    def reserve(self, name: str) -> Ticket:
-        """Returns a ticket that holds an adapter for one request. If the adapter is not on the device, begins to load
+    def reserve(self, name: str) -> Loan:
+        """Returns a loan that holds an adapter for one request. If the adapter is not on the device, begins to load
         it.
 
         Raises:
@@ -73,8 +73,8 @@ class AdapterSlots(Protocol):
         """Detaches the store from the model. The engine calls this method when the engine is closed."""
 
 
-class BaseModelTicket:
-    """Implements the ticket of a request without an adapter: it is always ready, in slot 0."""
+class BaseModelLoan:
+    """Implements the loan of a request without an adapter: it is always ready, in slot 0."""
 
     failure: VeilbaseError | None = None
     slot: int = NO_ADAPTER
@@ -91,7 +91,7 @@ class BaseModelTicket:
 class NoAdapters:
     """Implements a store that has no adapters, for an engine that serves only the base model."""
 
-    def reserve(self, name: str) -> Ticket:
+    def reserve(self, name: str) -> Loan:
         """Raises ConfigurationError for every name, since the store has no adapters."""
         raise ConfigurationError(f"there is no adapter {ascii(name)[:80]}: this engine serves the base model alone")
 

@@ -48,7 +48,7 @@ from typing import Any
 
 from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import positive, true_or_false
-from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
+from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelLoan, NoAdapters
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.kv import KvLayout, kv_layout, kv_place
 from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop, StepRunner
@@ -440,18 +440,18 @@ class Engine:
     ) -> Answer:  # fmt: skip
         self.scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
         number = self._loop.next_number()
-        ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
+        loan = BaseModelLoan() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
         keeps = self._prefixes is not None and not ending.fixed_length and not pools
         kept = self._prefixes.of(caller) if self._prefixes is not None and keeps else None
         request = Request(
-            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text, kept,
+            number, prompt, ending, sampler, loan, answer, SafeDecoding(self._own_tokenizer), on_text, kept,
             pools=pools,
         )  # fmt: skip
         try:
             self._loop.add(request, caller)
         except VeilbaseError:
-            ticket.release()
+            loan.release()
             raise
         return answer
 

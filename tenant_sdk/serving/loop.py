@@ -116,12 +116,12 @@ class StepRunner:
         if self._drafter is not None:
             self._drafter.draft(step.segments, requests)
         rows = [request.rows(segment) for segment, request in zip(step.segments, requests, strict=True)]
-        pieces = [
-            request.piece(segment, self._make_kv) for segment, request in zip(step.segments, requests, strict=True)
+        parts = [
+            request.rows_of(segment, self._make_kv) for segment, request in zip(step.segments, requests, strict=True)
         ]
         with self._slots.in_step(step.slot_of_row):
             logits, is_finite = self._model.forward(
-                pieces,
+                parts,
                 self._numbers([token_id for ids, _ in rows for token_id in ids]),
                 self._numbers([position for _, positions in rows for position in positions]),
                 self._numbers(_wanted(step)),
@@ -376,7 +376,7 @@ class ServingLoop:
         ]
         self._cancelled.clear()
         for number in self._scheduler.waiting():
-            failure = self._requests[number].ticket.failure
+            failure = self._requests[number].loan.failure
             if failure is not None:
                 ended.append((self._forget(number), failure))
         return ended

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tenant_sdk.serving.attention.few_rows import FewRows, Piece, split
+from tenant_sdk.serving.attention.few_rows import FewRows, RequestRows, split
 from tenant_sdk.serving.kv import attention_device
 from tenant_sdk.serving.long_attention import attend_in_chunks, takes_chunks
 from wire.errors import ConfigurationError
@@ -54,15 +54,15 @@ class _Pass:
     """Holds the state of the step that is being computed. Layers with the same window share attention masks.
 
     Attributes:
-        few: the pieces of few rows, which the compiled attention computes together; None if there are none.
-        others: the first row of each other piece, and the piece.
+        few: the parts of few rows, which the compiled attention computes together; None if there are none.
+        others: the first row of each other part, and the part.
         num_seen: the number of tokens that all requests together have before this step.
         masks: the attention masks made so far, by number of rows, number of tokens and window.
         layers: the number of layers whose attention was computed.
     """
 
     few: FewRows | None
-    others: Sequence[tuple[int, Piece]]
+    others: Sequence[tuple[int, RequestRows]]
     num_seen: int
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
     layers: int = 0
@@ -114,13 +114,13 @@ class RaggedModel:
         self._hidden = output[0]
 
     def forward(
-        self, pieces: Sequence[Piece], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor,
+        self, parts: Sequence[RequestRows], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor,
         see_hidden: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Computes the logits of some rows of a step.
 
         Args:
-            pieces: the requests' shares of the rows, in order.
+            parts: the requests' shares of the rows, in order.
             token_ids, position_ids: int64, shape (num_rows,).
             wanted: the indices of the rows whose logits are wanted, int64, shape (num_wanted,).
             see_hidden: called with the last hidden states, which the head gets, shape (num_rows, hidden_size).
@@ -132,8 +132,8 @@ class RaggedModel:
         Raises:
             ConfigurationError: the model's attention is not what this module supports.
         """
-        num_seen = sum(piece.position for piece in pieces)
-        few, others = split(pieces, self.model.dtype if self.model.device.type == "cpu" else None)
+        num_seen = sum(part.position for part in parts)
+        few, others = split(parts, self.model.dtype if self.model.device.type == "cpu" else None)
         made = _Pass(few, others, num_seen)
         token = _PASS.set(made)
         try:
@@ -236,17 +236,17 @@ def _ragged_attention(
     if step.few is not None:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         step.few.attend(module.layer_idx, query[0], key[0], value[0], output[0], attention_mask.tokens, scale, softcap)
-    for begin, piece in step.others:
-        rows = slice(begin + piece.num_unseen, begin + piece.num_rows)
+    for begin, part in step.others:
+        rows = slice(begin + part.num_unseen, begin + part.num_rows)
         if rows.start == rows.stop:
             continue
         layer, window, new = module.layer_idx, attention_mask.tokens, (key[0, :, rows], value[0, :, rows])
-        own = query[0, :, rows].to(attention_device(rows.stop - rows.start, query.device, piece.kv.device))
-        if takes_chunks(own, piece.kv, piece.position, window):
-            piece.kv.write(layer, piece.position, *new)
-            attended = attend_in_chunks(own, piece.kv, layer, piece.position, window, scaling, softcap)
+        own = query[0, :, rows].to(attention_device(rows.stop - rows.start, query.device, part.kv.device))
+        if takes_chunks(own, part.kv, part.position, window):
+            part.kv.write(layer, part.position, *new)
+            attended = attend_in_chunks(own, part.kv, layer, part.position, window, scaling, softcap)
         else:
-            keys, values = piece.kv.update(layer, piece.position, *new)
+            keys, values = part.kv.update(layer, part.position, *new)
             mask = _mask(step, own.shape[1], keys.shape[1], window, own)
             attended = attend(own, keys, values, mask, scaling, softcap)
         output[0, rows] = attended.transpose(0, 1)

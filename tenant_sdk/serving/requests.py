@@ -29,8 +29,8 @@ from typing import Any, Literal
 import torch
 
 from tenant_sdk.fixed_length import bounded_logits
-from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
-from tenant_sdk.serving.attention.few_rows import Piece
+from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Loan
+from tenant_sdk.serving.attention.few_rows import RequestRows
 from tenant_sdk.serving.kv import RequestKv
 from tenant_sdk.serving.prefix_cache import CallerPrefixes, Hit
 from tenant_sdk.serving.sampling import Sampler
@@ -343,7 +343,7 @@ class Request:
     prompt: Prompt
     ending: Ending
     sampler: Sampler
-    ticket: Ticket
+    loan: Loan
     answer: Answer
     decoding: SafeDecoding
     on_text: Callable[[str], None] | None = None
@@ -367,13 +367,13 @@ class Request:
 
     def is_ready(self) -> bool:
         """Returns whether the request's adapter is on the device."""
-        return self.ticket.is_ready()
+        return self.loan.is_ready()
 
     @property
     def slot(self) -> int:
         """Returns the number of the adapter's slot on the device; 0, which means no adapter, if the request was
         lost."""
-        return NO_ADAPTER if self.is_lost else self.ticket.slot
+        return NO_ADAPTER if self.is_lost else self.loan.slot
 
     @property
     def num_tokens(self) -> int:
@@ -406,12 +406,12 @@ class Request:
         """Looks for kept keys and values of the prompt's first tokens, and returns the number of these tokens. The
         scheduler calls this whenever it admits the request."""
         if self.prefixes is not None:
-            self._hit = self.prefixes.find(self.ticket.digest, self.prompt.token_ids)
+            self._hit = self.prefixes.find(self.loan.digest, self.prompt.token_ids)
         num_reused = 0 if self._hit is None else self._hit.num_tokens
         self.answer.num_reused_tokens = num_reused
         return num_reused
 
-    def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
+    def rows_of(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> RequestRows:
         """Returns the description of a segment's rows for the model. At the first segment, allocates keys and values
         (KV), and copies those into them that were kept from an earlier prompt. At later ones, lets the KV grow to what
         is reserved.
@@ -429,7 +429,7 @@ class Request:
             self.kv.grow(self.kv_tokens(segment))
         padding = self.prompt.num_padding
         num_unseen = min(max(padding - segment.start, 0), segment.num_rows) + self._num_dummies(segment)
-        return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
+        return RequestRows(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Returns the token ids and positions of a segment, which is the request's rows in a step.
@@ -546,7 +546,7 @@ class Request:
             self.fail(self.decoding.failed)
             return
         if self.prefixes is not None and self.kv is not None:
-            self.prefixes.keep(self.ticket.digest, self.prompt.token_ids, self.kv)
+            self.prefixes.keep(self.loan.digest, self.prompt.token_ids, self.kv)
         if self._hidden_sum is not None:
             self.answer.mean_hidden = (self._hidden_sum / len(self.prompt.token_ids)).cpu()
         self._release()
@@ -565,4 +565,4 @@ class Request:
 
     def _release(self) -> None:
         self.kv = self.draft_state = self._hit = None
-        self.ticket.release()
+        self.loan.release()

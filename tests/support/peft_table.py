@@ -203,11 +203,11 @@ def _served(case: Case, site: Site, folder: Path) -> float:
     bell, model = Bell(), site.loaded()
     store = AdapterStore(model, folder.parent, on_ready=bell, separate_calls=True, dtype=torch.float32)
     try:
-        ticket = store.reserve(folder.name)
-        bell.wait_for(ticket)
-        if ticket.failure is not None:
-            raise ticket.failure
-        got = stepped(store, model, [(ticket.slot, ids) for ids in batch()])
+        loan = store.reserve(folder.name)
+        bell.wait_for(loan)
+        if loan.failure is not None:
+            raise loan.failure
+        got = stepped(store, model, [(loan.slot, ids) for ids in batch()])
     finally:
         store.close()
     theirs = PeftModel.from_pretrained(site.local(), str(folder)).eval()

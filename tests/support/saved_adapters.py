@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tenant_sdk.serving.adapters import AdapterStore, AdapterTicket
+from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore
 from tests.support.tiny_models import tiny_config
 from wire.loading import loading
 
@@ -52,7 +52,7 @@ def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Bell:
-    """Gives a store a function to call when a ticket is ready or has failed, and lets a test wait for this call."""
+    """Gives a store a function to call when a loan is ready or has failed, and lets a test wait for this call."""
 
     def __init__(self) -> None:
         self._rang = threading.Condition()
@@ -61,19 +61,19 @@ class Bell:
         with self._rang:
             self._rang.notify_all()
 
-    def wait_for(self, *tickets: AdapterTicket) -> None:
-        """Waits until all these tickets are ready or have failed."""
+    def wait_for(self, *loans: AdapterLoan) -> None:
+        """Waits until all these loans are ready or have failed."""
         with self._rang:
-            assert self._rang.wait_for(lambda: all(t.is_ready() or t.failure for t in tickets), WAIT_S)
+            assert self._rang.wait_for(lambda: all(t.is_ready() or t.failure for t in loans), WAIT_S)
 
 
-def held(store: AdapterStore, bell: Bell, *names: str) -> list[AdapterTicket]:
+def held(store: AdapterStore, bell: Bell, *names: str) -> list[AdapterLoan]:
     """Reserves adapters, and waits until all of them are ready."""
-    tickets = [store.reserve(name) for name in names]
-    bell.wait_for(*tickets)
-    for ticket in tickets:
-        assert ticket.failure is None, ticket.failure
-    return tickets
+    loans = [store.reserve(name) for name in names]
+    bell.wait_for(*loans)
+    for loan in loans:
+        assert loan.failure is None, loan.failure
+    return loans
 
 
 def stepped(store: AdapterStore, model: Any, sequences: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:

@@ -95,11 +95,11 @@ def served(remote: Any, folder: Path) -> torch.Tensor | str:
     bell = Bell()
     store = AdapterStore(remote, folder.parent, on_ready=bell, dtype=torch.float32)
     try:
-        ticket = store.reserve(folder.name)
-        bell.wait_for(ticket)
-        if ticket.failure is not None:
-            raise ticket.failure
-        return stepped(store, remote, [(ticket.slot, IDS)])[0]
+        loan = store.reserve(folder.name)
+        bell.wait_for(loan)
+        if loan.failure is not None:
+            raise loan.failure
+        return stepped(store, remote, [(loan.slot, IDS)])[0]
     except ConfigurationError as exc:
         return str(exc)
     finally:

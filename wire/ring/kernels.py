@@ -25,7 +25,7 @@ import torch
 
 from wire.compiled import COUNT, INT, POINTER, Signature, load
 from wire.errors import InvalidTensor
-from wire.ring.threads import Piece, product_pieces, row_pieces, share
+from wire.ring.threads import Tile, product_tiles, row_tiles, share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
@@ -105,7 +105,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if column_stride != 1:
         row_stride = 1  # A dimension of size 1 may have any stride.
     address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
-    pieces = product_pieces(sum(part.shape[0] for part in parts), d, m, has_vnni())
+    pieces = product_tiles(sum(part.shape[0] for part in parts), d, m, has_vnni())
     if len(parts) == 1 and len(pieces) == 1 and parts[0].shape[0] <= _most_few_rows():
         # In decode a product of a few rows is a few dozen microseconds, and arrays of pointers would add ten.
         library.veilbase_few_product(
@@ -116,7 +116,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     starts, ends = _pointers(parts), _pointers(replies)
     written = parts, weight, replies
 
-    def work(pieces: Iterator[Piece], _held: object = written) -> None:
+    def work(pieces: Iterator[Tile], _held: object = written) -> None:
         scratch = _scratch(scratch_bytes)
         for first_row, last_row, first_column, last_column in pieces:
             library.veilbase_product(
@@ -233,7 +233,7 @@ def encode(
                 return
             whole.append(True)
 
-    pieces = row_pieces(num_rows, d)
+    pieces = row_tiles(num_rows, d)
     share(work, pieces)
     return betas if len(whole) == len(pieces) else None
 
@@ -280,7 +280,7 @@ def decode(
                 taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
             )  # fmt: skip
 
-    share(work, row_pieces(num_rows, m))
+    share(work, row_tiles(num_rows, m))
     return made
 
 

@@ -37,13 +37,13 @@ _VNNI_SPEED = 4
 multiplications. Without the factor, the widest products of 16 rows were shared, and all products of a model took 1.2
 times the processor time."""
 
-Piece = tuple[int, int, int, int]
+Tile = tuple[int, int, int, int]
 """A piece of a product: (start row, end row, start column, end column). The ends are not included."""
 RowsAndReply = tuple[torch.Tensor, torch.Tensor]
 """A pair of some rows and the memory for their product."""
 
 
-def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
+def row_tiles(num_rows: int, columns: int) -> list[tuple[int, int]]:
     """Cuts the encoding or decoding of `num_rows` rows of `columns` numbers into pieces, which threads take one after
     another. Returns each piece as (first row, number of rows)."""
     num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
@@ -51,7 +51,7 @@ def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
     return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
 
 
-def product_pieces(num_rows: int, d: int, m: int, with_vnni: bool = False) -> list[Piece]:
+def product_tiles(num_rows: int, d: int, m: int, with_vnni: bool = False) -> list[Tile]:
     """Cuts a product into pieces, which threads take one after another. A product that is worth sharing gives
     about two pieces for each thread, so that a core that is busy with other work does not delay it; any other product
     is one piece.

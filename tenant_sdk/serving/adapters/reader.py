@@ -29,9 +29,9 @@ from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.serving.adapters.files import Found, LoraFile, ModuleFile, Reading
 from tenant_sdk.serving.adapters.folder import Known
 from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, PackedLayer, pack
+from tenant_sdk.serving.adapters.loan import Origin
 from tenant_sdk.serving.adapters.lora import SlotNumbers
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules, ShapeChecks, pack_modules
-from tenant_sdk.serving.adapters.ticket import Origin
 from wire.errors import ConfigurationError, VeilbaseError
 
 MAX_GAIN = 1e4

@@ -1,17 +1,17 @@
 """This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
 memory into a slot (a numbered place on the device).
 
-A request holds its adapter by a ticket. `Placement` gives slots to tickets; a ticket waits if no slot of its adapter's
-rank is free. Only the loading thread may call its methods `place` and `next_job`; any thread may call the others.
+A request holds its adapter by a loan. `Placement` gives slots to loans; a loan waits if no slot of its adapter's
+rank is free. Only the loading thread may call its methods `place` and `next_waiting`; any thread may call the others.
 `StoreStatus` holds the numbers by which a store describes itself, for operators and metrics.
 
 Guarantees:
-- a ticket has one slot from the time that it is ready until it is released, and until then the slot holds the adapter
-  of the ticket's digest. A callback is called when a ticket is ready or has failed;
+- a loan has one slot from the time that it is ready until it is released, and until then the slot holds the adapter
+  of the loan's digest. A callback is called when a loan is ready or has failed;
 - an adapter that changed on disk counts as a new adapter, with its own digest and slot; requests that hold the old
   adapter keep it;
-- tickets that wait for a slot of one rank get slots in the order in which they began to wait. Tickets whose adapter
-  already has a slot overtake a waiting ticket at most `MOST_PASSED` times;
+- loans that wait for a slot of one rank get slots in the order in which they began to wait. Loans whose adapter
+  already has a slot overtake a waiting loan at most `MOST_PASSED` times;
 - files are read only from the operator's folder and the folder of downloads, and never fetched from an address in a
   request;
 - one thread loads adapters and others fetch them, so that no step waits for them.
@@ -35,11 +35,11 @@ from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepa
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import AdapterFolder, Known
 from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter
+from tenant_sdk.serving.adapters.loan import AdapterLoan, LoadRequest, Origin
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
 from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
-from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -59,7 +59,7 @@ class StoreStatus:
         disk_adapters: the number of the folder's subfolders.
         disk_reads: how often an adapter was read from disk into host memory.
         network_adapters: the number of the catalogue's entries.
-        waiting: the number of tickets whose adapter is loaded and that wait for a slot.
+        waiting: the number of loans whose adapter is loaded and that wait for a slot.
     """
 
     device_adapters: int
@@ -82,30 +82,30 @@ already has a slot. Later requests wait behind the waiting request, so that a sl
 
 
 class Placement:
-    """Assigns the slots of a device tier, and keeps the queues of tickets that wait for a slot."""
+    """Assigns the slots of a device tier, and keeps the queues of loans that wait for a slot."""
 
     def __init__(self, device: DeviceTier) -> None:
-        """Makes a placement in which no ticket waits.
+        """Makes a placement in which no loan waits.
 
         Args:
             device: the device tier whose slots are given out.
         """
         self._device = device
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Job]] = {rank: deque() for rank in device.numbers.ranks}
+        self._waiting: dict[int, deque[LoadRequest]] = {rank: deque() for rank in device.numbers.ranks}
 
     @property
     def num_waiting(self) -> int:
-        """Returns the number of tickets whose adapter is loaded and that have no slot yet."""
+        """Returns the number of loans whose adapter is loaded and that have no slot yet."""
         with self._lock:
-            return sum(not job.ticket.released for jobs in self._waiting.values() for job in jobs)
+            return sum(not each.loan.released for waiting in self._waiting.values() for each in waiting)
 
-    def take(self, ticket: AdapterTicket, digest: str) -> bool:
-        """Gives a ticket the slot of its adapter, if the adapter is on the device and the ticket may overtake those
+    def take(self, loan: AdapterLoan, digest: str) -> bool:
+        """Gives a loan the slot of its adapter, if the adapter is on the device and the loan may overtake those
         that wait for a slot of the same rank.
 
         Returns:
-            Whether the ticket has the slot now. If not, callers must load the adapter and call `place`.
+            Whether the loan has the slot now. If not, callers must load the adapter and call `place`.
         """
         with self._lock:
             slot = self._device.acquire(digest)
@@ -114,16 +114,16 @@ class Placement:
             if not self._may_pass(self._device.numbers.place(slot)[0]):
                 self._device.release(slot)
                 return False
-            self._hand_over(ticket, slot, digest)
+            self._hand_over(loan, slot, digest)
             return True
 
-    def place(self, job: Job, packed: PackedAdapter | PackedModules, first: bool = False) -> None:
-        """Gives a ticket a slot that holds its adapter, or makes the ticket wait for a slot.
+    def place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool = False) -> None:
+        """Gives a loan a slot that holds its adapter, or makes the loan wait for a slot.
 
         Args:
-            job: the job whose adapter was loaded.
+            load_request: the load request whose adapter was loaded.
             packed: the adapter.
-            first: whether the ticket has already waited and is the next one of its rank.
+            first: whether the loan has already waited and is the next one of its rank.
 
         Raises:
             ConfigurationError: no rank of the device tier is large enough, or the adapter's modules cannot be used.
@@ -133,57 +133,57 @@ class Placement:
         rank = self._device.numbers.rank_for(packed.rank)
         if rank is None:
             raise ConfigurationError(
-                f"the adapter {job.origin.name} has the rank {packed.rank}: the device tier takes ranks up to "
+                f"the adapter {load_request.origin.name} has the rank {packed.rank}: the device tier takes ranks up to "
                 f"{self._device.numbers.ranks[-1]}"
             )
         with self._lock:
-            slot = self._slot_for(job, packed.digest, rank, first)
+            slot = self._slot_for(load_request, packed.digest, rank, first)
             if slot is None:
                 return
         self._device.fill(slot, packed)
         with self._lock:
-            self._hand_over(job.ticket, slot, packed.digest)
+            self._hand_over(load_request.loan, slot, packed.digest)
 
-    def release(self, ticket: AdapterTicket) -> int | None:
-        """Ends a ticket's hold on its slot. Returns the slot's rank if other tickets wait for a slot of this rank."""
+    def release(self, loan: AdapterLoan) -> int | None:
+        """Ends a loan's hold on its slot. Returns the slot's rank if other loans wait for a slot of this rank."""
         with self._lock:
-            if ticket.released:
+            if loan.released:
                 return None
-            ticket.released = True
-            if ticket.placed is None:
+            loan.released = True
+            if loan.placed is None:
                 return None
-            self._device.release(ticket.placed[0])
-            rank, _ = self._device.numbers.place(ticket.placed[0])
+            self._device.release(loan.placed[0])
+            rank, _ = self._device.numbers.place(loan.placed[0])
             return rank if self._waiting[rank] else None
 
-    def next_job(self, rank: int) -> Job | None:
-        """Returns the first job that waits for a slot of a rank, and removes the job from the rank's queue.
+    def next_waiting(self, rank: int) -> LoadRequest | None:
+        """Returns the first load request that waits for a slot of a rank, and removes it from the rank's queue.
 
         Returns:
-            None if no job waits, or if the first one cannot get a slot now.
+            None if none waits, or if the first one cannot get a slot now.
         """
         with self._lock:
             waiting = self._waiting[rank]
-            while waiting and waiting[0].ticket.released:
+            while waiting and waiting[0].loan.released:
                 waiting.popleft()
             if not waiting or not self._device.has_room(rank, waiting[0].digest):
                 return None
             return waiting.popleft()
 
-    def _slot_for(self, job: Job, digest: str, rank: int, first: bool) -> int | None:
-        """Assigns and returns a slot that callers must fill; returns None if the ticket got a filled slot or has to
+    def _slot_for(self, load_request: LoadRequest, digest: str, rank: int, first: bool) -> int | None:
+        """Assigns and returns a slot that callers must fill; returns None if the loan got a filled slot or has to
         wait. Callers must hold the lock."""
-        waiting, ticket = self._waiting[rank], job.ticket
+        waiting, loan = self._waiting[rank], load_request.loan
         if first or self._may_pass(rank):
             slot = self._device.acquire(digest)
             if slot is not None:
-                self._hand_over(ticket, slot, digest)
+                self._hand_over(loan, slot, digest)
                 return None
         if first or not waiting:
             slot = self._device.assign(digest, rank)
             if slot is not None:
                 return slot
-        again = Job(ticket, job.origin, digest)
+        again = LoadRequest(loan, load_request.origin, digest)
         if first:
             waiting.appendleft(again)
         else:
@@ -191,21 +191,21 @@ class Placement:
         return None
 
     def _may_pass(self, rank: int) -> bool:
-        """Returns whether a ticket whose adapter has a slot may overtake the first waiting ticket, and counts the
+        """Returns whether a loan whose adapter has a slot may overtake the first waiting loan, and counts the
         attempt."""
         waiting = self._waiting[rank]
         if not waiting:
             return True
-        waiting[0].ticket.passed += 1
-        return waiting[0].ticket.passed <= MOST_PASSED
+        waiting[0].loan.passed += 1
+        return waiting[0].loan.passed <= MOST_PASSED
 
-    def _hand_over(self, ticket: AdapterTicket, slot: int, digest: str) -> None:
-        """Makes a slot that is held for a ticket the ticket's slot, or releases the slot if the ticket has been
+    def _hand_over(self, loan: AdapterLoan, slot: int, digest: str) -> None:
+        """Makes a slot that is held for a loan the loan's slot, or releases the slot if the loan has been
         released. Callers must hold the lock."""
-        if ticket.released:
+        if loan.released:
             self._device.release(slot)
         else:
-            ticket.placed = (slot, digest)
+            loan.placed = (slot, digest)
 
 
 RANKS = (8, 16, 32, 64, 128, 256)
@@ -239,7 +239,7 @@ class AdapterStore:
             device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
                 adapters of all other kinds together.
             host_bytes: the most bytes of adapters in host memory.
-            on_ready: called without arguments, from any thread, when a ticket that was not ready at once is ready or
+            on_ready: called without arguments, from any thread, when a loan that was not ready at once is ready or
                 has failed.
             dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
                 numbers unrounded. Adapters of other kinds keep the dtypes of their files.
@@ -273,8 +273,8 @@ class AdapterStore:
         likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
         self._reader = AdapterReader(likes, self._host, self._known, limits, pinned=self._device.device.type == "cuda")
         self._lock = threading.Lock()
-        self._pending: set[AdapterTicket] = set()
-        self._fetching: dict[str, list[Job]] = {}
+        self._pending: set[AdapterLoan] = set()
+        self._fetching: dict[str, list[LoadRequest]] = {}
         self._dropped: set[str] = set()
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetcher")
@@ -285,38 +285,38 @@ class AdapterStore:
             self.close()
             raise
 
-    def reserve(self, name: str) -> AdapterTicket:
+    def reserve(self, name: str) -> AdapterLoan:
         """Holds an adapter for a request, and starts to load the adapter if it is not on the device.
 
         Args:
             name: a subfolder of the root, or a name in the catalogue.
 
         Returns:
-            The request's ticket. If the adapter turns out later to be unusable, by its numbers or because it cannot be
-            fetched, the reason is the ticket's `failure`.
+            The request's loan. If the adapter turns out later to be unusable, by its numbers or because it cannot be
+            fetched, the reason is the loan's `failure`.
 
         Raises:
             ConfigurationError: there is no such adapter, or its settings or header show that it cannot be used.
         """
-        origin, ticket = self._origin(name), AdapterTicket(name, self._release)
+        origin, loan = self._origin(name), AdapterLoan(name, self._release)
         digest = self._digest_of(origin)
         with self._lock:
             self._dropped.discard(digest or "")
-        if digest is None or not self._placement.take(ticket, digest):
-            self._start(Job(ticket, origin, digest))
-        return ticket
+        if digest is None or not self._placement.take(loan, digest):
+            self._start(LoadRequest(loan, origin, digest))
+        return loan
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
         """Returns a context in which forward passes of this thread apply to each row the row's own adapter.
 
         Args:
-            slot_of_row: for each row of the pass, the slot of a ticket, or 0 for no adapter; ascending.
+            slot_of_row: for each row of the pass, the slot of a loan, or 0 for no adapter; ascending.
 
         Raises:
             ConfigurationError: the rows are not in the order of their slots, or a slot is not held.
         """
         if not self._device.are_held(set(slot_of_row) - {0}):
-            raise ConfigurationError("a step names a slot that no ticket holds")
+            raise ConfigurationError("a step names a slot that no loan holds")
         return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
 
     def names(self) -> list[str]:
@@ -407,14 +407,14 @@ class AdapterStore:
         )
 
     def close(self) -> None:
-        """Stops loading, fails all tickets that are not ready, and removes the hooks from the model."""
+        """Stops loading, fails all loans that are not ready, and removes the hooks from the model."""
         with self._lock:
             self._closed = True
         for pool in (self._fetchers, self.loader):
             pool.shutdown(wait=True, cancel_futures=True)
-        for ticket in tuple(self._pending):
-            ticket.failure = ConfigurationError("the adapter store was closed")
-            self._settle(ticket)
+        for loan in tuple(self._pending):
+            loan.failure = ConfigurationError("the adapter store was closed")
+            self._settle(loan)
         for hook in self._hooks:
             hook.detach()
 
@@ -476,22 +476,22 @@ class AdapterStore:
             self._reader.check(origin.folder.find(origin.name, origin.subfolder))
         return digest
 
-    def _start(self, job: Job) -> None:
-        entry = job.origin.entry
+    def _start(self, load_request: LoadRequest) -> None:
+        entry = load_request.origin.entry
         with self._lock:
             if self._closed:
                 raise ConfigurationError("the adapter store is closed")
-            self._pending.add(job.ticket)
+            self._pending.add(load_request.loan)
             if entry is None or (self._cache / entry.sha256).is_dir():
-                self.loader.submit(self._load, job)
+                self.loader.submit(self._load, load_request)
                 return
             waiting = self._fetching.setdefault(entry.sha256, [])
-            waiting.append(job)
+            waiting.append(load_request)
             if len(waiting) == 1:
-                self._fetchers.submit(self._fetch, job.origin.name, entry)
+                self._fetchers.submit(self._fetch, load_request.origin.name, entry)
 
     def _fetch(self, name: str, entry: Entry) -> None:
-        """Fetches an adapter, and then loads it for all tickets that wait for it. Only a fetching thread calls this
+        """Fetches an adapter, and then loads it for all loans that wait for it. Only a fetching thread calls this
         method."""
         failure: VeilbaseError | None = None
         try:
@@ -501,81 +501,82 @@ class AdapterStore:
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must not wait for ever
             failure = ConfigurationError(f"the adapter {name} cannot be fetched ({type(exc).__name__})")
         with self._lock:
-            jobs = self._fetching.pop(entry.sha256, [])
-            for job in jobs if failure is None and not self._closed else []:
-                self.loader.submit(self._load, job)
+            load_requests = self._fetching.pop(entry.sha256, [])
+            for load_request in load_requests if failure is None and not self._closed else []:
+                self.loader.submit(self._load, load_request)
         if failure is not None:
-            for job in jobs:
-                self._fail(job, failure)
+            for load_request in load_requests:
+                self._fail(load_request, failure)
 
-    def _load(self, job: Job, first: bool = False) -> None:
-        """Loads an adapter onto the device for a ticket. Only the loading thread runs this, and only it assigns slots.
+    def _load(self, load_request: LoadRequest, first: bool = False) -> None:
+        """Loads an adapter onto the device for a loan. Only the loading thread runs this, and only it assigns slots.
 
         Args:
-            job: the ticket and the adapter to load.
-            first: whether the ticket has already waited for a slot.
+            load_request: the loan and the adapter to load.
+            first: whether the loan has already waited for a slot.
         """
-        if job.ticket.released:
+        if load_request.loan.released:
             return
         try:
-            self._place(job, self._packed(job), first)
+            self._place(load_request, self._packed(load_request), first)
         except VeilbaseError as exc:
-            self._fail(job, exc)
-        except Exception as exc:  # noqa: BLE001 - such as a device without memory; a ticket must not wait for ever
+            self._fail(load_request, exc)
+        except Exception as exc:  # noqa: BLE001 - such as a device without memory; a loan must not wait for ever
             self._fail(
-                job, ConfigurationError(f"the adapter {job.origin.name} cannot be loaded ({type(exc).__name__})")
+                load_request,
+                ConfigurationError(f"the adapter {load_request.origin.name} cannot be loaded ({type(exc).__name__})"),
             )
         else:
-            if job.ticket.is_ready():
-                self._settle(job.ticket)
+            if load_request.loan.is_ready():
+                self._settle(load_request.loan)
 
-    def _place(self, job: Job, packed: PackedAdapter | PackedModules, first: bool) -> None:
+    def _place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool) -> None:
         try:
-            self._placement.place(job, packed, first)
+            self._placement.place(load_request, packed, first)
         except ConfigurationError as exc:
             if isinstance(packed, PackedModules):  # Modules are tried when they are made, which takes long.
-                self._known.keep_failure(job.origin.name, packed.stamp, exc)
+                self._known.keep_failure(load_request.origin.name, packed.stamp, exc)
             raise
 
-    def _packed(self, job: Job) -> PackedAdapter | PackedModules:
+    def _packed(self, load_request: LoadRequest) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
-        found = self._host.get(job.digest) if job.digest is not None else None
-        return found if found is not None else self._reader.read(job.origin)
+        found = self._host.get(load_request.digest) if load_request.digest is not None else None
+        return found if found is not None else self._reader.read(load_request.origin)
 
-    def _release(self, ticket: AdapterTicket) -> None:
-        rank = self._placement.release(ticket)
+    def _release(self, loan: AdapterLoan) -> None:
+        rank = self._placement.release(loan)
         with self._lock:
-            self._pending.discard(ticket)
+            self._pending.discard(loan)
             if self._closed:
                 return
-            if ticket.placed is not None and ticket.digest in self._dropped:
-                self.loader.submit(self._drop, ticket.digest)
+            if loan.placed is not None and loan.digest in self._dropped:
+                self.loader.submit(self._drop, loan.digest)
             if rank is not None:
                 self.loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives free slots of a rank to the tickets that wait for a slot, in the order of waiting. Only the loading
+        """Gives free slots of a rank to the loans that wait for a slot, in the order of waiting. Only the loading
         thread runs this."""
-        while (job := self._placement.next_job(rank)) is not None:
-            self._load(job, first=True)
+        while (load_request := self._placement.next_waiting(rank)) is not None:
+            self._load(load_request, first=True)
 
-    def _fail(self, job: Job, failure: VeilbaseError) -> None:
-        job.ticket.failure = failure
-        self._settle(job.ticket)
+    def _fail(self, load_request: LoadRequest, failure: VeilbaseError) -> None:
+        load_request.loan.failure = failure
+        self._settle(load_request.loan)
 
-    def _settle(self, ticket: AdapterTicket) -> None:
-        """Tells the engine that a ticket is ready or has failed."""
+    def _settle(self, loan: AdapterLoan) -> None:
+        """Tells the engine that a loan is ready or has failed."""
         with self._lock:
-            self._pending.discard(ticket)
+            self._pending.discard(loan)
         if self.on_ready is not None:
             self.on_ready()
 
     def _preload(self, names: Sequence[str]) -> None:
         for name in reversed(names):  # The first names are loaded last, so that they stay on the device.
-            origin, ticket = self._origin(name), AdapterTicket(name, self._release)
+            origin, loan = self._origin(name), AdapterLoan(name, self._release)
             if origin.entry is not None:
                 fetch(name, origin.entry, self._cache, self._max_file_bytes)
-            self._load(Job(ticket, origin, self._digest_of(origin)))  # The loading thread has nothing to do yet.
-            ticket.release()
-            if ticket.failure is not None:
-                raise ticket.failure
+            self._load(LoadRequest(loan, origin, self._digest_of(origin)))  # The loading thread has nothing to do yet.
+            loan.release()
+            if loan.failure is not None:
+                raise loan.failure

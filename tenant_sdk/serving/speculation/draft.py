@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tenant_sdk.serving.attention.few_rows import Piece
+from tenant_sdk.serving.attention.few_rows import RequestRows
 from tenant_sdk.serving.kv import KvLayout, RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Request
@@ -101,7 +101,7 @@ class DraftModel:
         config = model.config.get_text_config(decoder=True)
         self._context: int = getattr(config, "max_position_embeddings", None) or step_tokens
         with torch.no_grad():
-            self._forward([Piece(self._make_kv(1), 0, 1)], [0], [0], [0])
+            self._forward([RequestRows(self._make_kv(1), 0, 1)], [0], [0], [0])
 
     def draft(self, segments: Sequence[Segment], requests: Sequence[Request]) -> None:
         """Sets the drafted tokens of each request; see `Drafter.draft`."""
@@ -130,24 +130,30 @@ class DraftModel:
     def _pass(self, lines: Sequence[_Line]) -> None:
         """Runs one pass over tokens of several requests (`lines`), at most `step_tokens` in all. Drafts the next token
         of each request whose tokens are then all computed."""
-        pieces, token_ids, positions, ends, ready = list[Piece](), list[int](), list[int](), list[int](), list[_Line]()
+        parts, token_ids, positions, ends, ready = (
+            list[RequestRows](),
+            list[int](),
+            list[int](),
+            list[int](),
+            list[_Line](),
+        )
         for line in lines:
             begin = line.read.num_tokens
             num_rows = min(line.num_unread, self._step_tokens - len(token_ids))
             if num_rows < 1:
                 break
-            pieces.append(Piece(line.read.kv, begin, num_rows))
+            parts.append(RequestRows(line.read.kv, begin, num_rows))
             token_ids += line.token_ids[begin : begin + num_rows]
             positions += range(begin, begin + num_rows)
             line.read.num_tokens += num_rows
             if line.num_wanted and line.read.num_tokens == len(line.token_ids):
                 ready.append(line)
                 ends.append(len(token_ids) - 1)
-        for line, logits in zip(ready, self._forward(pieces, token_ids, positions, ends), strict=True):
+        for line, logits in zip(ready, self._forward(parts, token_ids, positions, ends), strict=True):
             line.put(logits)
 
     def _forward(
-        self, pieces: Sequence[Piece], token_ids: list[int], positions: list[int], wanted: list[int]
+        self, parts: Sequence[RequestRows], token_ids: list[int], positions: list[int], wanted: list[int]
     ) -> torch.Tensor:
         """Returns the logits of the wanted rows for the remote model's vocabulary, shape (num_wanted, vocab_size).
 
@@ -156,7 +162,7 @@ class DraftModel:
         """
         known = [min(token_id, self._num_embeddings - 1) for token_id in token_ids]
         numbers = [torch.tensor(each, device=self._ragged.model.device) for each in (known, positions, wanted)]
-        logits, _ = self._ragged.forward(pieces, numbers[0], numbers[1], numbers[2].long())
+        logits, _ = self._ragged.forward(parts, numbers[0], numbers[1], numbers[2].long())
         num_missing = self._vocab_size - logits.shape[1]
         return functional.pad(logits.to(self._device), (0, num_missing), value=-torch.inf)
 

@@ -1,4 +1,4 @@
-"""Tests the replica whose weights are on a device, on torch's `cpu` device: the same lanes, pieces and checks as on a
+"""Tests the replica whose weights are on a device, on torch's `cpu` device: the same streams, pieces and checks as on a
 GPU, without streams. Tests that take the `replica` run on a GPU as well if there is one."""
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def assert_agree(call: Call, found: torch.Tensor, expected: torch.Tensor) -> Non
 def test_replies_are_the_cpus(
     served_model: ServedModel, replica: OnDevice, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces are made small, so that the lanes take several turns."""
+    """Pieces are made small, so that the streams take several turns."""
     monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
     for call in calls(served_model):
         rows = rows_for(served_model, call, num_rows)
@@ -231,10 +231,10 @@ def test_pieces_are_even_and_lanes_take_turns(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[int, int]] = []
-    for number, lane in enumerate(replica.lanes):
-        start = lane.start
+    for number, stream in enumerate(replica.streams):
+        start = stream.start
         monkeypatch.setattr(
-            lane,
+            stream,
             "start",
             lambda block, multiply, num_padded=0, number=number, start=start: (
                 started.append((number, sum(rows.shape[0] for rows, _ in block))) or start(block, multiply, num_padded)
@@ -356,7 +356,7 @@ def test_a_lost_device_gives_no_number(
 def test_after_a_fault_in_mid_product_no_old_rows_are_answered(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of three pieces fails. The next product gets its own rows, and not what was left in a lane."""
+    """The second of three pieces fails. The next product gets its own rows, and not what was left in a stream."""
     monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
     product, number = coding.product, iter(range(99))
 

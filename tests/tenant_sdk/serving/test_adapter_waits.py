@@ -19,8 +19,8 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 
 @dataclass
-class HeldTicket:
-    """Implements a ticket that the test makes ready."""
+class HeldLoan:
+    """Implements a loan that the test makes ready."""
 
     slot: int
     ready: bool = False
@@ -44,16 +44,16 @@ class Store:
 
     model: Any
     wake: Callable[[], None]
-    tickets: list[HeldTicket] = field(default_factory=list)
+    loans: list[HeldLoan] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     is_closed: bool = False
     is_late: bool = False
 
-    def reserve(self, name: str) -> HeldTicket:
+    def reserve(self, name: str) -> HeldLoan:
         if not name.startswith("a"):
             raise ConfigurationError(f"there is no adapter {name}")
-        self.tickets.append(HeldTicket(int(name[1:]), ready=not self.is_late))
-        return self.tickets[-1]
+        self.loans.append(HeldLoan(int(name[1:]), ready=not self.is_late))
+        return self.loans[-1]
 
     @contextlib.contextmanager
     def in_step(self, slot_of_row: list[int]) -> Iterator[None]:
@@ -69,8 +69,8 @@ class Store:
         self.is_closed = True
 
     def settle(self, number: int, failure: VeilbaseError | None = None) -> None:
-        """Makes a ticket ready, or fails it, and wakes the engine from another thread, as a store does."""
-        self.tickets[number].ready, self.tickets[number].failure = failure is None, failure
+        """Makes a loan ready, or fails it, and wakes the engine from another thread, as a store does."""
+        self.loans[number].ready, self.loans[number].failure = failure is None, failure
         thread = threading.Thread(target=self.wake)
         thread.start()
         thread.join(TIMEOUT_S)
@@ -112,7 +112,7 @@ def test_each_row_gets_its_own_adapter_in_the_order_of_slots(engine: Engine, mad
     assert [answer.result(TIMEOUT_S) for answer in answers] == alone
     assert all(rows == sorted(rows) for rows in store.steps)
     assert max(len(set(rows)) for rows in store.steps) == 4
-    assert all(ticket.num_released == 1 for ticket in store.tickets)
+    assert all(loan.num_released == 1 for loan in store.loans)
 
 
 def test_a_request_waits_for_its_adapter_and_stalls_nobody(engine: Engine, made: list[Store]) -> None:
@@ -134,7 +134,7 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_own_request(engine: Engine, m
         late.result(TIMEOUT_S)
     made[0].settle(1)
     other.result(TIMEOUT_S)
-    assert [ticket.num_released for ticket in made[0].tickets] == [1, 1]
+    assert [loan.num_released for loan in made[0].loans] == [1, 1]
 
 
 def test_a_request_that_is_cancelled_while_its_adapter_loads_lets_it_go(engine: Engine, made: list[Store]) -> None:
@@ -143,7 +143,7 @@ def test_a_request_that_is_cancelled_while_its_adapter_loads_lets_it_go(engine: 
     late = engine.submit("who?", "a2", 6)
     late.cancel()
     assert late.result(TIMEOUT_S) == ""
-    assert made[0].tickets[0].num_released == 1
+    assert made[0].loans[0].num_released == 1
 
 
 def test_refused_requests_hold_nothing(engine: Engine, made: list[Store]) -> None:
@@ -152,7 +152,7 @@ def test_refused_requests_hold_nothing(engine: Engine, made: list[Store]) -> Non
         engine.submit("who?", "b", 6)
     with pytest.raises(ConfigurationError):
         engine.submit("who?", "a1", 1000)
-    assert made[0].tickets == []
+    assert made[0].loans == []
 
 
 def test_closing_gives_every_hold_back_and_closes_the_store(client: TenantClient, made: list[Store]) -> None:
@@ -165,7 +165,7 @@ def test_closing_gives_every_hold_back_and_closes_the_store(client: TenantClient
     engine.close()
     with pytest.raises(ConfigurationError, match="closed"):
         late.result(TIMEOUT_S)
-    assert made[0].tickets[0].num_released == 1
+    assert made[0].loans[0].num_released == 1
     assert made[0].is_closed
     with pytest.raises(ConfigurationError, match="closed"):
         engine.submit("who?", "a1", 6)

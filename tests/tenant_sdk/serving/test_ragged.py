@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tenant_sdk.serving.attention import kernels
-from tenant_sdk.serving.attention.few_rows import Piece
+from tenant_sdk.serving.attention.few_rows import RequestRows
 from tenant_sdk.serving.kv import RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel, attend
 from tests.support.served_kinds import CONFIGS, KINDS
@@ -40,7 +40,9 @@ def local(config: Any, seed: int = 0) -> PreTrainedModel:
 def first_step(model: PreTrainedModel) -> RaggedModel:
     ragged = RaggedModel(model)
     layout = kv_layout(model, "fp32", 16)
-    ragged.forward([Piece(RequestKv(layout, 4, CPU), 0, 4)], tokens(4, 0) % 32, torch.arange(4), torch.tensor([3]))
+    ragged.forward(
+        [RequestRows(RequestKv(layout, 4, CPU), 0, 4)], tokens(4, 0) % 32, torch.arange(4), torch.tensor([3])
+    )
     return ragged
 
 
@@ -64,10 +66,10 @@ def test_pieces_of_three_requests_give_the_logits_of_each_alone(
     read, got = [0, 0, 0], [list[torch.Tensor]() for _ in texts]
     for sizes in ((7, 1, 3), (1, 4, 1), (5, 0, 9), (6, 3, 1), (1, 1, 0)):
         parts = [(number, read[number], size) for number, size in enumerate(sizes) if size]
-        pieces = [Piece(kvs[number], start, size) for number, start, size in parts]
+        rows = [RequestRows(kvs[number], start, size) for number, start, size in parts]
         ids = torch.cat([texts[number][start : start + size] for number, start, size in parts])
         positions = torch.cat([torch.arange(start, start + size) for _, start, size in parts])
-        logits, is_finite = model.forward(pieces, ids, positions, torch.arange(len(ids)))
+        logits, is_finite = model.forward(rows, ids, positions, torch.arange(len(ids)))
         assert bool(is_finite.all())
         for (number, _, size), part in zip(parts, logits.split([size for _, _, size in parts]), strict=True):
             got[number].append(part)
@@ -84,7 +86,7 @@ def test_padding_is_not_seen_and_its_rows_are_harmless() -> None:
     layout, text = kv_layout(model.model, "fp32", 16), tokens(5, 1)
     ids, positions = torch.cat([torch.zeros(3, dtype=torch.int64), text]), torch.tensor([0, 0, 0, 0, 1, 2, 3, 4])
     wanted = torch.arange(3, 8)
-    logits, is_finite = model.forward([Piece(RequestKv(layout, 5, CPU), 0, 8, 3)], ids, positions, wanted)
+    logits, is_finite = model.forward([RequestRows(RequestKv(layout, 5, CPU), 0, 8, 3)], ids, positions, wanted)
     torch.testing.assert_close(logits, reference(text[None]).logits[0], rtol=1e-4, atol=1e-5)
     assert bool(is_finite.all())
 
@@ -113,8 +115,8 @@ def test_a_row_whose_query_key_or_value_is_not_finite_stays_so(where: str) -> No
         return output
 
     model.model.model.layers[0].self_attn.get_submodule(f"{where}_proj").register_forward_hook(spoil)
-    pieces = [Piece(RequestKv(layout, 2, CPU), 0, 2), Piece(RequestKv(layout, 2, CPU), 0, 2)]
-    _, is_finite = model.forward(pieces, tokens(4, 0), torch.tensor([0, 1, 0, 1]), torch.tensor([3]))
+    parts = [RequestRows(RequestKv(layout, 2, CPU), 0, 2), RequestRows(RequestKv(layout, 2, CPU), 0, 2)]
+    _, is_finite = model.forward(parts, tokens(4, 0), torch.tensor([0, 1, 0, 1]), torch.tensor([3]))
     assert is_finite.tolist()[1:] == [False, True, True], "the other request is not touched"
 
 

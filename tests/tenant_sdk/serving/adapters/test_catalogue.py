@@ -118,12 +118,12 @@ def test_a_request_fetches_what_the_catalogue_names_once(
     catalogue = write(tmp_path, support=(f"{url}/good", digest(made)), other=(f"{url}/good/", digest(made)))
     store = AdapterStore(model, None, catalogue, on_ready=bell, cache=cache)
     assert asked == []
-    tickets = held(store, bell, "support", "support", "other")
+    loans = held(store, bell, "support", "support", "other")
     assert asked == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
-    assert {ticket.digest for ticket in tickets} == {digest(made).removeprefix("sha256:")}
-    assert len({ticket.slot for ticket in tickets}) == 1
+    assert {loan.digest for loan in loans} == {digest(made).removeprefix("sha256:")}
+    assert len({loan.slot for loan in loans}) == 1
     expected = peft_logits(base_model(), made, IDS)
-    assert (stepped(store, model, [(tickets[0].slot, IDS)])[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (stepped(store, model, [(loans[0].slot, IDS)])[0] - expected).abs().max() < 1e-5 * expected.abs().max()
     for unknown in ("nobody", f"{url}/good", "../good", "hf://acme/other"):
         with pytest.raises(ConfigurationError, match="names no adapter"):
             store.reserve(unknown)
@@ -264,9 +264,9 @@ def test_a_copy_that_was_changed_is_refused(made: Path, cache: Path, tmp_path: P
     store = AdapterStore(
         base_model(), None, write(tmp_path, one=(f"file://{made}", digest(made))), on_ready=bell, cache=cache
     )
-    ticket = store.reserve("one")
-    bell.wait_for(ticket)
-    assert "was changed after it was fetched" in str(ticket.failure)
+    loan = store.reserve("one")
+    bell.wait_for(loan)
+    assert "was changed after it was fetched" in str(loan.failure)
     store.close()
 
 
@@ -274,10 +274,10 @@ def test_a_failed_download_fails_all_that_wait_and_is_tried_again(made: Path, ca
     bell, elsewhere = Bell(), tmp_path / "later"
     catalogue = write(tmp_path, one=(f"file://{elsewhere}", digest(made)))
     store = AdapterStore(base_model(), None, catalogue, on_ready=bell, cache=cache)
-    tickets = [store.reserve("one"), store.reserve("one")]
-    bell.wait_for(*tickets)
-    for ticket in tickets:
-        assert "one cannot be fetched" in str(ticket.failure)
+    loans = [store.reserve("one"), store.reserve("one")]
+    bell.wait_for(*loans)
+    for loan in loans:
+        assert "one cannot be fetched" in str(loan.failure)
     shutil.copytree(made, elsewhere)
     held(store, bell, "one")
     store.close()

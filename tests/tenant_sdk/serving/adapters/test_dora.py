@@ -77,10 +77,10 @@ def test_a_batch_of_both_equals_stock_peft_on_the_dequantised_model(
     with TenantClient(f"inproc:{folder}", cache=tmp_path / "cache", progress=False, **options) as client:
         model = client.load_model()
         store = AdapterStore(model, tmp_path / "adapters", on_ready=bell)
-        tickets = held(store, bell, *SETTINGS)
+        loans = held(store, bell, *SETTINGS)
         assert sorted(requests) == sorted(ROWS_OF_A), "one call for each group, and none for LoRA"
         requests.clear()
-        sequences = [(ticket.slot, IDS[at]) for at, ticket in enumerate(tickets)]
+        sequences = [(loan.slot, IDS[at]) for at, loan in enumerate(loans)]
         logits = stepped(store, model, [*sequences, (0, IDS[5])])
         assert requests == [(group, IDS.numel()) for group in range(9)], "a step makes the calls of the base model"
         store.close()
@@ -98,8 +98,8 @@ def test_many_dora_adapters_in_one_product(tmp_path: Path) -> None:
     for at in range(4):
         save_adapter(model, tmp_path / f"a{at}", seed=at, r=8, fan_in_fan_out=True, use_dora=at != 2)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    tickets = held(store, bell, *(f"a{at}" for at in range(4)))
-    logits = stepped(store, model, [(ticket.slot, IDS[at]) for at, ticket in enumerate(tickets)])
+    loans = held(store, bell, *(f"a{at}" for at in range(4)))
+    logits = stepped(store, model, [(loan.slot, IDS[at]) for at, loan in enumerate(loans)])
     store.close()
     for at, got in enumerate(logits):
         expected = peft_logits(model, tmp_path / f"a{at}", IDS[at])
@@ -131,10 +131,10 @@ def test_an_answer_that_is_not_finite_fails_the_adapter_and_nothing_else(
     bell = Bell()
     with TenantClient("inproc:x", cache=tmp_path / "cache", mask="off", arithmetic="float") as client:
         store = AdapterStore(client.load_model(), tmp_path / "adapters", on_ready=bell)
-        ticket = store.reserve("dora")
-        bell.wait_for(ticket)
-        assert isinstance(ticket.failure, NotFinite)
-        assert "\n" not in str(ticket.failure)
+        loan = store.reserve("dora")
+        bell.wait_for(loan)
+        assert isinstance(loan.failure, NotFinite)
+        assert "\n" not in str(loan.failure)
         held(store, bell, "lora")
         store.close()
 
@@ -152,9 +152,9 @@ def test_false_norms_fail_the_adapter_before_anything_is_sent(tmp_path: Path, mo
     bell = Bell()
     with TenantClient("inproc:x", cache=tmp_path / "cache", mask="off") as client:
         store = AdapterStore(client.load_model(), tmp_path / "adapters", on_ready=bell)
-        ticket = store.reserve("dora")
-        bell.wait_for(ticket)
-        assert str(ticket.failure) == (
+        loan = store.reserve("dora")
+        bell.wait_for(loan)
+        assert str(loan.failure) == (
             "the bundle's column norms of model.layers.1.mlp.down_proj are no norms that this layer can have"
         )
         assert liar.num_rows == []
@@ -188,9 +188,9 @@ def test_damaged_files_are_one_line(change: Change, text: str, tmp_path: Path) -
     save_file(tensors, tmp_path / "adapters" / "bad" / WEIGHTS)
     store = AdapterStore(model, tmp_path / "adapters", on_ready=bell)
     with pytest.raises(Exception, match=text) as failure:  # noqa: PT012 - numbers are only checked once they are read
-        ticket = store.reserve("bad")
-        bell.wait_for(ticket)
-        raise ticket.failure or AssertionError("the adapter was taken")
+        loan = store.reserve("bad")
+        bell.wait_for(loan)
+        raise loan.failure or AssertionError("the adapter was taken")
     assert "\n" not in str(failure.value)
     store.close()
 
@@ -203,7 +203,7 @@ def test_magnitudes_with_the_ending_of_a_module(tmp_path: Path) -> None:
     tensors = load_file(path)
     save_file({f"{key}.weight" if "magnitude" in key else key: value for key, value in tensors.items()}, path)
     store = AdapterStore(model, tmp_path / "adapters", on_ready=bell)
-    (ticket,) = held(store, bell, "dora")
-    (got,) = stepped(store, model, [(ticket.slot, IDS[0])])
+    (loan,) = held(store, bell, "dora")
+    (got,) = stepped(store, model, [(loan.slot, IDS[0])])
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     store.close()

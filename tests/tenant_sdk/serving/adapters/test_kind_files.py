@@ -49,13 +49,13 @@ def refused(stock: Any, root: Path, name: str, **options: Any) -> str:
     bell = Bell()
     store, _ = opened(stock, root, bell, **options)
     try:
-        ticket = store.reserve(name)
+        loan = store.reserve(name)
     except ConfigurationError as exc:
         said = str(exc)
     else:
-        bell.wait_for(ticket)
-        assert isinstance(ticket.failure, ConfigurationError)
-        said = str(ticket.failure)
+        bell.wait_for(loan)
+        assert isinstance(loan.failure, ConfigurationError)
+        said = str(loan.failure)
         assert store.status().device_adapters == 0
     store.close()
     assert "\n" not in said
@@ -227,9 +227,9 @@ def load(stock: Any, root: Path, *names: str) -> AdapterStore:
     bell = Bell()
     store, _ = opened(stock, root, bell, separate_calls=True)
     for name in names:
-        ticket = store.reserve(name)
-        bell.wait_for(ticket)
-        assert ticket.failure is None
+        loan = store.reserve(name)
+        bell.wait_for(loan)
+        assert loan.failure is None
     return store
 
 
@@ -261,9 +261,9 @@ def test_shapes_are_asked_of_peft_once_for_settings(
     ask = peft_modules._ask_peft
     monkeypatch.setattr(peft_modules, "_ask_peft", lambda name, *others: asked.append(name) or ask(name, *others))
     store = load(stock, tmp_path, "one", "two", "other")
-    ticket = store.reserve("bad")
-    cast(Bell, store.on_ready).wait_for(ticket)
-    assert "is for another base or of other settings" in str(ticket.failure)
+    loan = store.reserve("bad")
+    cast(Bell, store.on_ready).wait_for(loan)
+    assert "is for another base or of other settings" in str(loan.failure)
     store.close()
     assert asked == ["one", "other"]
 
@@ -276,12 +276,12 @@ def test_numbers_that_overflow_are_refused_and_this_is_remembered(
     monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
-    ticket = store.reserve("one")
-    bell.wait_for(ticket)
-    assert "gives numbers that are not finite, in model.layers.0" in str(ticket.failure)
+    loan = store.reserve("one")
+    bell.wait_for(loan)
+    assert "gives numbers that are not finite, in model.layers.0" in str(loan.failure)
     with pytest.raises(ConfigurationError) as again:
         store.reserve("one")
-    assert str(again.value) == str(ticket.failure)
+    assert str(again.value) == str(loan.failure)
     store.close()
 
 
@@ -296,9 +296,9 @@ def test_a_module_that_fails_when_it_is_tried_is_remembered(
     monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
-    ticket = store.reserve("one")
-    bell.wait_for(ticket)
-    assert "cannot be computed in model.layers.0" in str(ticket.failure)
+    loan = store.reserve("one")
+    bell.wait_for(loan)
+    assert "cannot be computed in model.layers.0" in str(loan.failure)
     with pytest.raises(ConfigurationError, match="cannot be computed"):
         store.reserve("one")
     store.close()
@@ -318,8 +318,8 @@ def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path
     bell = Bell()
     store, model = opened(stock, tmp_path, bell)
     for name in ("fine", "coarse"):
-        (ticket,) = held(store, bell, name)
-        (got,) = stepped(store, model, [(ticket.slot, IDS)])
+        (loan,) = held(store, bell, name)
+        (got,) = stepped(store, model, [(loan.slot, IDS)])
         assert (got - peft_logits(stock, tmp_path / name, IDS)).abs().max() < 2e-6
     status = store.status()
     sizes = [sum(each.nbytes for each in load_file(tmp_path / name / WEIGHTS).values()) for name in ("fine", "coarse")]
@@ -338,12 +338,12 @@ def test_a_slot_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) 
     store, model = opened(stock, tmp_path, bell, device_slots=1)
     (lora,) = held(store, bell, "lora")
     for name in ("a", "b", "c", "a", "c", "b"):
-        (ticket,) = held(store, bell, name)
-        got = stepped(store, model, [(ticket.slot, IDS), (lora.slot, IDS)])
+        (loan,) = held(store, bell, name)
+        got = stepped(store, model, [(loan.slot, IDS), (lora.slot, IDS)])
         for adapter, logits in zip((name, "lora"), got, strict=True):
             assert (logits - peft_logits(stock, tmp_path / adapter, IDS)).abs().max() < 2e-6
         waiting = store.reserve("b" if name != "b" else "a")
-        ticket.release()
+        loan.release()
         bell.wait_for(waiting)  # for the slot, which is free now
         assert waiting.failure is None
         waiting.release()

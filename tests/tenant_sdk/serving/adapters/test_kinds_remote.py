@@ -67,8 +67,8 @@ def test_calls_are_the_same_with_every_adapter(
         model = client.load_model()
         store = AdapterStore(model, root, on_ready=bell, separate_calls=separate_calls)
         slots = {None: 0}
-        for name, ticket in zip(filter(None, names), held(store, bell, *filter(None, names)), strict=True):
-            slots[name] = ticket.slot
+        for name, loan in zip(filter(None, names), held(store, bell, *filter(None, names)), strict=True):
+            slots[name] = loan.slot
         counts = []
         for asked in ([None] * len(names), names, names[:1] * len(names), names[-1:] * len(names)):
             before = traffic(client)
@@ -111,9 +111,9 @@ def test_a_pass_with_other_rows_than_announced_sends_no_call(tmp_path: Path) -> 
     with open_provider(tmp_path / "tiny") as client:
         model = client.load_model()
         store = AdapterStore(model, tmp_path / "adapters", on_ready=bell, separate_calls=True)
-        (ticket,) = held(store, bell, "one")
+        (loan,) = held(store, bell, "one")
         before = traffic(client)
-        with store.in_step([ticket.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="6 rows in a step"):
+        with store.in_step([loan.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="6 rows in a step"):
             model(IDS[:1])
         assert torch.equal(traffic(client), before)
         store.close()

@@ -58,8 +58,8 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
     for at, setting in enumerate(settings):
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    tickets = held(store, bell, *(f"a{at}" for at in range(len(settings))))
-    logits = stepped(store, model, [(0, IDS[-1]), *((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets))])
+    loans = held(store, bell, *(f"a{at}" for at in range(len(settings))))
+    logits = stepped(store, model, [(0, IDS[-1]), *((loan.slot, IDS[at]) for at, loan in enumerate(loans))])
     plain = [stock(ids[None]).logits[0] for ids in IDS]
     assert torch.allclose(logits[0], plain[-1], atol=1e-6)
     for at, got in enumerate(logits[1:]):
@@ -80,11 +80,11 @@ def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
     for at in (0, 1, 0, 2, 5, 3, 5, 1, 6, 2, 6, 4, 1):
-        (ticket,) = held(store, bell, f"a{at}")
-        (got,) = stepped(store, model, [(ticket.slot, IDS[at])])
+        (loan,) = held(store, bell, f"a{at}")
+        (got,) = stepped(store, model, [(loan.slot, IDS[at])])
         expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
         assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
-        ticket.release()
+        loan.release()
     store.close()
 
 
@@ -110,8 +110,8 @@ def test_adapters_kept_in_float32_lose_nothing(tmp_path: Path) -> None:
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
         store = AdapterStore(model, tmp_path, on_ready=bell, dtype=dtype)
-        (ticket,) = held(store, bell, "fine")
-        errors[dtype] = (stepped(store, model, [(ticket.slot, IDS[0])])[0] - expected).abs().max()
+        (loan,) = held(store, bell, "fine")
+        errors[dtype] = (stepped(store, model, [(loan.slot, IDS[0])])[0] - expected).abs().max()
         store.close()
     assert errors[torch.float32] < 1e-5 * expected.abs().max() < errors[torch.bfloat16]
 
@@ -121,7 +121,7 @@ def test_rows_of_an_adapter_do_not_depend_on_those_beside_it(tmp_path: Path) -> 
     for at in range(5):
         save_adapter(model, tmp_path / f"a{at}", seed=at, r=8 + 3 * at)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [ticket.slot for ticket in held(store, bell, *(f"a{at}" for at in range(5)))]
+    slots = [loan.slot for loan in held(store, bell, *(f"a{at}" for at in range(5)))]
     alone = [stepped(store, model, [(slot, IDS[0])])[0] for slot in slots]
     together = stepped(store, model, [(slot, IDS[0]) for slot in slots])
     for one, other in zip(alone, together, strict=True):
@@ -134,9 +134,9 @@ def test_outside_a_step_and_after_close_the_model_is_its_own(tmp_path: Path) -> 
     plain = model(IDS[:1]).logits
     save_adapter(model, tmp_path / "one", seed=1)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    (ticket,) = held(store, bell, "one")
+    (loan,) = held(store, bell, "one")
     assert torch.equal(model(IDS[:1]).logits, plain)
-    with store.in_step([ticket.slot] * 5), torch.no_grad():
+    with store.in_step([loan.slot] * 5), torch.no_grad():
         with store.in_step([0] * 5):
             assert torch.equal(model(IDS[:1]).logits, plain)
         assert not torch.allclose(model(IDS[:1]).logits, plain, atol=1e-3)  # the outer step again
@@ -148,8 +148,8 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
     model, bell = base_model(), Bell()
     save_adapter(model, tmp_path / "one", seed=1)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    (ticket,) = held(store, bell, "one")
-    with store.in_step([ticket.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="5 rows in a step of 4"):
+    (loan,) = held(store, bell, "one")
+    with store.in_step([loan.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="5 rows in a step of 4"):
         model(IDS[:1])
     store.close()
 
@@ -164,7 +164,7 @@ def test_a_pass_that_makes_few_logits_gives_each_its_own_adapter_of_the_head(tmp
     save_adapter(model, tmp_path / "third", seed=3, r=16, target_modules=["lm_head"])
     names = ["head", "other", "third", None]
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [ticket.slot for ticket in held(store, bell, "head", "other", "third")] + [0]
+    slots = [loan.slot for loan in held(store, bell, "head", "other", "third")] + [0]
     order = sorted(range(4), key=lambda at: slots[at])
     expected = [
         peft_logits(stock, tmp_path / name, IDS[at]) if name else stock(IDS[at][None]).logits[0]
@@ -191,7 +191,7 @@ def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
     for at in range(2):
         save_adapter(model, tmp_path / f"a{at}", seed=at)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda ticket: ticket.slot)
+    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda loan: loan.slot)
     with pytest.raises(ConfigurationError, match="order"):
         store.in_step([second.slot, first.slot])
     with pytest.raises(ConfigurationError, match="order"):
@@ -199,7 +199,7 @@ def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
     slot = second.slot
     second.release()
     for wrong in (slot, -1, 10_000):
-        with pytest.raises(ConfigurationError, match="no ticket holds"):
+        with pytest.raises(ConfigurationError, match="no loan holds"):
             store.in_step([wrong])
     store.close()
 

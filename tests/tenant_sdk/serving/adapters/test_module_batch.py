@@ -100,7 +100,7 @@ def test_adapters_of_a_kind_are_computed_together(
     save_adapter(base, tmp_path / "lora", seed=3, fan_in_fan_out=kind == "gpt2")
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
-    slots = [ticket.slot for ticket in held(store, bell, *names, "lora")]
+    slots = [loan.slot for loan in held(store, bell, *names, "lora")]
     expected = alone(monkeypatch, store, model, [*slots, 0], (*LENGTHS, 2, 2))
     batch_calls.clear()
     got = logits_of(store, model, [*slots, 0], (*LENGTHS, 2, 2))
@@ -116,14 +116,14 @@ def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
     names = save_several(base, "llama", tmp_path, "VB-LoRA", count=6)
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=5)
-    tickets = held(store, bell, *names[:5])
+    loans = held(store, bell, *names[:5])
     lengths = (1,) * 5
-    first = logits_of(store, model, [ticket.slot for ticket in tickets], lengths)
-    slot, replaced = tickets[2].slot, tickets.pop(2)
+    first = logits_of(store, model, [loan.slot for loan in loans], lengths)
+    slot, replaced = loans[2].slot, loans.pop(2)
     replaced.release()
-    tickets += held(store, bell, names[5])
-    assert tickets[-1].slot == slot
-    slots = [ticket.slot for ticket in tickets]
+    loans += held(store, bell, names[5])
+    assert loans[-1].slot == slot
+    slots = [loan.slot for loan in loans]
     got = logits_of(store, model, slots, lengths)
     expected = alone(monkeypatch, store, model, slots, lengths)
     store.close()
@@ -138,7 +138,7 @@ def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, 
     save_kind(base, "llama", tmp_path / "other", "MiSS", seed=9, target_modules=["q_proj"])
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [ticket.slot for ticket in held(store, bell, *names, "other")]
+    slots = [loan.slot for loan in held(store, bell, *names, "other")]
     batch_calls.clear()
     logits_of(store, model, slots, (1,) * 4)
     store.close()
@@ -154,7 +154,7 @@ def test_adapters_with_other_projections_are_computed_with_theirs(
         change_projections(tmp_path / name)
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [ticket.slot for ticket in held(store, bell, *names)]
+    slots = [loan.slot for loan in held(store, bell, *names)]
     expected = alone(monkeypatch, store, model, slots, (2,) * 9)
     got = logits_of(store, model, slots, (2,) * 9)
     store.close()
@@ -424,7 +424,7 @@ def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path
         save_kind(base, "llama", tmp_path / f"a{number}", "OFT within bounds", seed=number, eps=0.05)
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
-    slots = [ticket.slot for ticket in held(store, bell, *(f"a{number}" for number in range(5)))]
+    slots = [loan.slot for loan in held(store, bell, *(f"a{number}" for number in range(5)))]
     first = logits_of(store, model, slots, (1,) * 5)
     for _ in range(8):
         assert torch.equal(logits_of(store, model, slots, (1,) * 5), first)
@@ -437,7 +437,7 @@ def test_a_module_that_changes_its_own_numbers_is_refused(tmp_path: Path, monkey
     base, bell = base_model("llama"), Bell()
     save_kind(base, "llama", tmp_path / "a", "OFT within bounds", seed=1)
     store = AdapterStore(base, tmp_path, on_ready=bell, separate_calls=True)
-    ticket = store.reserve("a")
-    bell.wait_for(ticket)
+    loan = store.reserve("a")
+    bell.wait_for(loan)
     store.close()
-    assert "changes its own numbers" in str(ticket.failure)
+    assert "changes its own numbers" in str(loan.failure)

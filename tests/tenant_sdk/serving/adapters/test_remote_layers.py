@@ -34,12 +34,12 @@ def test_equal_to_stock_peft_and_no_other_call(kind: str, num_calls: int, tmp_pa
     with TenantClient(f"inproc:{tmp_path / 'tiny'}", weights="native", mask="off", arithmetic="float") as client:
         model = client.load_model()
         store = AdapterStore(model, tmp_path / "adapters", on_ready=bell)
-        tickets = held(store, bell, "a0", "a1", "a2")
+        loans = held(store, bell, "a0", "a1", "a2")
         start = traffic(client)
         with torch.no_grad():
             model(IDS)
         plain = traffic(client)
-        logits = stepped(store, model, [*((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets)), (0, IDS[3])])
+        logits = stepped(store, model, [*((loan.slot, IDS[at]) for at, loan in enumerate(loans)), (0, IDS[3])])
         assert torch.equal(traffic(client) - plain, plain - start)
         assert (plain - start)[0] == num_calls
         store.close()

@@ -51,8 +51,8 @@ def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
     all earlier ones.
     """
     for name in ("wide", "wider"):
-        for ticket in held(store, bell, name):
-            ticket.release()
+        for loan in held(store, bell, name):
+            loan.release()
 
 
 @contextlib.contextmanager
@@ -110,24 +110,24 @@ def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files:
     store.close()
 
 
-def test_tickets_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
+def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     with held_up(reader_module, "pack") as (_, go_on):
-        ticket = store.reserve("a1")
-        assert not ticket.is_ready()
+        loan = store.reserve("a1")
+        assert not loan.is_ready()
         with pytest.raises(ConfigurationError, match="not in a slot"):
-            _ = ticket.slot
+            _ = loan.slot
         with pytest.raises(ConfigurationError, match="not loaded yet"):
-            _ = ticket.digest
+            _ = loan.digest
         go_on.set()
-        bell.wait_for(ticket)
-    digest = ticket.digest
-    ticket.release()
-    assert not ticket.is_ready()
-    assert ticket.digest == digest
+        bell.wait_for(loan)
+    digest = loan.digest
+    loan.release()
+    assert not loan.is_ready()
+    assert loan.digest == digest
     with pytest.raises(ConfigurationError, match="not in a slot"):
-        _ = ticket.slot
+        _ = loan.slot
     store.close()
 
 
@@ -152,9 +152,9 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
     store = AdapterStore(model, root, on_ready=bell, device_slots=1, host_bytes=2 * PACKED_BYTES)
 
     def use(name: str) -> None:
-        (ticket,) = held(store, bell, name)
-        assert answers(store, model, [ticket.slot]) == [code_of(int(name[1:]))]
-        ticket.release()
+        (loan,) = held(store, bell, name)
+        assert answers(store, model, [loan.slot]) == [code_of(int(name[1:]))]
+        loan.release()
 
     for name in ("a1", "a2", "a1"):
         use(name)
@@ -174,10 +174,10 @@ def test_every_slot_is_held_or_reusable(model: Any, root: Path) -> None:
     store = AdapterStore(model, root, on_ready=bell, device_slots=2)
     num_slots = store.status().device_reusable
     assert num_slots == 2 * (len(RANKS) + 1), "each rank has slots, and so have the adapters of other kinds"
-    tickets = held(store, bell, "a1", "a1", "a2", "wide")
+    loans = held(store, bell, "a1", "a1", "a2", "wide")
     assert (store.status().device_held, store.status().device_reusable) == (3, num_slots - 3)
-    for ticket in tickets:
-        ticket.release()
+    for loan in loans:
+        loan.release()
     assert (store.status().device_adapters, store.status().device_held) == (3, 0)
     assert store.status().device_reusable == num_slots
     store.close()
@@ -189,9 +189,9 @@ def test_an_adapter_that_cannot_be_used_counts_as_no_load(model: Any, root: Path
     save_file({**weights, first: torch.full_like(weights[first], torch.nan)}, root / "a1" / WEIGHTS)
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    ticket = store.reserve("a1")
-    bell.wait_for(ticket)
-    assert ticket.failure is not None
+    loan = store.reserve("a1")
+    bell.wait_for(loan)
+    assert loan.failure is not None
     assert (store.status().device_loads, store.status().disk_reads) == (0, 0)
     store.close()
 
@@ -202,7 +202,7 @@ def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) ->
     (first,) = held(store, bell, "a1")
     waiting = [store.reserve("a2"), store.reserve("a3"), store.reserve("a4")]
     loaded_so_far(store, bell)
-    assert [ticket.is_ready() for ticket in waiting] == [False] * 3
+    assert [loan.is_ready() for loan in waiting] == [False] * 3
     assert store.status().waiting == 3
     waiting[1].release()  # no longer wanted
     assert store.status().waiting == 2
@@ -231,9 +231,9 @@ def test_an_adapter_that_is_dropped_stays_until_its_last_request_ends(
     assert (status.device_adapters, status.host_adapters, status.host_bytes) == (0, 0, 0)
     assert status.device_reusable == 1 + len(RANKS)
     for name, code in (("a2", 2), ("a1", 1)):  # the slot is as good as new
-        (ticket,) = held(store, bell, name)
-        assert answers(store, model, [ticket.slot]) == [code_of(code)]
-        ticket.release()
+        (loan,) = held(store, bell, name)
+        assert answers(store, model, [loan.slot]) == [code_of(code)]
+        loan.release()
     store.close()
 
 
@@ -310,17 +310,17 @@ def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, ro
     store.close()
 
 
-def test_a_ticket_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
+def test_a_loan_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     with held_up(DeviceTier, "fill") as (begun, go_on):
-        ticket = store.reserve("a1")
+        loan = store.reserve("a1")
         begun.wait()
         waiting = store.reserve("a2")
-        ticket.release()
+        loan.release()
         go_on.set()
         bell.wait_for(waiting)
-    assert not ticket.is_ready()
+    assert not loan.is_ready()
     assert answers(store, model, [waiting.slot]) == [code_of(2)]
     assert store.status().device_held == 1
     store.close()
@@ -330,8 +330,8 @@ def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_fi
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
-        for ticket in held(store, bell, name):
-            ticket.release()
+        for loan in held(store, bell, name):
+            loan.release()
     with held_up(DeviceTier, "fill") as (begun, go_on):
         first = store.reserve("a1")
         begun.wait()
@@ -358,17 +358,17 @@ def test_close_fails_those_that_wait_and_refuses_others(model: Any, root: Path) 
         store.reserve("a3")
 
 
-def test_an_adapter_with_nan_fails_its_own_ticket_only(model: Any, root: Path, no_racy_files: None) -> None:
+def test_an_adapter_with_nan_fails_its_own_loan_only(model: Any, root: Path, no_racy_files: None) -> None:
     path = root / "a2" / WEIGHTS
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, path)
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    tickets = [store.reserve(name) for name in ("a1", "a2", "a3")]
-    bell.wait_for(*tickets)
-    assert str(tickets[1].failure) == "the adapter a2 holds NaN or infinite numbers, or such as torch.bfloat16 has not"
-    assert answers(store, model, [tickets[0].slot, tickets[2].slot]) == [code_of(1), code_of(3)]
+    loans = [store.reserve(name) for name in ("a1", "a2", "a3")]
+    bell.wait_for(*loans)
+    assert str(loans[1].failure) == "the adapter a2 holds NaN or infinite numbers, or such as torch.bfloat16 has not"
+    assert answers(store, model, [loans[0].slot, loans[2].slot]) == [code_of(1), code_of(3)]
     with pytest.raises(ConfigurationError, match="holds NaN"):  # known by now, and not read again
         store.reserve("a2")
     save_coded(model, root / "a2", code_of(2), RANK, seed=2)
@@ -410,16 +410,16 @@ def test_a_base_by_another_name(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_device_without_memory_fails_one_ticket(
+def test_a_device_without_memory_fails_one_loan(
     model: Any, root: Path, monkeypatch: pytest.MonkeyPatch, no_racy_files: None
 ) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     with monkeypatch.context() as patch:
         patch.setattr(device_module, "Stack", lambda *_: torch.empty(1 << 60))
-        ticket = store.reserve("a1")
-        bell.wait_for(ticket)
-        assert str(ticket.failure) == "the adapter a1 cannot be loaded (RuntimeError)"
+        loan = store.reserve("a1")
+        bell.wait_for(loan)
+        assert str(loan.failure) == "the adapter a1 cannot be loaded (RuntimeError)"
     (again,) = held(store, bell, "a1")
     assert answers(store, model, [again.slot]) == [code_of(1)]
     store.close()
@@ -474,10 +474,10 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     """A step continues while another adapter is still being read from disk."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    (ticket,) = held(store, bell, "a1")
+    (loan,) = held(store, bell, "a1")
     with held_up(reader_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
-        assert answers(store, model, [ticket.slot]) == [code_of(1)]
+        assert answers(store, model, [loan.slot]) == [code_of(1)]
         assert store.reserve("a1").is_ready()
         assert not stuck.is_ready()
         go_on.set()

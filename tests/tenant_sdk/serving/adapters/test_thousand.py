@@ -44,8 +44,8 @@ def test_a_thousand_at_random(model: Any, root: Path) -> None:
     chosen.shuffle(numbers)
     for begin in range(0, len(numbers), AT_ONCE):
         some = numbers[begin : begin + AT_ONCE]
-        tickets = held(store, bell, *(f"a{number}" for number in some))
-        slots = [ticket.slot for ticket in tickets]
+        loans = held(store, bell, *(f"a{number}" for number in some))
+        slots = [loan.slot for loan in loans]
         assert answers(store, model, slots) == [code_of(number) for number in some]
         if begin == 0:  # the check can fail: others' slots answer others' codes
             turned = slots[1:] + slots[:1]
@@ -53,8 +53,8 @@ def test_a_thousand_at_random(model: Any, root: Path) -> None:
             assert all(
                 code != code_of(number) for code, number in zip(answers(store, model, [0] * 16), some, strict=True)
             )
-        for ticket in tickets:
-            ticket.release()
+        for loan in loans:
+            loan.release()
     status = store.status()
     assert status.device_held == 0
     assert 0 < status.host_bytes <= 1 << 20
@@ -75,10 +75,10 @@ def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model:
         try:
             for _ in range(60):
                 number = chosen.randrange(NUM_BUSY)
-                (ticket,) = held(store, bell, f"a{number}")
-                if answers(store, model, [ticket.slot]) != [code_of(number)]:
+                (loan,) = held(store, bell, f"a{number}")
+                if answers(store, model, [loan.slot]) != [code_of(number)]:
                     wrong.append(number)
-                ticket.release()
+                loan.release()
         except BaseException as exc:  # noqa: BLE001 - the test shows it
             wrong.append(exc)
 

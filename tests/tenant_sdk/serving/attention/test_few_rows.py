@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tenant_sdk.serving.attention import kernels
-from tenant_sdk.serving.attention.few_rows import FewRows, Piece, split
+from tenant_sdk.serving.attention.few_rows import FewRows, RequestRows, split
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
 from tenant_sdk.serving.ragged import attend
 from wire.errors import ConfigurationError
@@ -62,8 +62,8 @@ def test_it_equals_torchs_attention(
     begins, lengths = [0, *itertools.accumulate(ROWS)][:-1], list(LENGTHS)
     for query, key, value in steps(layout, num_heads, 8):
         out = torch.full((sum(ROWS), num_heads, head_dim), torch.nan)
-        pieces = [Piece(kv, length, rows) for kv, length, rows in zip(ours, lengths, ROWS, strict=True)]
-        made = FewRows(list(zip(begins, pieces, strict=True)))
+        parts = [RequestRows(kv, length, rows) for kv, length, rows in zip(ours, lengths, ROWS, strict=True)]
+        made = FewRows(list(zip(begins, parts, strict=True)))
         made.attend(0, query, key, value, out, window, head_dim**-0.5, softcap)
         for number, kv in enumerate(theirs):
             rows = slice(begins[number], begins[number] + ROWS[number])
@@ -85,7 +85,7 @@ def test_what_is_kept_is_what_torch_keeps_and_nothing_else_is_written() -> None:
             kv.update(0, 0, torch.ones(2, 5, 16), torch.ones(2, 5, 16))
         key, value = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
         out = torch.zeros(3, 2, 16)
-        FewRows([(0, Piece(ours, 5, 3))]).attend(0, key, key, value, out, None, 0.25, None)
+        FewRows([(0, RequestRows(ours, 5, 3))]).attend(0, key, key, value, out, None, 0.25, None)
         theirs.update(0, 5, key, value)
         for mine, other in zip(ours.update(0, 19, *[torch.zeros(2, 1, 16)] * 2),
                                theirs.update(0, 19, *[torch.zeros(2, 1, 16)] * 2), strict=True):  # fmt: skip
@@ -105,7 +105,7 @@ def test_extreme_scores_and_values() -> None:
     query = torch.zeros(1, 1, 8)
     query[0, 0, 0] = 1.0
     out = torch.zeros(1, 1, 8)
-    FewRows([(0, Piece(kv, 69, 1))]).attend(0, query, keys[:, 69:], values[:, 69:], out, None, 1.0, None)
+    FewRows([(0, RequestRows(kv, 69, 1))]).attend(0, query, keys[:, 69:], values[:, 69:], out, None, 1.0, None)
     torch.testing.assert_close(out[0, 0], values[0, 3], rtol=0, atol=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_a_score_that_is_not_finite_is_not_hidden(wrong: float, token: int, soft
         rows = slice(begin, min(begin + 32, 69))
         kv.update(0, begin, keys[:, rows], values[:, rows])
     out = torch.zeros(1, 1, 8)
-    FewRows([(0, Piece(kv, 69, 1))]).attend(
+    FewRows([(0, RequestRows(kv, 69, 1))]).attend(
         0, torch.ones(1, 1, 8), keys[:, 69:], values[:, 69:], out, None, 1.0, softcap
     )
     bounded = softcap is not None and wrong == wrong
@@ -132,15 +132,15 @@ def test_a_score_that_is_not_finite_is_not_hidden(wrong: float, token: int, soft
 def test_long_pieces_and_other_rows_are_left_to_torch() -> None:
     layout = KvLayout((None,), 2, 16, torch.float32, STEP_TOKENS)
     odd = KvLayout((None,), 2, 12, torch.float32, STEP_TOKENS)
-    pieces = [
-        Piece(RequestKv(layout, 40, CPU), 0, kernels.MOST_ROWS), Piece(RequestKv(layout, 40, CPU), 0, 17),
-        Piece(RequestKv(layout, 40, CPU), 0, 4, num_unseen=4), Piece(RequestKv(odd, 40, CPU), 0, 1),
+    parts = [
+        RequestRows(RequestKv(layout, 40, CPU), 0, kernels.MOST_ROWS), RequestRows(RequestKv(layout, 40, CPU), 0, 17),
+        RequestRows(RequestKv(layout, 40, CPU), 0, 4, num_unseen=4), RequestRows(RequestKv(odd, 40, CPU), 0, 1),
     ]  # fmt: skip
-    few, others = split(pieces, torch.float32)
+    few, others = split(parts, torch.float32)
     assert few is not None
     assert [begin for begin, _ in others] == [kernels.MOST_ROWS, kernels.MOST_ROWS + 17, kernels.MOST_ROWS + 21]
-    assert split(pieces, torch.bfloat16)[0] is None
-    assert split(pieces, None)[0] is None
+    assert split(parts, torch.bfloat16)[0] is None
+    assert split(parts, None)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -148,26 +148,26 @@ def test_long_pieces_and_other_rows_are_left_to_torch() -> None:
 )
 def test_a_piece_that_does_not_fit_is_refused(change: dict[int, int]) -> None:
     kept = torch.zeros(2, 1, 6, 8)
-    piece = np.array([[kept[0].data_ptr(), kept[1].data_ptr(), 0, 0, 6, 4, 0, 2]], dtype=np.int64)
+    part = np.array([[kept[0].data_ptr(), kept[1].data_ptr(), 0, 0, 6, 4, 0, 2]], dtype=np.int64)
     new, out = kernels.NewVectors(torch.ones(1, 2, 8)), torch.zeros(2, 1, 8)
     query = torch.ones(1, 2, 8)
-    kernels.attend(piece, query, new, new, out, window=None, scaling=1.0, softcap=None)
+    kernels.attend(part, query, new, new, out, window=None, scaling=1.0, softcap=None)
     assert out.any()
     for field, number in change.items():
-        piece[0, field] = number
+        part[0, field] = number
     with pytest.raises(ConfigurationError, match="does not fit"):
-        kernels.attend(piece, query, new, new, out, window=None, scaling=1.0, softcap=None)
+        kernels.attend(part, query, new, new, out, window=None, scaling=1.0, softcap=None)
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     kept = torch.zeros(2, 1, 6, 8)
-    piece = np.array([[kept[0].data_ptr(), kept[1].data_ptr(), 0, 0, 6, 4, 0, 2]], dtype=np.int64)
+    part = np.array([[kept[0].data_ptr(), kept[1].data_ptr(), 0, 0, 6, 4, 0, 2]], dtype=np.int64)
     new, out, query = kernels.NewVectors(torch.ones(1, 2, 8)), torch.zeros(2, 1, 8), torch.ones(1, 2, 8)
     options = {"window": None, "scaling": 1.0, "softcap": None}
     for given in (
-        (piece, query, new, new, torch.zeros(2, 1, 16)), (piece, query.double(), new, new, out),
-        (piece, query, new, kernels.NewVectors(torch.ones(1, 3, 8)), out), (piece[:, :7], query, new, new, out),
-        (piece, query, kernels.NewVectors(torch.ones(1, 2, 8), torch.ones(1, 2, 1)), new, out),
+        (part, query, new, new, torch.zeros(2, 1, 16)), (part, query.double(), new, new, out),
+        (part, query, new, kernels.NewVectors(torch.ones(1, 3, 8)), out), (part[:, :7], query, new, new, out),
+        (part, query, kernels.NewVectors(torch.ones(1, 2, 8), torch.ones(1, 2, 1)), new, out),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match="do not fit together"):
             kernels.attend(*given, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tests what a lane copies: rows of the CPU through its staging buffers, and rows that are on the device not at all."""
+"""Tests what a stream copies: rows of the CPU by way of its staging buffers, and no rows that are on the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from provider.device.on_device import Lane
+from provider.device.on_device import DeviceStream
 from tests.support.ring_rows import ring_rows
 from wire.ring import coding
 
@@ -23,13 +23,13 @@ def test_only_what_is_on_the_cpu_is_staged(on_device: tuple[bool, ...], num_padd
     weight = torch.randint(-127, 128, (COLS, REPLY_COLS), dtype=torch.int8)
     block = [(ring_rows(count, COLS), torch.zeros(count, REPLY_COLS, dtype=torch.int32)) for count in (3, 1, 7)]
     there = {id(one) for pair, is_there in zip(block, on_device, strict=True) for one in pair if is_there}
-    lane = Lane(CPU, is_here=lambda one: id(one) not in there)
+    stream = DeviceStream(CPU, is_here=lambda one: id(one) not in there)
     height = max(11, num_padded)
-    staged = lane.rows.view(11, COLS, torch.int32).fill_(UNTOUCHED)
-    back = lane.reply.view(11, REPLY_COLS, torch.int32).fill_(UNTOUCHED)
+    staged = stream.rows.view(11, COLS, torch.int32).fill_(UNTOUCHED)
+    back = stream.reply.view(11, REPLY_COLS, torch.int32).fill_(UNTOUCHED)
     seen: list[torch.Tensor] = []
-    lane.start(block, lambda rows: (seen.append(rows.clone()), coding.product(rows, weight))[1], num_padded)
-    lane.finish()
+    stream.start(block, lambda rows: (seen.append(rows.clone()), coding.product(rows, weight))[1], num_padded)
+    stream.finish()
     assert seen[0].shape == (height, COLS)
     assert not seen[0][11:].any()
     for rows, reply in block:
@@ -44,10 +44,10 @@ def test_only_what_is_on_the_cpu_is_staged(on_device: tuple[bool, ...], num_padd
 def test_memory_is_let_go_after_the_device_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a block that is given up stay until the device is done, since they may be memory that is unmapped
     with its last reference."""
-    lane, held = Lane(CPU), []
+    stream, held = DeviceStream(CPU), []
     rows = ring_rows(2, COLS)
-    lane.start([(rows, torch.empty(2, COLS, dtype=torch.int32))], lambda given: given)
-    monkeypatch.setattr(lane, "synchronize", lambda: held.append(len(lane.block)))
-    lane.drop()
+    stream.start([(rows, torch.empty(2, COLS, dtype=torch.int32))], lambda given: given)
+    monkeypatch.setattr(stream, "synchronize", lambda: held.append(len(stream.block)))
+    stream.drop()
     assert held == [1]
-    assert len(lane.block) == 0
+    assert len(stream.block) == 0

@@ -1,4 +1,4 @@
-"""This module holds the ticket of a request for an adapter, and the facts that loading the adapter needs."""
+"""This module holds the loan of a request for an adapter, and the facts that loading the adapter needs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tenant_sdk.serving.adapters.folder import AdapterFolder
 from wire.errors import ConfigurationError, VeilbaseError
 
 
-class AdapterTicket:
-    """Holds an adapter for one request. Callers must release every ticket."""
+class AdapterLoan:
+    """Holds an adapter for one request. Callers must release every loan."""
 
-    def __init__(self, name: str, release: Callable[[AdapterTicket], None]) -> None:
-        """Makes a ticket without a slot. Only `AdapterStore.reserve` calls this, and only the store may change the
+    def __init__(self, name: str, release: Callable[[AdapterLoan], None]) -> None:
+        """Makes a loan without a slot. Only `AdapterStore.reserve` calls this, and only the store may change the
         attributes, under its lock.
 
         Args:
             name: the adapter's name.
-            release: a function that is called when the ticket is released.
+            release: a function that is called when the loan is released.
         """
         self.name = name
         self.failure: VeilbaseError | None = None
@@ -29,7 +29,7 @@ class AdapterTicket:
         self._release = release
 
     def is_ready(self) -> bool:
-        """Returns whether the adapter is in its slot and the ticket is not released."""
+        """Returns whether the adapter is in its slot and the loan is not released."""
         return self.placed is not None and not self.released
 
     @property
@@ -37,10 +37,10 @@ class AdapterTicket:
         """Returns the number of the adapter's slot on the device.
 
         Raises:
-            ConfigurationError: the ticket is not ready; or it was released, so that another adapter may have the slot.
+            ConfigurationError: the loan is not ready; or it was released, so that another adapter may have the slot.
         """
         if self.placed is None or self.released:
-            raise ConfigurationError(f"the adapter {self.name} is not in a slot: a ticket is ready first, and held")
+            raise ConfigurationError(f"the adapter {self.name} is not in a slot: a loan is ready first, and held")
         return self.placed[0]
 
     @property
@@ -48,7 +48,7 @@ class AdapterTicket:
         """Returns the SHA-256 of the adapter's two files, in hex.
 
         Raises:
-            ConfigurationError: the ticket was never ready.
+            ConfigurationError: the loan was never ready.
         """
         if self.placed is None:
             raise ConfigurationError(f"the adapter {self.name} is not loaded yet, so its digest is not known")
@@ -77,10 +77,10 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Asks the loader to load the adapter of a ticket. `digest` is the digest that the adapter's files should have;
+class LoadRequest:
+    """Asks the loader to load the adapter of a loan. `digest` is the digest that the adapter's files should have;
     None if it is not known."""
 
-    ticket: AdapterTicket
+    loan: AdapterLoan
     origin: Origin
     digest: str | None
