@@ -59,9 +59,13 @@ def _summary(result: FinetuneResult) -> str:
             f"evaluation loss {first.loss:.4f} -> {last.loss:.4f}  least {best.loss:.4f} at step {best.step}  "
             f"adapter of step {result.adapter_step}"
         )
+    # `seconds` leaves out what comes before: the command's start, the check of the provider, the reading of the data
+    covered = ["hints", "model", "training"]
+    covered += ["evaluations"] if result.evaluations else []
+    covered += ["waits for the provider"] if result.num_waits else []
     lines.append(
         f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
-        f"{result.seconds:.0f} s in all, with hints, model and evaluations"
+        f"{result.seconds:.0f} s for {', '.join(covered[:-1])} and {covered[-1]}"
     )
     return "\n".join(lines)
 

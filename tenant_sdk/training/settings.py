@@ -102,7 +102,8 @@ class FinetuneResult:
         tokens: number of tokens trained on in this call, without padding; those of steps that were made again count
             twice.
         bytes_up, bytes_down: bytes sent to and received from the providers in this call.
-        seconds: wall-clock time of this call's training.
+        seconds: wall-clock time for hints, model, training, evaluations and waits, in this call; not for connecting,
+            the check of the provider and reading the data.
         resumed_from_step: the optimizer step of the checkpoint that the run was resumed from; 0 if there was none.
         evaluations: the evaluations, in order; empty without `eval_data`.
         adapter_step: the optimizer step after which the adapter was as it was written: the last one, or with

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from peft import IA3Config, LoraConfig
 from typer.testing import CliRunner
 
 from tenant_sdk import TenantClient, cli
-from tenant_sdk.training.command import peft_config_of
+from tenant_sdk.training.command import finetune_command, peft_config_of
 from tenant_sdk.training.recipe import Recipe, load_recipe, with_connection
+from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError
@@ -112,6 +114,25 @@ def test_what_cannot_be_is_one_line(text: str, expected: str, tmp_path: Path) ->
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.yaml: expected a readable recipe: No such file or directory"):
         load_recipe(KIND, {}, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "num_waits", "covered"),
+    [
+        ([], 0, "hints, model and training"),
+        ([Evaluation(1, 0.5)], 0, "hints, model, training and evaluations"),
+        ([Evaluation(1, 0.5)], 2, "hints, model, training, evaluations and waits for the provider"),
+    ],
+)
+def test_the_last_line_says_what_its_seconds_cover(
+    evaluations: list[Evaluation], num_waits: int, covered: str, tmp_path: Path
+) -> None:
+    """They are not those of the whole command, which also starts, checks the provider and reads the data."""
+    result = FinetuneResult(tmp_path, [2.0, 1.0], 9, 0, 0, 155.2, evaluations=evaluations, num_waits=num_waits)
+    said: list[str] = []
+    client: Any = SimpleNamespace(finetune=lambda *_, **__: result)
+    finetune_command(Recipe(output_dir=tmp_path), client, said.append)
+    assert said[0].endswith(f"  155 s for {covered}")
 
 
 def test_the_adapters_settings() -> None:
