@@ -150,7 +150,14 @@ def test_explain_says_what_a_run_shows(chat_served_model: ServedModel, chat_fold
         for given in ({}, {"verify": chat_folder}, {"mask": "off"}):
             with TenantClient(url, **options, **given) as client:
                 said.append(
-                    next((line for line in client.explain().splitlines() if line.startswith("fine-tuning")), "")
+                    next(
+                        (
+                            line
+                            for line in client.explain(everything=True).splitlines()
+                            if line.startswith("fine-tuning")
+                        ),
+                        "",
+                    )
                 )
     unverified, verified, off = said
     for line in (unverified, verified):
