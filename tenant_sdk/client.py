@@ -313,14 +313,14 @@ class TenantClient:
             output_dir: the adapter's folder, such as `adapters/support`; checkpoints are kept in
                 `adapters/.support.checkpoints` until the run ends.
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
-            num_epochs: number of passes over the data; ignored if `max_steps` is given.
+            num_epochs: number of passes over the data, if `max_steps` is not given; giving both is refused.
             batch_size: rows that go through the model together.
             window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
                 the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
                 a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
             learning_rate: AdamW's peak learning rate, which is reached with the last step of the warm-up.
-            lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
+            lr_scheduler_type: linear, cosine, constant (which has no warm-up), constant_with_warmup or inverse_sqrt.
             warmup_steps: number of optimizer steps in which the learning rate rises to its peak; the first of N steps
                 has an N-th of it.
             weight_decay: AdamW's weight decay.
