@@ -44,7 +44,8 @@ def main() -> None:
             args.data, config, args.output, max_steps=args.max_steps, batch_size=8, learning_rate=3e-3, seed=0
         )
         print(f"adapter {result.adapter_dir}: loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
-        print(f"{result.tokens} tokens, {result.bytes_up} bytes up, {result.bytes_down} down, {result.seconds:.1f} s")
+        print(f"{result.tokens} tokens, {result.bytes_up} bytes up, {result.bytes_down} down", end=", ")
+        print(f"{result.seconds:.1f} s for hints, model and training")
         print("Q:", args.question)
         print("A:", printable(client.generate(args.question, adapter=result.adapter_dir, max_new_tokens=32)))
 

@@ -25,7 +25,7 @@ from pydantic_settings import (
 
 from provider.flags import SHOWN
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
-from wire.command_line import nearest
+from wire.command_line import instead
 from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
@@ -413,16 +413,13 @@ def _check_environment(kind: type[_Settings]) -> None:
     known = {f"{prefix}{name}".upper() for name in kind.model_fields} | service_variables()
     for name in sorted(os.environ):
         if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic ignores upper and lower case.
-            instead = _instead(
-                name[len(prefix) :], [each.upper() for each in kind.model_fields], f"after {prefix} comes "
-            )
-            raise ConfigurationError(f"the environment variable {name[:80]!r} is no setting{instead}")
+            advice = _instead(name[len(prefix) :], [each.upper() for each in kind.model_fields])
+            raise ConfigurationError(f"the environment variable {name[:80]!r} is no setting{advice}")
 
 
-def _instead(given: str, known: Collection[str], before: str = "") -> str:
-    """Returns the end of an error text, which names the setting that was meant, or all if none is near."""
-    meant = nearest(given, known)
-    return f": {before}one of {', '.join(known)}" if meant is None else f": the nearest is {meant}"
+def _instead(given: str, known: Collection[str]) -> str:
+    """Returns the end of an error text, which names the setting that was meant, or says where all stand."""
+    return f": {instead(given, known, 'docs/operations.md')}"
 
 
 _Kind = TypeVar("_Kind", bound=_Settings)

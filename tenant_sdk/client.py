@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from noise.options import DEFAULT_MASK
 from tenant_sdk import embedded
-from tenant_sdk.explain import explain, not_in_use, problem_of_text, show
+from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.plan import make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
@@ -46,9 +46,6 @@ class TenantClient:
             result = client.finetune("data.jsonl", output_dir="adapters/support", max_steps=50)
             print(client.generate("Who founded us?", adapter=result.adapter_dir))
     """
-
-    has_trained = False
-    """Whether this client has begun to fine-tune."""
 
     def __init__(
         self,
@@ -133,8 +130,11 @@ class TenantClient:
         self._folder: Path | None = None
         self._text: TenantText | None = None
         self._closed = False
-        self.loaded: tuple[Any, Any] | None = None
-        """The adapter's key and the model that `generate` used last, or None; see `adapted_model`."""
+        self._loaded: tuple[Any, Any] | None = None
+        self._not_in_use = set(ONLY_IN_USE)
+        self._num_others = 0
+        """The models that were made for something else than `generate`, such as fine-tuning, an engine or stock PEFT:
+        these may use adapters of any kind."""
 
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint if there is one, and returns the manifest.
@@ -228,6 +228,19 @@ class TenantClient:
         contents of messages."""
         return self.text.tokenizer
 
+    @property
+    def loaded(self) -> tuple[Any, Any] | None:
+        """Returns the adapter's key and the model that `generate` used last, or None; see `adapted_model`."""
+        return self._loaded
+
+    @loaded.setter
+    def loaded(self, made: tuple[Any, Any] | None) -> None:
+        if made is not None and (self._loaded is None or self._loaded[1] is not made[1]):
+            with self._lock:
+                self._num_others -= 1
+                self._not_in_use &= not_in_use(getattr(made[1], "peft_config", {}).values())
+        self._loaded = made
+
     def load_model(self) -> PreTrainedModel:
         """Returns a new transformers model over the provider's base layers, in eval mode and with frozen parameters.
 
@@ -235,6 +248,8 @@ class TenantClient:
         one model do not affect another.
         """
         session = self._open()
+        with self._lock:
+            self._num_others += 1
         with session.executor.in_session():
             folder = self._bundle()
             verified = session.verifier is not None
@@ -298,14 +313,14 @@ class TenantClient:
             output_dir: the adapter's folder, such as `adapters/support`; checkpoints are kept in
                 `adapters/.support.checkpoints` until the run ends.
             max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
-            num_epochs: number of passes over the data; ignored if `max_steps` is given.
+            num_epochs: number of passes over the data, if `max_steps` is not given; giving both is refused.
             batch_size: rows that go through the model together.
             window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
                 the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
                 a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
             gradient_accumulation_steps: batches whose gradients make one optimizer step.
             learning_rate: AdamW's peak learning rate, which is reached with the last step of the warm-up.
-            lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
+            lr_scheduler_type: linear, cosine, constant (which has no warm-up), constant_with_warmup or inverse_sqrt.
             warmup_steps: number of optimizer steps in which the learning rate rises to its peak; the first of N steps
                 has an N-th of it.
             weight_decay: AdamW's weight decay.
@@ -372,7 +387,6 @@ class TenantClient:
             keep_best=keep_best, dpo_beta=dpo_beta, dpo_loss=dpo_loss,
             dpo_precompute_reference=dpo_precompute_reference,
         )  # fmt: skip
-        self.has_trained = True
         return finetune(
             self, data, peft_config, output_dir, settings, eval_data=eval_data, max_length=max_length,
             truncation=truncation, checkpointing=checkpointing, memory_budget_mb=memory_budget_mb,
@@ -488,7 +502,7 @@ class TenantClient:
         with session.executor.in_session():
             prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
-    def explain(self, everything: bool = True) -> str:
+    def explain(self, everything: bool = False) -> str:
         """Prints, and returns as text, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 
         This method also works after a reply failed its check, and then says that the session has ended. In a terminal,
@@ -496,13 +510,12 @@ class TenantClient:
 
         Args:
             everything: whether lines about DoRA, about other kinds of adapters and about fine-tuning are there although
-                this session has used none of them, neither in `generate` nor by fine-tuning.
+                this session has not used them; a line names those that are left out. They are always there once a
+                model was made for more than `generate`: by `finetune`, `load_model` or an engine.
         """
         session = self._open()
         problem = None if session.verifier is not None else problem_of_text(self, self._plan, self._bundle)
-        model = None if self.loaded is None else self.loaded[1]
-        configs = getattr(model, "peft_config", {})
-        left_out = () if everything else not_in_use(configs.values(), has_trained=self.has_trained)
+        left_out = set() if everything or self._num_others else self._not_in_use
         text = explain(session, self._plan, problem, left_out)
         show(text)
         return text

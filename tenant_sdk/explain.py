@@ -109,15 +109,9 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
     return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
 
 
-def not_in_use(peft_configs: Iterable[Any], *, has_trained: bool) -> set[str]:
-    """Returns those of `ONLY_IN_USE` that do not apply to a session.
-
-    Args:
-        peft_configs: PEFT's settings of the adapters that the session has loaded.
-        has_trained: whether it has fine-tuned, which may have been an adapter of any kind: then all lines apply.
-    """
-    if has_trained:
-        return set()
+def not_in_use(peft_configs: Iterable[Any]) -> set[str]:
+    """Returns those of `ONLY_IN_USE` that do not apply to a session that answers with these adapters, by PEFT's
+    settings, and does nothing else."""
     configs = list(peft_configs)
     in_use: set[str] = set()
     if any(getattr(config, "use_dora", False) for config in configs):

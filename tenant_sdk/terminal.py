@@ -89,6 +89,7 @@ class Terminal:
             self._write(f"{' '.join(self._names()) or 'no adapters'}\n")
         elif name == "/new":
             self._turns.clear()
+            self._write("the conversation is forgotten\n")
         elif name == "/explain":
             self._explain()
         else:
@@ -101,6 +102,7 @@ class Terminal:
         if name is not None and name not in self._names():
             raise ConfigurationError(f"there is no adapter {ascii(name)[:100]}: /adapters lists them")
         self.adapter = name
+        self._write(f"answers with {'the base model' if name is None else f'the adapter {name}'}\n")
 
     def _answer(self, text: str) -> None:
         if not text:

@@ -21,6 +21,8 @@ _OTHER_WORDS = {
     "address": "host", "listen": "host", "grad_accum": "gradient_accumulation_steps",
 }  # fmt: skip
 """Words that other programs have for an option, with the word of this one."""
+_MOST_LISTED = 12
+"""The most names that an error lists: more would bury what it says."""
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
@@ -51,6 +53,21 @@ def nearest(word: str, known: Collection[str]) -> str | None:
             return plain[found[0]]
     near = difflib.get_close_matches(given, plain, n=1)
     return plain[near[0]] if near else None
+
+
+def instead(word: str, known: Collection[str], listed_by: str) -> str:
+    """Returns the end of an error's text about a name that there is not: the name that was most likely meant, all names
+    if they are few, or else what lists them.
+
+    Args:
+        word: what was given.
+        known: the names that there are.
+        listed_by: a command or a page with all of them.
+    """
+    meant = nearest(word, known)
+    if meant is not None:
+        return f"the nearest is {meant}"
+    return f"there are {', '.join(known)}" if len(known) <= _MOST_LISTED else f"{listed_by} lists them"
 
 
 def _plain(name: str) -> str:

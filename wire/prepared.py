@@ -104,8 +104,9 @@ class StoreKey:
 
     @property
     def file_name(self) -> str:
-        """Returns the store's file name, which depends on the source alone: other versions replace the file."""
-        return hashlib.sha256(json.dumps(dict(self.source), sort_keys=True).encode()).hexdigest() + _SUFFIX
+        """Returns the store's file name, which depends on the whole key: Python environments with other versions have
+        their own stores in the same folder, and none replaces another's."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest() + _SUFFIX
 
     def to_json(self) -> dict[str, Any]:
         """Returns the key as the header states it, with the quantiser's version."""

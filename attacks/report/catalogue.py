@@ -6,6 +6,7 @@ import importlib
 
 from attacks.controls.control import Control
 from attacks.seen.adversary import Adversary
+from wire.command_line import instead
 from wire.errors import ConfigurationError
 
 MODULES = (
@@ -38,7 +39,8 @@ def adversaries(names: str | None = None) -> list[Adversary]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in found]
     if unknown or not wanted:
-        raise ConfigurationError(f"no adversary {', '.join(unknown) or names!r}: known are {', '.join(found)}")
+        advice = instead(unknown[0] if unknown else "", found, "--list")
+        raise ConfigurationError(f"no adversary {', '.join(unknown)[:80] or repr(names)}: {advice}")
     return [found[name] for name in wanted]
 
 

@@ -1,5 +1,5 @@
 """Runs the work of a command line. Before that it checks the output folder. A request that is impossible ends with one
-line of text."""
+line of text. What transformers and PEFT say besides (progress bars, warnings about their own names) is not shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def exit_status(out: Path | None, work: Callable[[], int]) -> int:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):
                 pass  # checks that the folder is writable
-        return work()
+        from wire.loading import quiet_transformers  # loads torch, after what is told without it
+
+        with quiet_transformers():
+            return work()
     except VeilbaseError as exc:
         print(f"error: {exc}", file=sys.stderr)
     except OSError as exc:

@@ -707,6 +707,8 @@ class JobRoutes:
         if request.hyperparameters is not None and request.method is not None:
             raise bad_request("hyperparameters stand in the method, or beside it, and not in both", "hyperparameters")
         chosen = request.hyperparameters or (request.method or _Method(type="supervised")).supervised.hyperparameters
+        if chosen.max_steps is not None and chosen.n_epochs != "auto":
+            raise bad_request("n_epochs has no effect beside max_steps: leave one of them out", "hyperparameters")
         rate = 1.0 if chosen.learning_rate_multiplier == "auto" else chosen.learning_rate_multiplier
         settings = {
             "num_epochs": 3.0 if chosen.n_epochs == "auto" else float(chosen.n_epochs),

@@ -26,6 +26,7 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine, MakeSlots
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
+from wire.command_line import instead
 from wire.errors import (
     AccessError,
     ConfigurationError,
@@ -220,8 +221,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """
     for name in options:
         if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
-            known = ", ".join((*_OF_A_REQUEST, *_OF_THE_ENGINE, "separate_calls"))
-            raise ConfigurationError(f"generate_many does not take {name}: beside adapters= it takes {known}")
+            known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, "separate_calls")
+            advice = instead(name, known, "its docstring")
+            raise ConfigurationError(f"generate_many does not take {ascii(name)[1:61]}: {advice}")
 
 
 def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:

@@ -14,6 +14,7 @@ from tenant_sdk.training.recipe import Recipe, check_keys, is_pipe
 from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import parse_data
 from tenant_sdk.training.trainers import check_report_to
+from wire.command_line import instead
 from wire.errors import ConfigurationError
 
 
@@ -59,9 +60,13 @@ def _summary(result: FinetuneResult) -> str:
             f"evaluation loss {first.loss:.4f} -> {last.loss:.4f}  least {best.loss:.4f} at step {best.step}  "
             f"adapter of step {result.adapter_step}"
         )
+    # `seconds` leaves out what comes before: the command's start, the check of the provider, the reading of the data
+    covered = ["hints", "model", "training"]
+    covered += ["evaluations"] if result.evaluations else []
+    covered += ["waits for the provider"] if result.num_waits else []
     lines.append(
         f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
-        f"{result.seconds:.0f} s in all, with hints, model and evaluations"
+        f"{result.seconds:.0f} s for {', '.join(covered[:-1])} and {covered[-1]}"
     )
     return "\n".join(lines)
 
@@ -75,9 +80,11 @@ def peft_config_of(recipe: Recipe) -> PeftConfig:
     settings = dict(recipe.peft_config or {})
     name = str(settings.pop("peft_type", "LORA"))
     if name not in PeftType.__members__:
-        raise ConfigurationError(f"peft_config: peft_type must be one of {', '.join(PeftType.__members__)}")
+        advice = instead(name, PeftType.__members__, "docs/peft.md")
+        raise ConfigurationError(f"peft_config: {ascii(name)[:60]} is no peft_type: {advice}")
     kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType[name]]
-    check_keys("peft_config: ", settings, [field.name for field in dataclasses.fields(kind)])
+    keys = [field.name for field in dataclasses.fields(kind)]
+    check_keys("peft_config: ", settings, keys, f"PEFT's documentation of {kind.__name__}")
     if recipe.rank is not None:
         if kind is not LoraConfig:
             raise ConfigurationError(f"rank (--rank) is LoRA's, and peft_config names {name}")

@@ -18,6 +18,8 @@ Guarantees:
 from __future__ import annotations
 
 import csv
+import difflib
+import functools
 import json
 import os
 import re
@@ -281,6 +283,12 @@ _PAIRS = (
     ("input", "output"), ("question", "response"), ("source", "target"),
 )  # fmt: skip
 """Names that data sets have for a prompt and what follows it, for the hint of an error."""
+_NEARLY = 0.8
+"""How alike two keys are, as difflib counts it, if one is taken for a misspelt other: `promt` and `text_`, but not
+`test`. One with the same letters (`roel`) counts too."""
+_NAMES_OF_COLUMNS = (*_FORM_KEYS, *_OTHER_KEYS)
+_OPTIONAL_KEYS = ("input", "system")
+"""Keys that are read beside `instruction` or `conversations` if they are there."""
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
 _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
@@ -486,6 +494,10 @@ def _refuse_what_would_be_lost(where: str, value: Mapping[str, object]) -> None:
         raise DatasetError(f"{where}: {' and '.join(_UNSUPPORTED_KEYS)} are not supported: remove them from the row")
     if value.get("functions"):
         raise DatasetError(f"{where}: functions are not supported: remove them from the row")
+    if any(value.get(key) is not None for key in ("instruction", *_CONVERSATIONS)) and (
+        meant := _misspelt(value, _OPTIONAL_KEYS)
+    ):
+        raise DatasetError(f"{where}: {_keys(value)} came: did you mean {meant}? Rename the key, or leave it out")
     if isinstance(value.get("label"), bool) and value.get("completion") is not None:
         raise DatasetError(
             f"{where}: label: completions that are marked as good or bad (KTO) are not supported: leave out the bad "
@@ -519,6 +531,8 @@ def _hint(value: Mapping[str, object]) -> str:
     has = {key for key in value if value.get(key) is not None}
     if has == {"role", "content"}:
         return ": put the messages of a conversation into one row, as a list under messages"
+    if meant := _misspelt(value, _NAMES_OF_COLUMNS):
+        return f": did you mean {meant}?"
     if {"chosen", "rejected"} <= has and "prompt" not in has:
         return ": give what both answers follow as prompt"
     if {"instruction", "context", "response"} <= has:
@@ -527,6 +541,22 @@ def _hint(value: Mapping[str, object]) -> str:
         if {prompt, completion} <= has:
             return f": rename {prompt} and {completion} to prompt and completion"
     return ""
+
+
+def _misspelt(value: Mapping[Any, object], known: tuple[str, ...]) -> str:
+    """Returns those of the known keys that a mapping lacks and probably means by other keys that it has, in words."""
+    others = [key for key, part in value.items() if isinstance(key, str) and key not in known and part is not None]
+    meant = dict.fromkeys(filter(None, (_nearly(key, known) for key in others)))
+    return " and ".join(key for key in meant if value.get(key) is None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearly(key: str, known: tuple[str, ...]) -> str | None:
+    """Returns the known key that another one is nearly, or None. Rows of a data set have the same keys again and
+    again."""
+    given = key.strip().lower()
+    turned = [each for each in known if sorted(each) == sorted(given)]
+    return next(iter(turned or difflib.get_close_matches(given, known, n=1, cutoff=_NEARLY)), None)
 
 
 # Rows as others have them
@@ -656,7 +686,9 @@ def _message(where: str, value: object) -> _Message:
         raise DatasetError(f"{where}: expected an object with role and content, {_type(value)} came")
     # A further key (tool_calls, images) would be rendered or lost depending on the template, so it is refused.
     if {key for key, part in value.items() if part is not None} - {"role", "content", "weight"} or "role" not in value:
-        raise DatasetError(f"{where}: expected the keys role and content; {_keys(value)} came")
+        meant = _misspelt(value, ("role", "content"))
+        advice = f": did you mean {meant}?" if meant else ""
+        raise DatasetError(f"{where}: expected the keys role and content; {_keys(value)} came{advice}")
     role, content = value["role"], value.get("content")
     if not isinstance(role, str) or role not in ROLES:
         came = "another string" if isinstance(role, str) else _type(role)

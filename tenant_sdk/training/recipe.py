@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.settings import FinetuneSettings
-from wire.command_line import nearest
+from wire.command_line import instead
 from wire.errors import ConfigurationError
 
 _FLAG, _SHOWN = "flag", "shown"
@@ -51,6 +51,10 @@ _GROUPS = {
     "Memory": ("window_tokens", "checkpointing", "memory_budget_mb", "gradient_checkpointing"),
 }  # fmt: skip
 """The options by the heading under which the help lists them; the others have none."""
+
+
+_EITHER = ("max_steps", "num_epochs")
+"""Two options that say the same, of which a flag takes the place of either in the file."""
 
 
 def _part_or_path(value: Any) -> Any:
@@ -93,13 +97,13 @@ class Recipe(BaseModel):
     rank: int | None = Field(
         default=None, description="LoRA rank; alpha is twice as much.", json_schema_extra={_SHOWN: "16"}
     )
-    max_steps: int | None = Field(default=None, description="Optimizer steps; default: --epochs.")
+    max_steps: int | None = Field(default=None, description="Optimizer steps, in place of --epochs.")
     num_epochs: float = Field(default=3.0, description="Passes over the data.", json_schema_extra={_FLAG: "--epochs"})
     batch_size: int = Field(default=8, description="Rows a step.")
     gradient_accumulation_steps: int = Field(default=1, description="Batches whose gradients make one step.")
     learning_rate: float = Field(default=1e-3, description="Peak learning rate.")
     lr_scheduler_type: str = Field(
-        default="linear", description="linear, cosine, constant, constant_with_warmup or inverse_sqrt."
+        default="linear", description="linear, cosine, constant (no warm-up), constant_with_warmup, inverse_sqrt."
     )
     warmup_steps: int = Field(default=3, description="Steps in which the learning rate rises to its peak.")
     weight_decay: float = Field(default=0.0, description="AdamW's weight decay.")
@@ -199,10 +203,13 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
     given = {name: value for name, value in flags.items() if value is not None}
     values = {} if config is None else _read(config)
     where = "" if config is None else f"{config}: "
-    check_keys(where, values, list(kind.model_fields))
+    check_keys(where, values, list(kind.model_fields), "docs/finetune.md (All options)")
     for name, value in values.items():
         if isinstance(value, bool) and bool not in _kinds(kind.model_fields[name].annotation):
             raise ConfigurationError(f"{where}{name}: expected a value other than true and false")
+    for name, other in zip(_EITHER, reversed(_EITHER), strict=True):
+        if name in given and other not in given:
+            values.pop(other, None)
     try:
         recipe = kind.model_validate({**values, **given})
     except ValidationError as exc:  # `from None`: the exception's text quotes the value
@@ -248,21 +255,21 @@ def _read(path: Path) -> dict[str, Any]:
     return {name: value for name, value in (found or {}).items() if value is not None}
 
 
-def check_keys(where: str, values: Mapping[Any, Any], known: list[str]) -> None:
+def check_keys(where: str, values: Mapping[Any, Any], known: list[str], listed_by: str) -> None:
     """Refuses a key that is not known.
 
     Args:
         where: the beginning of the error's text.
         values: a mapping of a recipe.
         known: the keys that it may have.
+        listed_by: a command or a page that lists them.
 
     Raises:
-        ConfigurationError: a key is not known; the text names the nearest one that is, or all if none is near.
+        ConfigurationError: a key is not known; the text ends as `wire.command_line.instead` says.
     """
     for key in values:
         if key not in known:
-            meant = nearest(str(key), known)
-            advice = f"the options are {', '.join(known)}" if meant is None else f"the nearest is {meant}"
+            advice = instead(str(key), known, listed_by)
             raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: {advice}")
 
 

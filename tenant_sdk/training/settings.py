@@ -22,13 +22,13 @@ class FinetuneSettings:
     settings."""
 
     max_steps: int | None
-    num_epochs: float
+    num_epochs: float = 3.0
     batch_size: int
     window_tokens: int | None = None
     gradient_accumulation_steps: int
     learning_rate: float
     lr_scheduler_type: str
-    warmup_steps: int
+    warmup_steps: int = 3
     weight_decay: float
     max_grad_norm: float
     save_steps: int
@@ -48,8 +48,8 @@ class FinetuneSettings:
         return self.save_steps if self.eval_steps is None else self.eval_steps
 
     def check(self) -> None:
-        """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
-        write files."""
+        """Raises ConfigurationError for an impossible value, or for one that another setting leaves without effect;
+        callers must call this method before they send rows or write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         optional = ("max_steps", "window_tokens", "eval_steps", "early_stopping_steps")
         positive += ("learning_rate", "dpo_beta", *(name for name in optional if getattr(self, name) is not None))
@@ -68,6 +68,13 @@ class FinetuneSettings:
             )
         if self.dpo_loss not in _DPO_LOSSES:
             raise ConfigurationError(f"dpo_loss must be one of {', '.join(_DPO_LOSSES)}, got {self.dpo_loss!r}")
+        if self.lr_scheduler_type == "constant" and self.warmup_steps not in (0, FinetuneSettings.warmup_steps):
+            raise ConfigurationError(
+                "warmup_steps has no effect with lr_scheduler_type constant: choose constant_with_warmup, or leave it "
+                "out"
+            )
+        if self.max_steps is not None and self.num_epochs != FinetuneSettings.num_epochs:
+            raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
         if self.keep_best and self.steps_of_evaluation != self.save_steps:
             raise ConfigurationError(
                 f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
@@ -102,7 +109,8 @@ class FinetuneResult:
         tokens: number of tokens trained on in this call, without padding; those of steps that were made again count
             twice.
         bytes_up, bytes_down: bytes sent to and received from the providers in this call.
-        seconds: wall-clock time of this call's training.
+        seconds: wall-clock time for hints, model, training, evaluations and waits, in this call; not for connecting,
+            the check of the provider and reading the data.
         resumed_from_step: the optimizer step of the checkpoint that the run was resumed from; 0 if there was none.
         evaluations: the evaluations, in order; empty without `eval_data`.
         adapter_step: the optimizer step after which the adapter was as it was written: the last one, or with

@@ -68,7 +68,7 @@ _READERS = (
     "veilbase", "transformers", "tokenizers", "safetensors", "gguf", "torch", "numpy", "sentencepiece", "tiktoken",
     "protobuf",
 )  # fmt: skip
-"""The distributions that decide what is read from a checkpoint: a store that other versions made is made anew."""
+"""The distributions that decide what is read from a checkpoint: each set of versions has a store of its own."""
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]

@@ -158,6 +158,10 @@ def test_the_catalogue_names_each_adversary_once() -> None:
     names = [one.name for one in adversaries()]
     assert len(set(names)) == len(names) == len(MODULES)
     assert [one.name for one in adversaries("closed-form, layer-0 lookup")] == ["closed-form", "layer-0 lookup"]
-    for wrong in ("", "closed-form,nonsense"):
-        with pytest.raises(ConfigurationError, match="known are"):
+    for wrong, expected in (
+        ("", "--list lists them"),
+        ("closed-form,closed", "adversary closed: the nearest is closed-f"),
+    ):
+        with pytest.raises(ConfigurationError, match=expected) as failure:
             adversaries(wrong)
+        assert len(str(failure.value)) < 100

@@ -6,17 +6,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import attacks
 from attacks import extract_lora, recover_prompts
 from attacks.report import command_line, plots, verdict
 from attacks.report.catalogue import MODULES, NOT_IN_QUICK
+from attacks.report.exit_status import exit_status
 from attacks.report.finding import FAILED, SHARE_TRIED, Finding, unclaimed
 from attacks.report.table import Result
 from attacks.victim import check, quick_model
@@ -128,6 +132,21 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_libraries_say_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saving a model shows a progress bar, and PEFT uses a name that transformers is about to drop."""
+
+    def work() -> int:
+        model = AutoModelForCausalLM.from_pretrained(quick_model.make("tiny-llama", tmp_path / "model"))
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        return 7
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert exit_status(None, work) == 7
+    assert [str(each.message) for each in seen] == []
+    assert capsys.readouterr().err == ""
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:

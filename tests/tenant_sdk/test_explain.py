@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft import IA3Config, LoraConfig
+from peft import IA3Config, LoraConfig, get_peft_model
 
+from tenant_sdk import TenantClient, for_remote_base
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, show, wrapped
+from tenant_sdk.serving.engine import Engine
 from wire.frame import Arithmetic
 
 PLAN: Any = SimpleNamespace(tokenizer=None, bucket=None, verify=None, can_be_steered=True)
@@ -38,18 +41,41 @@ def test_what_is_not_in_use_is_left_out_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configs", "has_trained", "in_use"),
+    ("configs", "in_use"),
     [
-        ([], False, set()),
-        ([LoraConfig()], False, set()),
-        ([LoraConfig()], True, set(ONLY_IN_USE)),
-        ([LoraConfig(use_dora=True)], False, {"DoRA"}),
-        ([LoraConfig(), IA3Config()], False, {"other PEFT kinds"}),
-        ([LoraConfig(init_lora_weights="pissa")], False, {"other PEFT kinds"}),
+        ([], set()),
+        ([LoraConfig()], set()),
+        ([LoraConfig(use_dora=True)], {"DoRA"}),
+        ([LoraConfig(), IA3Config()], {"other PEFT kinds"}),
+        ([LoraConfig(init_lora_weights="pissa")], {"other PEFT kinds"}),
     ],
 )
-def test_what_a_session_uses(configs: list[Any], has_trained: bool, in_use: set[str]) -> None:
-    assert not_in_use(configs, has_trained=has_trained) == set(ONLY_IN_USE) - in_use
+def test_what_adapters_use(configs: list[Any], in_use: set[str]) -> None:
+    assert not_in_use(configs) == set(ONLY_IN_USE) - in_use
+
+
+def left_out(client: TenantClient, **options: Any) -> set[str]:
+    (line,) = [line for line in client.explain(**options).splitlines() if line.startswith("not in use")] or [""]
+    return {name for name in ONLY_IN_USE if name in line}
+
+
+@pytest.mark.filterwarnings("ignore::tenant_sdk.NotVerifiedWarning")
+def test_python_leaves_out_what_a_session_has_not_used(chat_folder: Path, tmp_path: Path) -> None:
+    """What answers have used stays told, and a model that is given away may be used with anything."""
+    with TenantClient(f"inproc:{chat_folder}", cache=tmp_path, progress=False) as client:
+        assert left_out(client) == set(ONLY_IN_USE)
+        assert left_out(client, everything=True) == set()
+        config = for_remote_base(LoraConfig(use_dora=True, target_modules=["q_proj"]))
+        get_peft_model(client.load_model(), config).save_pretrained(tmp_path / "dora")
+        assert left_out(client) == set()
+    with TenantClient(f"inproc:{chat_folder}", cache=tmp_path, progress=False) as client:
+        client.generate("who?", max_new_tokens=1)
+        assert left_out(client) == set(ONLY_IN_USE)
+        client.generate("who?", tmp_path / "dora", max_new_tokens=1)
+        client.generate("who?", max_new_tokens=1)
+        assert left_out(client) == set(ONLY_IN_USE) - {"DoRA"}
+        with Engine(client):
+            assert left_out(client) == set()
 
 
 def test_words_say_what_a_line_is_about() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
@@ -196,6 +197,8 @@ def test_every_setting_of_a_run_is_an_option_of_finetune() -> None:
     assert set(FinetuneSettings.__dataclass_fields__) < set(options)
     given = {name: options[name].default for name in FinetuneSettings.__dataclass_fields__}
     FinetuneSettings(**given).check()
+    for one in fields(FinetuneSettings):
+        assert one.default in (MISSING, given[one.name]), one.name
 
 
 @pytest.mark.parametrize("package", PACKAGES)

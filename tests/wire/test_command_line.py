@@ -11,7 +11,7 @@ import typer
 
 from provider import cli as provider_cli
 from tenant_sdk import cli as tenant_cli
-from wire.command_line import nearest
+from wire.command_line import instead, nearest
 
 FLAGS = ["--learning-rate", "--lr-scheduler-type", "--rank", "--max-steps", "--epochs", "--output", "--batch-size"]
 LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "bias"]
@@ -29,6 +29,12 @@ LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "al
 )  # fmt: skip
 def test_the_name_that_was_meant(word: str, known: list[str], meant: str | None) -> None:
     assert nearest(word, known) == meant
+
+
+def test_an_error_lists_names_only_if_they_are_few() -> None:
+    assert instead("targets", LORA, "a page") == "the nearest is target_modules"
+    assert instead("zzz", LORA, "a page") == f"there are {', '.join(LORA)}"
+    assert instead("zzz", LORA * 2, "a page") == "a page lists them"
 
 
 def run(

@@ -173,8 +173,19 @@ def test_a_store_of_something_else(key: StoreKey, tmp_path: Path) -> None:
 def test_a_store_of_another_quantiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "prepared")
     monkeypatch.setattr("wire.prepared.QUANTISER_VERSION", 2)
+    assert open_store(file.parent, KEY) is None
+    file.rename(file.parent / KEY.file_name)
     with pytest.raises(ConfigurationError, match="other releases"):
         open_store(file.parent, KEY)
+
+
+def test_environments_with_other_versions_keep_their_stores_side_by_side(tmp_path: Path) -> None:
+    other = StoreKey(KEY.source, {"reader": "2"})
+    files = {write(tmp_path), write(tmp_path, other)}
+    assert len(files) == 2
+    assert all(file.exists() for file in files)
+    assert open_store(tmp_path, other) is not None
+    assert is_sound(tmp_path)
 
 
 def break_off(folder: Path) -> None:

@@ -188,6 +188,7 @@ def test_forms_and_jobs_that_cannot_be(endpoint: Endpoint) -> None:
             ({"model": "nobody"}, 404), ({"model": "support"}, 404), ({"training_file": "file-none"}, 404),
             ({"training_file": "../../etc/passwd"}, 404), ({"suffix": "../x"}, 400), ({"suffix": "support"}, 400),
             ({"suffix": ".jobs"}, 400), ({"hyperparameters": {"n_epochs": 0}}, 400), ({"seed": -1}, 400),
+            ({"hyperparameters": {"n_epochs": 2, "max_steps": 2}}, 400),
             ({"hyperparameters": {"rank": 1000}}, 400), ({"method": {"type": "dpo"}}, 400), ({"shell": "x"}, 400),
         ):  # fmt: skip
             body = {"model": "llama", "training_file": file_id, **fields}

@@ -28,6 +28,7 @@ def spoken(client: TenantClient, lines: list[str], adapters: Path | None = None)
 
 def test_a_conversation_is_remembered_until_new(client: TenantClient) -> None:
     shown = "".join(spoken(client, ["who?\n", "", "and then?", "/new", "who?", "/quit", "never"])).splitlines()
+    shown.remove("the conversation is forgotten")
     first = client.generate("who?", max_new_tokens=6)
     turns = [
         {"role": "user", "content": "who?"},
@@ -49,10 +50,11 @@ def test_adapters_are_switched(client: TenantClient, adapters: Path) -> None:
     shown = "".join(spoken(client, ["/adapters", "/adapter sales", "who?", "/adapter", "/new", "who?"], adapters))
     (want,) = client.generate_many(["who?"], adapters / "sales", max_new_tokens=6, progress=False)
     lines = shown.splitlines()
-    assert lines[1:3] == ["sales support", want]
-    assert lines[3].startswith("[sales: 6 tokens")
-    assert lines[4] == client.generate("who?", max_new_tokens=6)
-    assert lines[5].startswith("[base: ")
+    assert lines[1:4] == ["sales support", "answers with the adapter sales", want]
+    assert lines[4].startswith("[sales: 6 tokens")
+    assert lines[5:7] == ["answers with the base model", "the conversation is forgotten"]
+    assert lines[7] == client.generate("who?", max_new_tokens=6)
+    assert lines[8].startswith("[base: ")
 
 
 def test_what_cannot_be_done_is_one_line_and_no_end(client: TenantClient, capsys: pytest.CaptureFixture[str]) -> None:

@@ -484,10 +484,13 @@ def test_generate_many_refuses_in_one_line(client: TenantClient, tmp_path: Path)
         client.generate_many(["a", "b"], ["x"])
     with pytest.raises(ConfigurationError, match=r"^prompts\[1\]: there is no adapter folder nope$"):
         client.generate_many(["a", "b"], [None, "nope"], progress=False)
-    for wrong in ({"adapter": ["x", "y"]}, {"max_new_token": 6}):
-        with pytest.raises(
-            ConfigurationError, match=f"generate_many does not take {next(iter(wrong))}: beside adapters="
-        ):
+    wrong: dict[str, Any]
+    for wrong, advice in (
+        ({"adapter": ["x", "y"]}, "adapter: the nearest is adapters"),
+        ({"max_new_token": 6}, "max_new_token: the nearest is max_new_tokens"),
+        ({"qqq": 6}, "qqq: its docstring lists them"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^generate_many does not take {advice}$"):
             client.generate_many(["a", "b"], **wrong)
     folders = [tmp_path / "there/x", tmp_path / "here/y"]
     for folder in folders:

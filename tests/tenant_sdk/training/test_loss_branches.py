@@ -149,9 +149,8 @@ def test_explain_says_what_a_run_shows(chat_served_model: ServedModel, chat_fold
         said = []
         for given in ({}, {"verify": chat_folder}, {"mask": "off"}):
             with TenantClient(url, **options, **given) as client:
-                said.append(
-                    next((line for line in client.explain().splitlines() if line.startswith("fine-tuning")), "")
-                )
+                lines = client.explain(everything=True).splitlines()
+                said.append(next((line for line in lines if line.startswith("fine-tuning")), ""))
     unverified, verified, off = said
     for line in (unverified, verified):
         assert "an evaluation shows as forward passes of the same rows" in line

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from peft import IA3Config, LoraConfig
 from typer.testing import CliRunner
 
 from tenant_sdk import TenantClient, cli
-from tenant_sdk.training.command import peft_config_of
+from tenant_sdk.training.command import finetune_command, peft_config_of
 from tenant_sdk.training.recipe import Recipe, load_recipe, with_connection
+from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError
@@ -61,6 +63,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     recipe = loaded(text, tmp_path, max_steps=9, keep_best=False, data=Path("e.jsonl"), batch_size=None)
     assert (recipe.max_steps, recipe.keep_best, recipe.data) == (9, False, Path("e.jsonl"))
     assert (recipe.batch_size, recipe.learning_rate) == (2, 1e-2)
+    assert loaded(NEEDED + "max_steps: 7", tmp_path, num_epochs=2.0).max_steps is None
+    assert loaded(NEEDED + "num_epochs: 2", tmp_path, max_steps=7).num_epochs == Recipe().num_epochs
     assert (recipe.seed, recipe.verify, recipe.url) == (0, None, ["grpcs://x:1"])
     assert loaded(NEEDED + "identity: [a, b]", tmp_path).identity == [Path("a"), Path("b")]
     assert load_recipe(KIND, {"data": Path("d"), "output_dir": Path("o"), "eval_data": "0.1"}, None).eval_data == 0.1
@@ -79,8 +83,8 @@ def test_how_checkpointing_is_named(tmp_path: Path) -> None:
         ("max_step: 7", "'max_step' is no option: the nearest is max_steps"),
         ("epochs: 7", "'epochs' is no option: the nearest is num_epochs"),
         ("learning-rate: 7", "'learning-rate' is no option: the nearest is learning_rate"),
-        ("qqq: 7", "'qqq' is no option: the options are data, output_dir, "),
-        ("7: 7", "7 is no option: the options are "),
+        ("qqq: 7", "'qqq' is no option: docs/finetune.md (All options) lists them"),
+        ("7: 7", "7 is no option: docs/finetune.md (All options) lists them"),
         ("lr: 7", "'lr' is no option: the nearest is learning_rate"),
         ("out: 7", "'out' is no option: the nearest is output_dir"),
         (f"max_steps: {SECRET}", "max_steps: input should be a valid integer"),
@@ -114,6 +118,25 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         load_recipe(KIND, {}, tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("evaluations", "num_waits", "covered"),
+    [
+        ([], 0, "hints, model and training"),
+        ([Evaluation(1, 0.5)], 0, "hints, model, training and evaluations"),
+        ([Evaluation(1, 0.5)], 2, "hints, model, training, evaluations and waits for the provider"),
+    ],
+)
+def test_the_last_line_says_what_its_seconds_cover(
+    evaluations: list[Evaluation], num_waits: int, covered: str, tmp_path: Path
+) -> None:
+    """They are not those of the whole command, which also starts, checks the provider and reads the data."""
+    result = FinetuneResult(tmp_path, [2.0, 1.0], 9, 0, 0, 155.2, evaluations=evaluations, num_waits=num_waits)
+    said: list[str] = []
+    client: Any = SimpleNamespace(finetune=lambda *_, **__: result)
+    finetune_command(Recipe(output_dir=tmp_path), client, said.append)
+    assert said[0].endswith(f"  155 s for {covered}")
+
+
 def test_the_adapters_settings() -> None:
     stock = peft_config_of(Recipe())
     assert isinstance(stock, LoraConfig)
@@ -130,7 +153,12 @@ def test_the_adapters_settings() -> None:
         (Recipe(peft_config={"rr": 4}), "peft_config: 'rr' is no option: the nearest is r"),
         (Recipe(peft_config={"rank": 4}), "peft_config: 'rank' is no option: the nearest is r"),
         (Recipe(peft_config={"alpha": 4}), "peft_config: 'alpha' is no option: the nearest is lora_alpha"),
-        (Recipe(peft_config={"peft_type": "LORAX"}), "peft_config: peft_type must be one of "),
+        (
+            Recipe(peft_config={"qqq": 4}),
+            "peft_config: 'qqq' is no option: PEFT's documentation of LoraConfig lists them$",
+        ),
+        (Recipe(peft_config={"peft_type": "LORAA"}), "peft_config: 'LORAA' is no peft_type: the nearest is LORA$"),
+        (Recipe(peft_config={"peft_type": "qqq"}), "peft_config: 'qqq' is no peft_type: docs/peft.md lists them$"),
         (Recipe(rank=4, peft_config={"peft_type": "IA3"}), r"rank \(--rank\) is LoRA's, and peft_config names IA3"),
         (Recipe(peft_config={"r": 4, "layers_pattern": "x"}), "PEFT cannot put this adapter on the model"),
     ],

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
+from transformers import get_scheduler
 
 from tenant_sdk import TenantClient
 from tests.support.quick_training import QUICK, ROWS
@@ -24,6 +26,8 @@ PREFERENCES = "rows with chosen and rejected"
         ({"dpo_loss": "hinge"}, f"dpo_loss has no effect without {PREFERENCES}"),
         ({"dpo_precompute_reference": True}, f"dpo_precompute_reference has no effect without {PREFERENCES}"),
         ({"log_dir": "logs"}, "log_dir has no effect without report_to"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps has no effect with lr_scheduler_type"),
+        ({"num_epochs": 5.0}, r"num_epochs \(--epochs\) has no effect beside max_steps"),
     ],
 )
 def test_an_option_without_effect_is_refused(
@@ -33,6 +37,14 @@ def test_an_option_without_effect_is_refused(
     with pytest.raises(ConfigurationError, match=needed):
         chat_client.finetune(ROWS, LoraConfig(), str(tmp_path / "out"), **{**QUICK, **options})
     assert chat_client.traffic.calls == before
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"])
+def test_constant_is_the_only_schedule_without_warm_up(kind: str) -> None:
+    """This is what transformers does: if it changes, the option is refused in vain."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    (rate,) = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=8).lr_lambdas
+    assert (rate(1) == rate(4)) is (kind == "constant")
 
 
 @pytest.mark.parametrize("task", ["SEQ_CLS", "FEATURE_EXTRACTION"])

@@ -246,6 +246,18 @@ def test_a_damaged_store_is_made_anew_and_said(
     assert store.read_bytes() == sound
 
 
+def test_environments_that_share_a_cache_do_not_make_each_others_store_anew(
+    folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, seen = honest["gpt2"], []
+    for version in ("1", "2", "1", "2"):
+        monkeypatch.setattr(checkpoint, "_version", lambda name, version=version: f"{name} {version}")
+        TrustedCheckpoint.open(folders["gpt2"]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
+        seen.append({path.name: path.stat().st_ino for path in (tmp_path / "prepared").iterdir()})
+    assert [len(stores) for stores in seen] == [1, 2, 2, 2]
+    assert seen[1] == seen[2] == seen[3]
+
+
 def test_another_checkpoint_has_another_store(
     folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
 ) -> None:
