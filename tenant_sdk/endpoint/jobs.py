@@ -47,7 +47,7 @@ from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.model.run_state import NO_MODEL, run_states
 from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.finetune import finetune
-from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
+from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.training.waiting import WAIT_S
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -150,17 +150,13 @@ def train(
     """
     rank = settings["rank"]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    # what a job does not say is as in `TenantClient.finetune`
-    chosen = FinetuneSettings(
+    options = FinetuneOptions(
         max_steps=settings["max_steps"], num_epochs=settings["num_epochs"], batch_size=settings["batch_size"],
-        gradient_accumulation_steps=1, learning_rate=settings["learning_rate"], lr_scheduler_type="linear",
-        warmup_steps=3, weight_decay=0.0, max_grad_norm=1.0, save_steps=SAVE_STEPS, seed=settings["seed"],
+        learning_rate=settings["learning_rate"], seed=settings["seed"], save_steps=SAVE_STEPS, overwrite=True,
+        provider_wait_s=WAIT_S, progress=False,
     )  # fmt: skip
     stoppable: Any = StoppableSession(session, check, pause)
-    return finetune(
-        stoppable, data, config, output, chosen, overwrite=True, provider_wait_s=WAIT_S, progress=False,
-        on_step=on_step, while_waiting=check,
-    )  # fmt: skip
+    return finetune(stoppable, data, config, output, options, on_step=on_step, while_waiting=check)
 
 
 def publish(output: Path, adapter: Path) -> None:
@@ -190,8 +186,8 @@ def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
     return sorted(found)
 
 
-_BASE_RATE = 1e-3
-"""The learning rate at a `learning_rate_multiplier` of 1, which is the default of `TenantClient.finetune`."""
+_BASE_RATE = FinetuneOptions.learning_rate
+"""The learning rate at a `learning_rate_multiplier` of 1."""
 _PAGE, _MOST_IN_PAGE = 20, 1000
 """How many entries of a list are given by default, as by OpenAI, and at most."""
 _MOST_POINTS = 256

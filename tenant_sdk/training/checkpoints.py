@@ -20,7 +20,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,17 +51,17 @@ def logs_folder(output_dir: Path) -> Path:
     return output_dir.with_name(f".{output_dir.name}.logs")
 
 
-def fingerprint(data: Any, peft_config: dict[str, Any], settings: Any, digests: list[str]) -> str:
+def fingerprint(data: Any, peft_config: dict[str, Any], options: dict[str, Any], digests: list[str]) -> str:
     """Returns the fingerprint of a run, SHA-256 in hex; only runs with the same fingerprint share checkpoints.
 
     Args:
         data: what the tokens are made from (`tenant_sdk.training.token_rows.sources`). The tokens themselves may differ
             from day to day, since chat templates print the date.
         peft_config: PEFT's settings of the adapter.
-        settings: the run's `FinetuneSettings`.
+        options: the options that identify the run (`FinetuneOptions.identity`).
         digests: the digests of the base weights, by layer group.
     """
-    parts = (_plain(data), _plain(peft_config), asdict(settings), digests)
+    parts = (_plain(data), _plain(peft_config), options, digests)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -34,9 +34,10 @@ def check_recipe(recipe: Recipe) -> None:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
     check_trainable(peft_config_of(recipe))
-    check_report_to(recipe.report_to)
+    options = recipe.options()
+    check_report_to(options.report_to)
     if recipe.data is not None and not is_pipe(recipe.data):
-        parse_data(recipe.data, recipe.eval_data, recipe.seed)
+        parse_data(recipe.data, options.eval_data, options.seed)
 
 
 def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], object]) -> None:
@@ -47,7 +48,7 @@ def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], ob
         client: a connected client.
         echo: prints a text.
     """
-    result = client.finetune(recipe.data, peft_config_of(recipe), str(recipe.output_dir), **recipe.options())
+    result = client.finetune(recipe.data, peft_config_of(recipe), str(recipe.output_dir), **vars(recipe.options()))
     echo(_summary(result))
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,8 @@ from tenant_sdk.training.checkpoints import (
 from tenant_sdk.training.dataset import are_preferences
 from tenant_sdk.training.loss import chunk_loss, score_tokens
 from tenant_sdk.training.pruning import prune
-from tenant_sdk.training.settings import FinetuneResult, FinetuneSettings
+from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.training.token_rows import (
-    REFUSE,
     Collator,
     RunData,
     check_kind,
@@ -144,41 +143,29 @@ def _full_disk(exc: BaseException) -> str | None:
     return "no space or no permission" if any(word in text for word in writes) else None
 
 
-_DEFAULTS = {field.name: field.default for field in fields(FinetuneSettings)}
-
-
-def check_used(
-    settings: FinetuneSettings,
-    *,
-    has_evaluation: bool,
-    are_preferences: bool,
-    report_to: str | None,
-    log_dir: str | Path | None,
-) -> None:
+def check_used(options: FinetuneOptions, *, has_evaluation: bool, are_preferences: bool) -> None:
     """Refuses an option that differs from its default but has no effect, because another option or a kind of rows is
     missing.
 
     Args:
-        settings: the run's settings.
+        options: the run's options.
         has_evaluation: whether there are rows to evaluate on.
         are_preferences: whether the rows are preferences.
-        report_to, log_dir: the arguments of `TenantClient.finetune`.
 
     Raises:
         ConfigurationError: such an option is set; the text says what it needs.
     """
     needs = {
         "eval_steps": ("eval_data", has_evaluation),
-        "early_stopping_threshold": ("early_stopping_steps", settings.early_stopping_steps is not None),
+        "early_stopping_threshold": ("early_stopping_steps", options.early_stopping_steps is not None),
         "dpo_beta": ("rows with chosen and rejected", are_preferences),
         "dpo_loss": ("rows with chosen and rejected", are_preferences),
         "dpo_precompute_reference": ("rows with chosen and rejected", are_preferences),
+        "log_dir": ("report_to", options.report_to is not None),
     }
     for name, (needed, is_there) in needs.items():
-        if not is_there and getattr(settings, name) != _DEFAULTS[name]:
+        if not is_there and getattr(options, name) != getattr(FinetuneOptions, name):
             raise ConfigurationError(f"{name} has no effect without {needed}: leave it out")
-    if log_dir is not None and report_to is None:
-        raise ConfigurationError("log_dir has no effect without report_to: leave it out")
 
 
 def default_peft_config() -> LoraConfig:
@@ -192,20 +179,8 @@ def finetune(
     data: Any,
     peft_config: PeftConfig | None,
     output_dir: str | Path,
-    settings: FinetuneSettings,
+    options: FinetuneOptions,
     *,
-    overwrite: bool = False,
-    eval_data: Any = None,
-    max_length: int | None = None,
-    truncation: str = REFUSE,
-    checkpointing: str | None = "auto",
-    memory_budget_mb: float | None = None,
-    gradient_checkpointing: bool = False,
-    resume: bool | None = None,
-    report_to: str | None = None,
-    log_dir: str | Path | None = None,
-    provider_wait_s: float = 0.0,
-    progress: bool = True,
     on_step: Callable[[int, float], None] | None = None,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> FinetuneResult:
@@ -214,9 +189,7 @@ def finetune(
     Args:
         session: the tenant's session, which this function connects if the session is not connected yet.
         data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
-        settings: the settings that identify the run, together with its data and its adapter.
-        overwrite, eval_data, max_length, truncation, checkpointing, memory_budget_mb, gradient_checkpointing, resume,
-            report_to, log_dir, provider_wait_s, progress: the arguments of `TenantClient.finetune`.
+        options: how the run goes; some of them identify it, together with its data and its adapter.
         on_step: called with the number and the loss of each optimizer step; after a wait for the provider, also with
             steps that are made again.
         while_waiting: called several times a second during a wait for the provider; it may raise an error to end the
@@ -226,49 +199,45 @@ def finetune(
         The adapter's folder, and the losses, tokens, bytes and seconds of the run.
     """
     check_alone()
-    settings.check()
-    check_loss_branches(session, settings, has_evaluation=eval_data is not None)
-    check_truncation(truncation, session.bucket)
-    check_report_to(report_to)
-    seconds("provider_wait_s", provider_wait_s)
-    mode = resolve(checkpointing, gradient_checkpointing, memory_budget_mb)
-    if settings.window_tokens is not None and mode == "auto":
-        if memory_budget_mb is not None:
+    options.check()
+    check_loss_branches(session, options, has_evaluation=options.eval_data is not None)
+    check_truncation(options.truncation, session.bucket)
+    check_report_to(options.report_to)
+    seconds("provider_wait_s", options.provider_wait_s)
+    mode = resolve(options.checkpointing, options.gradient_checkpointing, options.memory_budget_mb)
+    if options.window_tokens is not None and mode == "auto":
+        if options.memory_budget_mb is not None:
             raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
         mode = None
-    if max_length is not None and max_length < 1:
-        raise ConfigurationError(f"max_length must be positive, got {max_length}")
+    if options.max_length is not None and options.max_length < 1:
+        raise ConfigurationError(f"max_length must be positive, got {options.max_length}")
     output_dir = Path(output_dir)
-    check_output(output_dir, overwrite)
-    if report_to is not None:
-        check_writable(Path(log_dir or logs_folder(output_dir)))
+    check_output(output_dir, options.overwrite)
+    if options.report_to is not None:
+        check_writable(Path(options.log_dir or logs_folder(output_dir)))
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     check_trainable(peft_config)
     num_virtual = virtual_tokens(peft_config)
-    parsed = parse_data(data, eval_data, settings.seed)
-    check_kind(parsed, settings, peft_config)
-    check_used(
-        settings, has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows),
-        report_to=report_to, log_dir=log_dir,
-    )  # fmt: skip
+    parsed = parse_data(data, options.eval_data, options.seed)
+    check_kind(parsed, options, peft_config)
+    check_used(options, has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows))
     manifest = session.connect()
     room = _room(session.context_length, num_virtual)
-    check_window(settings.window_tokens, settings.batch_size, room)
-    longest = min(max_length or room, room)
-    rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, truncation)
+    check_window(options.window_tokens, options.batch_size, room)
+    longest = min(options.max_length or room, room)
+    rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(checkpoints_folder(output_dir))
-    data_id = sources(parsed, session.text, longest, session.bucket, truncation)
-    run_id = fingerprint(data_id, peft_config.to_dict(), settings, digests)
-    start = checkpoints.open(run_id, resume)
+    data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)
+    run_id = fingerprint(data_id, peft_config.to_dict(), options.identity(), digests)
+    start = checkpoints.open(run_id, options.resume)
     run = _Run(
-        session, peft_config, settings, rows, checkpoints, output_dir, mode=mode, memory_budget_mb=memory_budget_mb,
-        report_to=report_to, log_dir=Path(log_dir or logs_folder(output_dir)),
-        progress=progress, on_step=on_step, start=start,
+        session, peft_config, options, rows, checkpoints, output_dir, mode=mode,
+        log_dir=Path(options.log_dir or logs_folder(output_dir)), on_step=on_step, start=start,
     )  # fmt: skip
     before, began = session.traffic, time.monotonic()
-    state = with_waits(run.attempt, session, provider_wait_s, lambda: run.num_steps, while_waiting)
+    state = with_waits(run.attempt, session, options.provider_wait_s, lambda: run.num_steps, while_waiting)
     took_s, after = time.monotonic() - began, session.traffic
     checkpoints.discard()
     return FinetuneResult(
@@ -280,7 +249,7 @@ def finetune(
         seconds=took_s,
         resumed_from_step=step_of(start),
         evaluations=evaluations(state.log_history),
-        adapter_step=state.best_global_step if settings.keep_best else state.global_step,
+        adapter_step=state.best_global_step if options.keep_best else state.global_step,
         num_waits=run.num_attempts - 1,
     )
 
@@ -292,16 +261,13 @@ class _Run:
 
     session: TrainingSession
     peft_config: PeftConfig
-    settings: FinetuneSettings
+    options: FinetuneOptions
     rows: RunData
     checkpoints: Checkpoints
     output_dir: Path
     _: KW_ONLY
     mode: str | None
-    memory_budget_mb: float | None
-    report_to: str | None
     log_dir: Path
-    progress: bool
     on_step: Callable[[int, float], None] | None
     start: Path | None
     """The checkpoint that the first attempt begins with; None for the beginning of the run."""
@@ -320,14 +286,14 @@ class _Run:
         start, is_spoilt = (self.start, False) if self.num_attempts == 0 else self.checkpoints.newest()
         self.num_attempts += 1
         self.num_steps = step_of(start)
-        set_seed(self.settings.seed)
-        model = _adapted(self.session, self.peft_config, self.settings.seed)
+        set_seed(self.options.seed)
+        model = _adapted(self.session, self.peft_config, self.options.seed)
         run = run_states(model).current
         run.outcome.sends_zeros |= is_spoilt
         num_virtual = virtual_tokens(self.peft_config)
         kept, windows = self._save_memory(model, num_virtual)
         with closing(kept), saving_errors(), reading_errors(start):
-            trainer = _make_trainer(model, self.rows, self.settings, self.checkpoints, self.session, run)
+            trainer = _make_trainer(model, self.rows, self.options, self.checkpoints, self.session, run)
             if self.on_step is not None:
                 trainer.add_callback(StepLosses(self.on_step))
             if isinstance(trainer, CompletionTrainer):
@@ -350,10 +316,10 @@ class _Run:
     def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:
         """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""
         kept = choose(
-            self.mode, model.get_base_model(), self.rows.longest_batch(self.settings.batch_size, num_virtual),
-            has_dropout(model), self.memory_budget_mb, self.checkpoints.folder,
+            self.mode, model.get_base_model(), self.rows.longest_batch(self.options.batch_size, num_virtual),
+            has_dropout(model), self.options.memory_budget_mb, self.checkpoints.folder,
         )  # fmt: skip
-        windows = prepare_windows(model, self.settings.window_tokens, kept)
+        windows = prepare_windows(model, self.options.window_tokens, kept)
         if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time
             prune(model)
         return kept, windows
@@ -363,21 +329,21 @@ class _Run:
         True; returns False for any other checkpoint. Trainer would make a step more, at a learning rate of 0, and
         evaluate once more."""
         state = TrainerState.load_from_json(str(start / "trainer_state.json"))
-        steps = self.settings.early_stopping_steps
-        idle = steps_without_progress(evaluations(state.log_history), self.settings.early_stopping_threshold)
+        steps = self.options.early_stopping_steps
+        idle = steps_without_progress(evaluations(state.log_history), self.options.early_stopping_threshold)
         if state.global_step < state.max_steps and (steps is None or idle < steps):
             return False
         trainer.state = state
-        if self.settings.keep_best and state.best_model_checkpoint is not None:
+        if self.options.keep_best and state.best_model_checkpoint is not None:
             trainer._load_best_model()
         else:
             trainer._load_from_checkpoint(str(start))
         return True
 
     def _train(self, trainer: Any, start: Path | None) -> None:
-        shown = _progress_bar(trainer) if self.progress else nullcontext()
-        with quiet_transformers(), reports(trainer, self.report_to, self.log_dir), shown:
-            if self.settings.dpo_precompute_reference and self.rows.are_preferences:
+        shown = _progress_bar(trainer) if self.options.progress else nullcontext()
+        with quiet_transformers(), reports(trainer, self.options.report_to, self.log_dir), shown:
+            if self.options.dpo_precompute_reference and self.rows.are_preferences:
                 trainer.precompute_reference()
             _train(trainer, start)
 
@@ -478,7 +444,7 @@ def prepare_windows(model: Any, window_tokens: int | None, kept: Checkpointing) 
 def _make_trainer(
     model: Any,
     rows: RunData,
-    settings: FinetuneSettings,
+    settings: FinetuneOptions,
     checkpoints: Checkpoints,
     session: TrainingSession,
     run: RunState,

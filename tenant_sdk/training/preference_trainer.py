@@ -24,7 +24,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tenant_sdk.training.checkpoints import SavesAdapter
 from tenant_sdk.training.loss import score_tokens
-from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.settings import FinetuneOptions
 from tenant_sdk.training.token_rows import PreferenceRow
 from tenant_sdk.training.trainers import WarmsUpFromTheFirstStep
 from wire.errors import ConfigurationError
@@ -94,7 +94,7 @@ class PreferenceTrainer(WarmsUpFromTheFirstStep, SavesAdapter, DPOTrainer):  # t
 def make_preference_trainer(
     model: Any,
     arguments: dict[str, Any],
-    settings: FinetuneSettings,
+    settings: FinetuneOptions,
     rows: list[PreferenceRow],
     eval_rows: list[PreferenceRow],
     tokenizer: Any,

@@ -1,10 +1,9 @@
-"""This module defines the training options of `tenant finetune`, which its flags and its recipes (YAML files) share.
+"""This module makes the flags of `tenant finetune` and its recipes (YAML files) from `FinetuneOptions`.
 tenant_sdk/training/command.py runs it.
 
-Each option is described here once: `takes_recipe` makes flags from the fields, and `load_recipe` reads a file that has
-the same names. A flag takes precedence over the file, and the file over the default. Names and meanings are those of
-`TenantClient.finetune`, which has no `rank`; a field's default may differ where a command needs it, as for the output.
-A recipe may also have the options of the connection, which are the command's.
+A flag takes precedence over the file, and the file over the default. Names, meanings and defaults are those of
+`TenantClient.finetune`, which has no `rank`. A recipe may also have the options of the connection, which are the
+command's.
 
 Guarantees: an unknown key of a file is refused in one line that names the nearest option; no error about a file quotes
 a value. Importing this module does not load torch.
@@ -14,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -26,31 +26,12 @@ from pydantic.fields import FieldInfo
 
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import load_rows
-from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.settings import FinetuneOptions
 from wire.command_line import instead
 from wire.errors import ConfigurationError
 
-_FLAG, _SHOWN = "flag", "shown"
-"""Keys in a field's json_schema_extra: the flag's name if it is not the option's, and the default that the help shows
-if it is not the field's."""
 _WORDS = (bool, int, float, Path)
 """The types that typer checks on the command line; it takes any other as text, which the recipe checks."""
-
-_GROUPS = {
-    "Data": ("eval_data", "max_length", "truncation", "seed"),
-    "Training": (
-        "rank", "max_steps", "num_epochs", "batch_size", "gradient_accumulation_steps", "learning_rate",
-        "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "bf16",
-    ),
-    "Preferences (DPO)": ("dpo_beta", "dpo_loss", "dpo_precompute_reference"),
-    "Evaluation and reports": (
-        "eval_steps", "early_stopping_steps", "early_stopping_threshold", "keep_best", "report_to", "log_dir",
-        "progress",
-    ),
-    "Checkpoints and waits": ("save_steps", "resume", "provider_wait_s"),
-    "Memory": ("window_tokens", "checkpointing", "memory_budget_mb", "gradient_checkpointing"),
-}  # fmt: skip
-"""The options by the heading under which the help lists them; the others have none."""
 
 
 _EITHER = ("max_steps", "num_epochs")
@@ -81,87 +62,52 @@ def _in_home(path: Path) -> Path:
 _UserPath = Annotated[Path, AfterValidator(_in_home)]
 
 
+def _field(meaning: str, flag: str = "", group: str = "", shown: str = "") -> Any:
+    return Field(default=None, json_schema_extra={"meaning": meaning, "flag": flag, "group": group, "shown": shown})
+
+
+_TYPES: dict[str, Any] = {
+    "eval_data": Annotated[float | _UserPath | None, BeforeValidator(_part_or_path)],
+    "checkpointing": Literal["auto", "none", "replies", "recompute"],
+    "log_dir": _UserPath | None,
+}
+"""The types of options that a file or a flag gives in another form than Python does."""
+
+
 class Recipe(BaseModel):
-    """Holds the options of one fine-tuning run; a field with a description is a flag of `tenant finetune`."""
+    """Holds what one fine-tuning run is about; `RunRecipe` adds the fields of `FinetuneOptions`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: _UserPath | None = None
-    output_dir: _UserPath | None = Field(
-        default=None, description="Folder for the adapter.", json_schema_extra={_FLAG: "--output"}
-    )
-    eval_data: Annotated[float | _UserPath | None, BeforeValidator(_part_or_path)] = Field(
-        default=None, description="Rows to evaluate on: a data set, or a part of DATA, such as 0.1."
-    )
+    output_dir: _UserPath | None = _field("folder for the adapter", flag="--output")
     peft_config: dict[str, Any] | None = None
-    rank: int | None = Field(
-        default=None, description="LoRA rank; alpha is twice as much.", json_schema_extra={_SHOWN: "16"}
-    )
-    max_steps: int | None = Field(default=None, description="Optimizer steps, in place of --epochs.")
-    num_epochs: float = Field(default=3.0, description="Passes over the data.", json_schema_extra={_FLAG: "--epochs"})
-    batch_size: int = Field(default=8, description="Rows a step.")
-    gradient_accumulation_steps: int = Field(default=1, description="Batches whose gradients make one step.")
-    learning_rate: float = Field(default=1e-3, description="Peak learning rate.")
-    lr_scheduler_type: str = Field(
-        default="linear", description="linear, cosine, constant (no warm-up), constant_with_warmup, inverse_sqrt."
-    )
-    warmup_steps: int = Field(default=3, description="Steps in which the learning rate rises to its peak.")
-    weight_decay: float = Field(default=0.0, description="AdamW's weight decay.")
-    max_grad_norm: float = Field(default=1.0, description="Norm to which a longer gradient is scaled down.")
-    max_length: int | None = Field(
-        default=None, description="Most tokens of a row.", json_schema_extra={_SHOWN: "the model's context"}
-    )
-    truncation: Literal["refuse", "truncate", "drop"] = Field(
-        default="refuse", description="What becomes of longer rows."
-    )
-    bf16: bool = Field(default=False, description="Compute in bfloat16 where that is usual (autocast).")
-    seed: int = Field(
-        default=0, description="Seed of adapter initialisation, data order and what --eval-data holds back."
-    )
-    save_steps: int = Field(default=10, description="Steps between checkpoints.")
-    resume: bool | None = Field(default=None, description="Default: go on if the same run has a checkpoint.")
-    overwrite: bool = Field(default=False, description="Replace an adapter that --output holds already.")
-    eval_steps: int | None = Field(
-        default=None, description="Steps between evaluations.", json_schema_extra={_SHOWN: "--save-steps"}
-    )
-    early_stopping_steps: int | None = Field(
-        default=None, description="End if the evaluation's loss has not fallen for so many steps; needs --verify."
-    )
-    early_stopping_threshold: float = Field(default=0.0, description="The least by which that loss must fall.")
-    keep_best: bool = Field(default=False, description="Write the adapter of the best evaluation; needs --verify.")
-    dpo_beta: float = Field(default=0.1, description="For preferences: DPO's beta.")
-    dpo_loss: str = Field(default="sigmoid", description="sigmoid, hinge, ipo, apo_zero, apo_down or sigmoid_norm.")
-    dpo_precompute_reference: bool = Field(
-        default=False, description="Ask for the reference once, before the training."
-    )
-    window_tokens: int | None = Field(
-        default=None,
-        description="Train in windows of so many tokens: less memory.",
-        json_schema_extra={"unit": "TOKENS"},
-    )
-    checkpointing: Literal["auto", "none", "replies", "recompute"] = Field(
-        default="auto", description="auto, none, replies (kept; recompute the rest) or recompute (more calls)."
-    )
-    memory_budget_mb: float | None = Field(
-        default=None, description="Memory for activations, in MB.", json_schema_extra={_SHOWN: "see memory.md"}
-    )
-    gradient_checkpointing: bool = Field(default=False, description="The same as --checkpointing recompute.")
-    report_to: str | None = Field(default=None, description="tensorboard: write losses and metrics to its files.")
-    log_dir: _UserPath | None = Field(
-        default=None, description="Folder of these files.", json_schema_extra={_SHOWN: "beside OUTPUT, hidden"}
-    )
-    provider_wait_s: float = Field(
-        default=600.0,
-        description="Seconds for which a run waits for a provider that went away.",
-        json_schema_extra={_FLAG: "--provider-wait"},
-    )
-    progress: bool = Field(default=True, description="Show a progress bar.")
+    rank: int | None = _field("LoRA's rank; alpha is twice as much", group="Training", shown="16")
 
-    def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `TenantClient.finetune` after its output folder."""
-        apart = ("data", "output_dir", "peft_config", "rank")
-        found = {name: getattr(self, name) for name in Recipe.model_fields if name not in apart}
-        return {**found, "checkpointing": None if self.checkpointing == "none" else self.checkpointing}
+    def options(self) -> FinetuneOptions:
+        """Returns the options of the run."""
+        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(FinetuneOptions)}
+        return FinetuneOptions(**{**given, "checkpointing": _or_none(given["checkpointing"])})
+
+
+def _or_none(value: str) -> Any:
+    return None if value == "none" else value
+
+
+def _fields() -> dict[str, Any]:
+    """Returns pydantic's fields for the fields of `FinetuneOptions`."""
+    kinds = get_type_hints(FinetuneOptions)
+    return {
+        each.name: (
+            _TYPES.get(each.name, kinds[each.name]),
+            Field(default=each.default, json_schema_extra=dict(each.metadata)),
+        )
+        for each in dataclasses.fields(FinetuneOptions)
+    }
+
+
+RunRecipe: Any = create_model("RunRecipe", __base__=Recipe, **_fields())
+"""The class of recipes without the options of a connection; a field with a meaning is a flag of `tenant finetune`."""
 
 
 def with_connection(connection: Mapping[str, Any]) -> Any:
@@ -174,7 +120,7 @@ def with_connection(connection: Mapping[str, Any]) -> Any:
         name: (Annotated[kind | None, BeforeValidator(_several)] if list in _kinds(kind) else kind | None, None)
         for name, kind in connection.items()
     }
-    return create_model("Recipe", __base__=Recipe, **fields)
+    return create_model("Recipe", __base__=RunRecipe, **fields)
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -281,12 +227,12 @@ def check_recipe_early(recipe: Recipe) -> None:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
     options = recipe.options()
-    FinetuneSettings(**{field.name: options[field.name] for field in dataclasses.fields(FinetuneSettings)}).check()
+    options.check()
     if recipe.output_dir is not None:
-        check_output(recipe.output_dir, recipe.overwrite)
-    if recipe.log_dir is not None:
-        check_writable(recipe.log_dir)
-    for data in (recipe.data, recipe.eval_data):
+        check_output(recipe.output_dir, options.overwrite)
+    if options.log_dir is not None:
+        check_writable(Path(options.log_dir))
+    for data in (recipe.data, options.eval_data):
         if isinstance(data, Path) and not is_pipe(data):
             load_rows(data)
 
@@ -315,7 +261,7 @@ def takes_recipe(connection: Mapping[str, Any]) -> Callable[[Callable[[Any], Non
         data = typer.Argument(help="JSONL, parquet, or a folder of datasets' save_to_disk (docs/finetune.md).")
         config = typer.Option(help="YAML file with any of these options; flags given beside it win.")
         parameters = [_parameter("data", Path, data), _parameter("config", Path, config)]
-        parameters += [_flag(name, field) for name, field in Recipe.model_fields.items() if field.description]
+        parameters += [_flag(name, field) for name, field in RunRecipe.model_fields.items() if field.json_schema_extra]
         parameters[3:3] = [_parameter(name, *get_args(kind)) for name, kind in connection.items()]
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -330,21 +276,61 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    flag = extra.get(_FLAG, f"--{name.replace('_', '-')}")
+    told = _told(field)
+    flag, group, unit = flag_of(name), told["group"], told.get("unit")
     kinds = [kind for kind in _kinds(field.annotation) if kind is not NoneType]
     word: Any = next((kind for kind in _WORDS if kinds == [kind]), None)
     if get_origin(field.annotation) is Literal:
         word = field.annotation
     if word is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    shown = extra.get(_SHOWN, field.default)
-    text = f"{shown:g}" if isinstance(shown, float) else str(shown)
+    meaning = _by_flags(told["meaning"])
     option = typer.Option(
         flag,
-        help=field.description,
-        metavar=extra.get("unit"),
-        rich_help_panel=next((heading for heading, names in _GROUPS.items() if name in names), None),
-        show_default=text if shown not in (None, False) else False,
+        help=f"{meaning[0].upper()}{meaning[1:]}.",
+        metavar=unit or None,
+        rich_help_panel=group or None,
+        show_default=False if field.default is False else _by_flags(shown_default(name)) or False,
     )
     return _parameter(name, word or str, option)
+
+
+def _told(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def flag_of(name: str) -> str:
+    """Returns the flag of an option."""
+    return str(_told(RunRecipe.model_fields[name])["flag"]) or f"--{name.replace('_', '-')}"
+
+
+def _by_flags(text: str) -> str:
+    """Returns a text in which options have the names of their flags."""
+    names = [name for name in RunRecipe.model_fields if "_" in name and _told(RunRecipe.model_fields[name])]
+    for name in names:
+        text = re.sub(rf"\b{name}\b", flag_of(name), text)
+    return re.sub(r"\bneeds verify\b", "needs --verify", text)
+
+
+def shown_default(name: str) -> str:
+    """Returns an option's default as help and docs show it; an empty text if there is none."""
+    field = RunRecipe.model_fields[name]
+    if shown := _told(field)["shown"]:
+        return str(shown)
+    if field.default is None:
+        return ""
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def options_table() -> str:
+    """Returns the table of options in docs/finetune.md."""
+    lines = ["| option | flag | default | meaning |", "|---|---|---|---|", "| `data` | DATA | | rows to train on |"]
+    for name, field in RunRecipe.model_fields.items():
+        told = _told(field)
+        if told:
+            page = f" ([{told['page']}]({told['page']}))" if told.get("page") else ""
+            lines.append(f"| `{name}` | `{flag_of(name)}` | {shown_default(name)} | {told['meaning']}{page} |")
+    lines.append("| `peft_config` | | LoRA on all linear layers | PEFT's settings |")
+    return "\n".join(re.sub(r" +", " ", line) for line in lines)

@@ -1,13 +1,20 @@
-"""This module defines and checks the settings of a fine-tuning run, and defines the run's result. A resumed run must
-have the same settings.
+"""This module defines the options of a fine-tuning run, each of them once, and the run's result.
+
+From `FinetuneOptions` come the keyword arguments of `TenantClient.finetune`, the flags of `tenant finetune` and its
+recipes' keys (tenant_sdk/training/recipe.py), what a job of the endpoint leaves at its default, and the table of
+options in docs/finetune.md. Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
 
+from wire.command_line import nearest
 from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
@@ -16,31 +23,244 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"
 """The losses of TRL's DPOTrainer that need no further argument."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneSettings:
-    """Holds the settings of one run, which are part of the run's fingerprint; `TenantClient.finetune` describes the
-    settings."""
+def _told(
+    meaning: str, group: str = "", *, flag: str = "", shown: str = "", unit: str = "", page: str = "",
+    identifies: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what is told about an option, as the metadata of its field.
 
-    max_steps: int | None
-    num_epochs: float = 3.0
-    batch_size: int
-    window_tokens: int | None = None
-    gradient_accumulation_steps: int
-    learning_rate: float
-    lr_scheduler_type: str
-    warmup_steps: int = 3
-    weight_decay: float
-    max_grad_norm: float
-    save_steps: int
-    seed: int
-    bf16: bool = False
-    eval_steps: int | None = None
-    early_stopping_steps: int | None = None
-    early_stopping_threshold: float = 0.0
-    keep_best: bool = False
-    dpo_beta: float = 0.1
-    dpo_loss: str = "sigmoid"
-    dpo_precompute_reference: bool = False
+    Args:
+        meaning: a line on the option, for `--help` and the table in docs/finetune.md.
+        group: the heading under which `--help` lists the flag.
+        flag: the flag, if it is not the option's name.
+        shown: the default as it is shown, if that is not the value.
+        unit: what the flag's value is called, if not by its type.
+        page: the page of docs/ with more on it.
+        identifies: whether only runs with the same value share checkpoints.
+    """
+    told = {"meaning": meaning, "group": group, "flag": flag, "shown": shown, "unit": unit, "page": page}
+    return {**told, "identifies": identifies}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Holds the options of one fine-tuning run.
+
+    Attributes:
+        max_steps: number of optimizer steps; None for the number of steps that `num_epochs` takes.
+        num_epochs: number of passes over the data, if `max_steps` is not given; giving both is refused.
+        batch_size: rows that go through the model together.
+        window_tokens: the most tokens, over all rows of a batch, that go through the model together. Gradients stay
+            the same; memory depends on the window, the provider gets requests of so many rows, and all windows but
+            a batch's last one are sent twice in the forward direction (docs/windows.md). None for whole batches.
+        gradient_accumulation_steps: batches whose gradients make one optimizer step.
+        learning_rate: AdamW's peak learning rate, which is reached with the last step of the warm-up.
+        lr_scheduler_type: linear, cosine, constant (which has no warm-up), constant_with_warmup or inverse_sqrt.
+        warmup_steps: number of optimizer steps in which the learning rate rises to its peak; the first of N steps
+            has an N-th of it.
+        weight_decay: AdamW's weight decay.
+        max_grad_norm: the L2 norm to which a longer gradient is scaled down.
+        max_length: the most tokens that a row may have; by default the model's context minus the adapter's virtual
+            tokens.
+        truncation: what becomes of longer rows: `refuse` raises an error, `truncate` keeps their first tokens, and
+            `drop` leaves them out.
+        save_steps: optimizer steps between checkpoints.
+        seed: the seed of the adapter's initial weights, of the order of rows, of dropout and of the rows that a
+            part as `eval_data` holds back.
+        bf16: whether the model computes in bfloat16 where that is usual (autocast); the adapter stays in float32.
+        eval_data: rows to evaluate on during the run: a data set, as for `data`, or a number between 0 and 1 for
+            this part of `data`, which is then not trained on.
+        eval_steps: optimizer steps between evaluations; None for `save_steps`. The last step is evaluated too.
+        early_stopping_steps: the run ends if the evaluation's loss has not fallen for so many optimizer steps; it
+            needs `verify`, as does `keep_best`, unless there is nothing to hide from the provider.
+        early_stopping_threshold: the least by which a loss must fall for `early_stopping_steps`.
+        keep_best: whether the adapter of the evaluation with the least loss is written, and not the last one.
+        dpo_beta: DPO's beta: the larger it is, the closer the adapter stays to the base model.
+        dpo_loss: DPO's loss: sigmoid, hinge, ipo, apo_zero, apo_down or sigmoid_norm.
+        dpo_precompute_reference: whether the base model scores each preference once before the training, and not
+            once each time that it is trained on.
+        checkpointing: how a run saves memory for activations (docs/memory.md). None keeps all activations.
+            `replies` keeps the provider's replies, in memory and beyond that in an encrypted file, and computes the
+            rest again; the calls to the provider stay the same. `recompute` also asks the provider again, with
+            about twice as many forward calls. `auto` chooses the first of these that fits.
+        memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
+            half of what is free for `auto`, and the disk alone for `replies`.
+        gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
+        resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
+            starts over.
+        overwrite: whether an adapter that `output_dir` holds already is replaced; otherwise that is an error.
+        report_to: where losses and metrics are written besides: `tensorboard` for its files, None for nowhere.
+        log_dir: the folder of these files; None for `adapters/.support.logs` beside `adapters/support`.
+        provider_wait_s: the seconds for which a run that has begun waits for a provider that went away, before it
+            fails. When the provider is back, the run goes on from its last checkpoint, under new masks. 0 for a run
+            that fails at once.
+        progress: whether a progress bar is shown on stderr.
+    """
+
+    eval_data: Any = field(
+        default=None,
+        metadata=_told("rows to evaluate on: a data set, or a part of the data, such as 0.1", "Data", shown="none"),
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata=_told(
+            "optimizer steps; none for those of num_epochs; both are refused", "Training", shown="none", identifies=True
+        ),
+    )
+    num_epochs: float = field(
+        default=3.0, metadata=_told("passes over the data", "Training", flag="--epochs", identifies=True)
+    )
+    batch_size: int = field(
+        default=8, metadata=_told("rows that go through the model together", "Training", identifies=True)
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata=_told("batches whose gradients make one step", "Training", identifies=True)
+    )
+    learning_rate: float = field(
+        default=1e-3, metadata=_told("AdamW's peak learning rate", "Training", identifies=True)
+    )
+    lr_scheduler_type: str = field(
+        default="linear",
+        metadata=_told(
+            "one of linear, cosine, constant (no warm-up), constant_with_warmup, inverse_sqrt",
+            "Training",
+            identifies=True,
+        ),
+    )
+    warmup_steps: int = field(
+        default=3,
+        metadata=_told(
+            "steps in which the learning rate rises to its peak; the first of N has an N-th of it",
+            "Training",
+            identifies=True,
+        ),
+    )
+    weight_decay: float = field(default=0.0, metadata=_told("AdamW's weight decay", "Training", identifies=True))
+    max_grad_norm: float = field(
+        default=1.0, metadata=_told("the norm to which a longer gradient is scaled down", "Training", identifies=True)
+    )
+    max_length: int | None = field(
+        default=None, metadata=_told("the most tokens of a row", "Data", shown="the model's context")
+    )
+    truncation: Literal["refuse", "truncate", "drop"] = field(
+        default="refuse", metadata=_told("what becomes of longer rows: refuse, truncate or drop", "Data")
+    )
+    bf16: bool = field(
+        default=False,
+        metadata=_told(
+            "compute in bfloat16 where that is usual (autocast); rows cross the wire as without it",
+            "Training",
+            identifies=True,
+        ),
+    )
+    seed: int = field(
+        default=0,
+        metadata=_told(
+            "seed of the adapter's initial values, of orders, of dropout and of what eval_data holds back",
+            "Data",
+            identifies=True,
+        ),
+    )
+    save_steps: int = field(
+        default=10, metadata=_told("steps between checkpoints", "Checkpoints and waits", identifies=True)
+    )
+    resume: bool | None = field(
+        default=None,
+        metadata=_told(
+            "whether to go on from a checkpoint: none if the same run has one, on only then, off never",
+            "Checkpoints and waits",
+            shown="none",
+        ),
+    )
+    overwrite: bool = field(default=False, metadata=_told("replace an adapter that the output folder holds already"))
+    eval_steps: int | None = field(
+        default=None,
+        metadata=_told("steps between evaluations", "Evaluation and reports", shown="save_steps", identifies=True),
+    )
+    early_stopping_steps: int | None = field(
+        default=None,
+        metadata=_told(
+            "end if the evaluation's loss has not fallen for so many steps; needs verify",
+            "Evaluation and reports",
+            shown="none",
+            identifies=True,
+        ),
+    )
+    early_stopping_threshold: float = field(
+        default=0.0, metadata=_told("the least by which that loss must fall", "Evaluation and reports", identifies=True)
+    )
+    keep_best: bool = field(
+        default=False,
+        metadata=_told(
+            "write the adapter of the best evaluation; needs verify", "Evaluation and reports", identifies=True
+        ),
+    )
+    dpo_beta: float = field(default=0.1, metadata=_told("DPO's beta", "Preferences (DPO)", identifies=True))
+    dpo_loss: str = field(
+        default="sigmoid",
+        metadata=_told(
+            "DPO's loss: sigmoid, hinge, ipo, apo_zero, apo_down or sigmoid_norm", "Preferences (DPO)", identifies=True
+        ),
+    )
+    dpo_precompute_reference: bool = field(
+        default=False,
+        metadata=_told("ask for the reference once, before the training", "Preferences (DPO)", identifies=True),
+    )
+    window_tokens: int | None = field(
+        default=None,
+        metadata=_told(
+            "train in windows of so many tokens: less memory, more traffic",
+            "Memory",
+            shown="none",
+            unit="TOKENS",
+            page="windows.md",
+            identifies=True,
+        ),
+    )
+    checkpointing: Literal["auto", "replies", "recompute"] | None = field(
+        default="auto",
+        metadata=_told(
+            "how activations are kept: auto, none, replies (the rest is computed again), recompute (more calls)",
+            "Memory",
+            page="memory.md",
+        ),
+    )
+    memory_budget_mb: float | None = field(
+        default=None, metadata=_told("memory for activations, in MB", "Memory", shown="what is free", page="memory.md")
+    )
+    gradient_checkpointing: bool = field(default=False, metadata=_told("the same as checkpointing recompute", "Memory"))
+    report_to: str | None = field(
+        default=None,
+        metadata=_told(
+            "where losses and metrics are written besides: tensorboard, or nowhere",
+            "Evaluation and reports",
+            shown="none",
+        ),
+    )
+    log_dir: str | Path | None = field(
+        default=None,
+        metadata=_told(
+            "the folder of these files", "Evaluation and reports", shown=".NAME.logs beside the output NAME"
+        ),
+    )
+    provider_wait_s: float = field(
+        default=600.0,
+        metadata=_told(
+            "seconds for which a run waits for a provider that went away",
+            "Checkpoints and waits",
+            flag="--provider-wait",
+        ),
+    )
+    progress: bool = field(
+        default=True,
+        metadata=_told(
+            "show a progress bar on stderr; without a terminal, a line for each step", "Evaluation and reports"
+        ),
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the options that a resumed run must have as they were; they are part of a run's fingerprint."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["identifies"]}
 
     @property
     def steps_of_evaluation(self) -> int:
@@ -68,18 +288,95 @@ class FinetuneSettings:
             )
         if self.dpo_loss not in _DPO_LOSSES:
             raise ConfigurationError(f"dpo_loss must be one of {', '.join(_DPO_LOSSES)}, got {self.dpo_loss!r}")
-        if self.lr_scheduler_type == "constant" and self.warmup_steps not in (0, FinetuneSettings.warmup_steps):
+        if self.lr_scheduler_type == "constant" and self.warmup_steps not in (0, FinetuneOptions.warmup_steps):
             raise ConfigurationError(
                 "warmup_steps has no effect with lr_scheduler_type constant: choose constant_with_warmup, or leave it "
                 "out"
             )
-        if self.max_steps is not None and self.num_epochs != FinetuneSettings.num_epochs:
+        if self.max_steps is not None and self.num_epochs != FinetuneOptions.num_epochs:
             raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
         if self.keep_best and self.steps_of_evaluation != self.save_steps:
             raise ConfigurationError(
                 f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
                 f"got {self.eval_steps}"
             )
+
+
+class FinetuneKeywords(TypedDict, total=False):
+    """Gives the fields of `FinetuneOptions` to type checkers, as keyword arguments."""
+
+    eval_data: Any
+    max_steps: int | None
+    num_epochs: float
+    batch_size: int
+    gradient_accumulation_steps: int
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    max_length: int | None
+    truncation: Literal["refuse", "truncate", "drop"]
+    bf16: bool
+    seed: int
+    save_steps: int
+    resume: bool | None
+    overwrite: bool
+    eval_steps: int | None
+    early_stopping_steps: int | None
+    early_stopping_threshold: float
+    keep_best: bool
+    dpo_beta: float
+    dpo_loss: str
+    dpo_precompute_reference: bool
+    window_tokens: int | None
+    checkpointing: Literal["auto", "replies", "recompute"] | None
+    memory_budget_mb: float | None
+    gradient_checkpointing: bool
+    report_to: str | None
+    log_dir: str | Path | None
+    provider_wait_s: float
+    progress: bool
+
+
+def finetune_options(given: Mapping[str, Any]) -> FinetuneOptions:
+    """Returns the options that keyword arguments name, and defaults for the others.
+
+    Raises:
+        TypeError: there is no such option; the text names the nearest one.
+    """
+    known = [each.name for each in fields(FinetuneOptions)]
+    for name in given:
+        if name not in known:
+            meant = nearest(name, known)
+            advice = "" if meant is None else f": did you mean {meant}?"
+            raise TypeError(f"finetune() got an unexpected keyword argument {name!r}{advice}")
+    return FinetuneOptions(**given)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def takes_finetune_options(method: _Method) -> _Method:
+    """Gives a method whose keyword arguments are `FinetuneOptions` their signature, and their part of its docstring, so
+    that `help` and `inspect` show what type checkers know."""
+    signature = inspect.signature(method)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(FinetuneOptions)
+    ]
+    method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    if method.__doc__ and FinetuneOptions.__doc__:
+        described = FinetuneOptions.__doc__.split("Attributes:\n")[1].rstrip()
+        method.__doc__ = method.__doc__.replace(
+            _OPTIONS_HERE, "\n".join(f"    {line}" for line in described.split("\n"))
+        )
+    return method
+
+
+_OPTIONS_HERE = "            **options: those of `FinetuneOptions`."
+"""The line of a docstring whose place the options' descriptions take."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from tenant_sdk.training.dataset import (
     are_preferences,
     load_rows,
 )
-from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.settings import FinetuneOptions
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, DatasetError
 
@@ -775,7 +775,7 @@ def _split(rows: list[Row], part: float, seed: int) -> ParsedData:
     )
 
 
-def check_kind(parsed: ParsedData, settings: FinetuneSettings, peft_config: PeftConfig) -> None:
+def check_kind(parsed: ParsedData, settings: FinetuneOptions, peft_config: PeftConfig) -> None:
     """Refuses settings that do not go with the kind of the rows, before rows are sent.
 
     Raises:

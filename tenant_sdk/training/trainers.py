@@ -59,7 +59,7 @@ from tenant_sdk.model.run_state import RunState
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.checkpoints import SavesAdapter
 from tenant_sdk.training.loss import Scores, has_another_loss
-from tenant_sdk.training.settings import Evaluation, FinetuneSettings
+from tenant_sdk.training.settings import Evaluation, FinetuneOptions
 from tenant_sdk.training.token_rows import IGNORE_INDEX, Collator
 from tenant_sdk.training.windows import Windows, training_step
 from wire.errors import ConfigurationError
@@ -214,7 +214,7 @@ def reports(trainer: Any, report_to: str | None, folder: Path) -> Iterator[None]
         writer.close()  # Trainer does not tell its callbacks that a run failed
 
 
-def check_loss_branches(session: TrainingSession, settings: FinetuneSettings, has_evaluation: bool) -> None:
+def check_loss_branches(session: TrainingSession, settings: FinetuneOptions, has_evaluation: bool) -> None:
     """Refuses options that depend on losses where a provider could steer them, or where nothing is evaluated.
 
     Raises:

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 import tenant_sdk
 from tenant_sdk import tuning
-from tenant_sdk.training.settings import FinetuneSettings
+from tenant_sdk.training.recipe import RunRecipe
+from tenant_sdk.training.settings import FinetuneKeywords, FinetuneOptions, finetune_options
 from tests.support.repository import ROOT
 from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
@@ -192,13 +193,22 @@ def test_options_are_named_typed_and_described(method: Any) -> None:
     assert is_open == (["options"] if "generate" in method.__qualname__ else [])
 
 
-def test_every_setting_of_a_run_is_an_option_of_finetune() -> None:
-    options = inspect.signature(tenant_sdk.TenantClient.finetune).parameters
-    assert set(FinetuneSettings.__dataclass_fields__) < set(options)
-    given = {name: options[name].default for name in FinetuneSettings.__dataclass_fields__}
-    FinetuneSettings(**given).check()
-    for one in fields(FinetuneSettings):
-        assert one.default in (MISSING, given[one.name]), one.name
+def test_options_of_finetune_are_those_of_the_dataclass() -> None:
+    """Type checkers, `inspect` and recipes know the same options, with the same types and defaults."""
+    options = {one.name: one for one in fields(FinetuneOptions)}
+    assert {name: one.type for name, one in options.items()} == {
+        name: one.__forward_arg__ for name, one in FinetuneKeywords.__annotations__.items()
+    }
+    shown = inspect.signature(tenant_sdk.TenantClient.finetune).parameters
+    assert list(shown) == ["self", "data", "peft_config", "output_dir", *options]
+    assert all(shown[name].default == one.default for name, one in options.items())
+    assert RunRecipe().options() == FinetuneOptions()
+    FinetuneOptions().check()
+
+
+def test_a_misspelt_option_of_finetune_gets_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rat': did you mean learning_rate"):
+        finetune_options({"learning_rat": 1e-3})
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -15,9 +14,9 @@ import typer
 from peft import IA3Config, LoraConfig
 from typer.testing import CliRunner
 
-from tenant_sdk import TenantClient, cli
+from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
-from tenant_sdk.training.recipe import Recipe, load_recipe, with_connection
+from tenant_sdk.training.recipe import Recipe, RunRecipe, load_recipe, with_connection
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
@@ -34,22 +33,13 @@ def loaded(text: str, folder: Path, **flags: Any) -> Any:
     return load_recipe(KIND, flags, path)
 
 
-def test_every_option_of_finetune_is_in_it_with_the_same_default() -> None:
-    parameters = dict(inspect.signature(TenantClient.finetune).parameters)
-    apart = {"self": None, "data": None, "peft_config": None, "output_dir": None}
-    assert set(parameters) - set(apart) == set(Recipe().options())
-    for name, value in Recipe().options().items():
-        assert value == parameters[name].default, name
-    assert set(Recipe.model_fields) == (set(parameters) - {"self"}) | {"rank"}
-
-
 def test_every_option_is_a_flag_unless_it_holds_more_than_a_word() -> None:
     command = typer.main.get_command(cli.app).commands["finetune"]  # type: ignore[attr-defined]
     flags = {option.name: option for option in command.params}
-    assert set(flags) - {"config", "help"} - set(Recipe.model_fields) == {
+    assert set(flags) - {"config", "help"} - set(RunRecipe.model_fields) == {
         "url", "identity", "mask", "verify", "parameters", "tokenizer", "pad_rows", "accept_change", "peer_uid",
     }  # fmt: skip
-    assert set(Recipe.model_fields) - set(flags) == {"peft_config"}
+    assert set(RunRecipe.model_fields) - set(flags) == {"peft_config"}
     assert all(option.default is None and option.help for option in command.params if option.name != "help")
     assert flags["num_epochs"].opts == ["--epochs"]
     assert flags["output_dir"].opts == ["--output"]
@@ -64,7 +54,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert (recipe.max_steps, recipe.keep_best, recipe.data) == (9, False, Path("e.jsonl"))
     assert (recipe.batch_size, recipe.learning_rate) == (2, 1e-2)
     assert loaded(NEEDED + "max_steps: 7", tmp_path, num_epochs=2.0).max_steps is None
-    assert loaded(NEEDED + "num_epochs: 2", tmp_path, max_steps=7).num_epochs == Recipe().num_epochs
+    assert loaded(NEEDED + "num_epochs: 2", tmp_path, max_steps=7).num_epochs == RunRecipe().num_epochs
     assert (recipe.seed, recipe.verify, recipe.url) == (0, None, ["grpcs://x:1"])
     assert loaded(NEEDED + "identity: [a, b]", tmp_path).identity == [Path("a"), Path("b")]
     assert load_recipe(KIND, {"data": Path("d"), "output_dir": Path("o"), "eval_data": "0.1"}, None).eval_data == 0.1
@@ -73,8 +63,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
 
 
 def test_how_checkpointing_is_named(tmp_path: Path) -> None:
-    assert loaded(NEEDED + "checkpointing: none", tmp_path).options()["checkpointing"] is None
-    assert loaded(NEEDED + "checkpointing: replies", tmp_path).options()["checkpointing"] == "replies"
+    assert loaded(NEEDED + "checkpointing: none", tmp_path).options().checkpointing is None
+    assert loaded(NEEDED + "checkpointing: replies", tmp_path).options().checkpointing == "replies"
 
 
 @pytest.mark.parametrize(
@@ -133,34 +123,34 @@ def test_the_last_line_says_what_its_seconds_cover(
     result = FinetuneResult(tmp_path, [2.0, 1.0], 9, 0, 0, 155.2, evaluations=evaluations, num_waits=num_waits)
     said: list[str] = []
     client: Any = SimpleNamespace(finetune=lambda *_, **__: result)
-    finetune_command(Recipe(output_dir=tmp_path), client, said.append)
+    finetune_command(RunRecipe(output_dir=tmp_path), client, said.append)
     assert said[0].endswith(f"  155 s for {covered}")
 
 
 def test_the_adapters_settings() -> None:
-    stock = peft_config_of(Recipe())
+    stock = peft_config_of(RunRecipe())
     assert isinstance(stock, LoraConfig)
     assert (stock.r, stock.lora_alpha, stock.target_modules, stock.task_type) == (16, 32, "all-linear", "CAUSAL_LM")
-    ranked = peft_config_of(Recipe(rank=4, peft_config={"r": 8, "lora_dropout": 0.1, "target_modules": ["q_proj"]}))
+    ranked = peft_config_of(RunRecipe(rank=4, peft_config={"r": 8, "lora_dropout": 0.1, "target_modules": ["q_proj"]}))
     assert (ranked.r, ranked.lora_alpha, ranked.lora_dropout, ranked.target_modules) == (4, 8, 0.1, {"q_proj"})
     other = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
-    assert isinstance(peft_config_of(Recipe(peft_config=other)), IA3Config)
+    assert isinstance(peft_config_of(RunRecipe(peft_config=other)), IA3Config)
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        (Recipe(peft_config={"rr": 4}), "peft_config: 'rr' is no option: the nearest is r"),
-        (Recipe(peft_config={"rank": 4}), "peft_config: 'rank' is no option: the nearest is r"),
-        (Recipe(peft_config={"alpha": 4}), "peft_config: 'alpha' is no option: the nearest is lora_alpha"),
+        (RunRecipe(peft_config={"rr": 4}), "peft_config: 'rr' is no option: the nearest is r"),
+        (RunRecipe(peft_config={"rank": 4}), "peft_config: 'rank' is no option: the nearest is r"),
+        (RunRecipe(peft_config={"alpha": 4}), "peft_config: 'alpha' is no option: the nearest is lora_alpha"),
         (
-            Recipe(peft_config={"qqq": 4}),
+            RunRecipe(peft_config={"qqq": 4}),
             "peft_config: 'qqq' is no option: PEFT's documentation of LoraConfig lists them$",
         ),
-        (Recipe(peft_config={"peft_type": "LORAA"}), "peft_config: 'LORAA' is no peft_type: the nearest is LORA$"),
-        (Recipe(peft_config={"peft_type": "qqq"}), "peft_config: 'qqq' is no peft_type: docs/peft.md lists them$"),
-        (Recipe(rank=4, peft_config={"peft_type": "IA3"}), r"rank \(--rank\) is LoRA's, and peft_config names IA3"),
-        (Recipe(peft_config={"r": 4, "layers_pattern": "x"}), "PEFT cannot put this adapter on the model"),
+        (RunRecipe(peft_config={"peft_type": "LORAA"}), "peft_config: 'LORAA' is no peft_type: the nearest is LORA$"),
+        (RunRecipe(peft_config={"peft_type": "qqq"}), "peft_config: 'qqq' is no peft_type: docs/peft.md lists them$"),
+        (RunRecipe(rank=4, peft_config={"peft_type": "IA3"}), r"rank \(--rank\) is LoRA's, and peft_config names IA3"),
+        (RunRecipe(peft_config={"r": 4, "layers_pattern": "x"}), "PEFT cannot put this adapter on the model"),
     ],
 )
 def test_adapters_settings_that_cannot_be(recipe: Recipe, expected: str) -> None:
