@@ -298,7 +298,7 @@ def test_what_is_no_json_object(endpoint: Endpoint, body: bytes, caplog: pytest.
         assert answer.json()["error"]["code"] in ("invalid_json", "invalid_value")
         until(lines, "the line in the log, which comes after the answer")
     assert len(lines()) == 1
-    assert lines()[0].startswith("/v1/chat/completions 400 invalid_")
+    assert lines()[0].startswith("POST /v1/chat/completions 400 invalid_")
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
