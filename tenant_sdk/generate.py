@@ -25,7 +25,7 @@ from tenant_sdk.fixed_length import (
     refuse_guessing,
 )
 from tenant_sdk.model.run_state import RunState, run_states
-from tenant_sdk.plain_values import positive, true_or_false
+from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
@@ -241,11 +241,13 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
     if room < 1:
-        raise ConfigurationError(f"the prompt has {num_prompt} tokens{beside}, the model's context holds {context}")
+        text = f"the prompt has {num_prompt} tokens{beside}, the model's context holds {context}"
+        raise WrongOption(text, "prompt")
     if asked is not None and asked > room:
-        raise ConfigurationError(
+        raise WrongOption(
             f"the prompt has {num_prompt} tokens{beside} and max_new_tokens is {asked}, the model's context holds "
-            f"{context}: ask for at most {room}"
+            f"{context}: ask for at most {room}",
+            "max_new_tokens",
         )
     return min(DEFAULT_NEW_TOKENS, room) if asked is None else asked
 
@@ -279,11 +281,12 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> torch.Tensor:
     """Returns the token ids of a prompt, shape (1, length).
 
     Raises:
-        ConfigurationError: the prompt is empty, or the chat template does not take it.
+        WrongOption: the prompt is empty.
+        ConfigurationError: the chat template does not take it.
     """
     ids = prompt_ids(tokenizer, prompt)
     if not ids:
-        raise ConfigurationError("the prompt is empty")
+        raise WrongOption("the prompt is empty", "prompt")
     return torch.tensor([ids])
 
 

@@ -11,10 +11,24 @@ _MOST_S = 1e9
 """More seconds than any setting needs, and few enough for every clock."""
 
 
+class WrongOption(ConfigurationError):
+    """Says that an option's value cannot be used. `option` is the option's name, for which an interface with other
+    names puts its own."""
+
+    def __init__(self, text: str, option: str = "") -> None:
+        """Makes the error with the message `text`."""
+        super().__init__(text, option)
+        self.option = option
+
+    def __str__(self) -> str:
+        """Returns the message."""
+        return str(self.args[0])
+
+
 def positive(name: str, value: Any) -> int:
     """Returns the value of a setting; raises ConfigurationError if the value is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
+        raise WrongOption(f"{name} must be a positive whole number, got {ascii(value)[:40]}", name)
     return int(value)
 
 
@@ -22,12 +36,12 @@ def seconds(name: str, value: Any) -> float:
     """Returns the value of a setting in seconds; raises ConfigurationError if it is not a finite number from 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MOST_S:  # a NaN fails this too
-        raise ConfigurationError(f"{name} must be a finite number of seconds from 0, got {ascii(value)[:40]}")
+        raise WrongOption(f"{name} must be a finite number of seconds from 0, got {ascii(value)[:40]}", name)
     return float(value)
 
 
 def true_or_false(name: str, value: Any) -> bool:
     """Returns the value of a setting; raises ConfigurationError if the value is neither True nor False."""
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} is True or False, got {type(value).__name__}")
+        raise WrongOption(f"{name} is True or False, got {type(value).__name__}", name)
     return value

@@ -36,7 +36,7 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
 
     Raises:
         ConfigurationError: the operator asked for a CUDA device that cannot be used. With `auto`, the same text is
-            logged, and the CPU computes.
+            logged, and the CPU computes; so the text says what a GPU would need, and gives no order.
     """
     if wanted == "cpu":
         return None
@@ -47,7 +47,7 @@ def choose(wanted: str, number: int = 0, groups: Sequence[ServedGroup] = ()) -> 
     except ConfigurationError as exc:
         if wanted != "auto":
             raise
-        _LOGGER.info("computing on the CPU: %s", exc)
+        _LOGGER.info("computing on the CPU; no GPU is used: %s", exc)
         return None
     _LOGGER.info("computing on %s, %s", device, torch.cuda.get_device_name(device))
     return device
@@ -60,7 +60,7 @@ def find(wanted: str, number: int = 0) -> torch.device:
         ConfigurationError: there is no such device, or no driver for it.
     """
     if not torch.backends.cuda.is_built():
-        raise ConfigurationError("this build of torch has no CUDA: install torch's CUDA build")
+        raise ConfigurationError("this build of torch has no CUDA (a GPU would need torch's CUDA build)")
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as exc:
@@ -76,7 +76,7 @@ def find(wanted: str, number: int = 0) -> torch.device:
 
 def _why_no_cuda(text: str) -> str:
     if "too old" in text:
-        return f"the NVIDIA driver is too old for CUDA {torch.version.cuda}: update the driver"
+        return f"the NVIDIA driver is too old for CUDA {torch.version.cuda} (a GPU would need a newer one)"
     if "no NVIDIA driver" in text:
         return "this machine has no NVIDIA driver"
     return f"CUDA cannot be started: {first_line(text)}"
@@ -90,7 +90,7 @@ def _examine(device: torch.device) -> None:
         if free < LEAST_FREE_BYTES:
             raise ConfigurationError(
                 f"{device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free, since other processes hold the rest: "
-                "choose another device"
+                f"{LEAST_FREE_BYTES / 1e9:.1f} GB would be needed"
             )
         is_exact = is_exact_on(device)
     except RuntimeError as exc:

@@ -108,5 +108,5 @@ def _num_layers(groups: Sequence[ServedGroup]) -> int:
 def _does_not_fit(device: torch.device, num_fitting: int, num_layers: int) -> str:
     return (
         f"the weights do not fit on {device}: {num_fitting} of {num_layers} layers would; "
-        "give more devices with --shards, or --device cpu"
+        "all need more devices (--shards), or --device cpu"
     )

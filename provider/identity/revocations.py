@@ -144,6 +144,27 @@ class RevocationList:
         record = None if records is None else records.get(serial)
         return record is not None and record.is_live(self._clock())
 
+    def why_refused(self, serial: int) -> str:
+        """Returns for the log why `is_enrolled` said no. The text is fixed, and holds nothing of a certificate."""
+        records = self._snapshot.records
+        if records is None:
+            return "the registry of tenants is missing or malformed"
+        record = records.get(serial)
+        if record is None:
+            return "its certificate is not in the registry"
+        return "its certificate has expired" if record.revoked_at is None else "its certificate was revoked"
+
+    def expired_names(self) -> set[str]:
+        """Returns the names of the tenants whose newest certificate has expired and was not revoked. TLS refuses these
+        tenants, so that no other part of the provider learns that they called.
+
+        Raises:
+            RegistryUnreadable: see `is_revoked`.
+        """
+        records, now = (self._known() or {}).values(), self._clock()
+        newest = {one.name: one for one in sorted(records, key=lambda one: one.enrolled_at)}
+        return {name for name, one in newest.items() if one.revoked_at is None and not one.is_live(now)}
+
     def check_current(self) -> None:
         """Checks that the registry can be read now, which is a condition for admitting a new caller.
 

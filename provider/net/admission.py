@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from provider.identity.authority import peer_identity
-from provider.identity.revocations import RevocationList
+from provider.identity.authority import InvalidPeerCertificate, PeerIdentity, peer_identity
+from provider.identity.revocations import RegistryUnreadable, RevocationList
+from provider.operations.logs import RefusalLog
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
 from provider.schedule.ticket import RequestClass
 from wire.errors import REVOKED, LimitExceeded, NotPermitted, QuotaExceeded, Unauthenticated, WireCode
@@ -32,6 +33,10 @@ MAX_CALLS_PER_TENANT = 8
 _CALLS_OF_EACH = 2
 """The most streams and downloads that one tenant may have open while all tenants together occupy half of the threads or
 more."""
+
+
+UNREADABLE = "the registry of tenants cannot be read, or its copy is too old"
+"""The reason, in the log, of a refusal by `RegistryUnreadable`."""
 
 
 class Calls:
@@ -82,12 +87,14 @@ class Access:
 
 
 class AccessCheck:
-    """Identifies callers by their certificates, and admits or refuses them."""
+    """Identifies callers by their certificates, and admits or refuses them. Every refusal is logged."""
 
-    def __init__(self, revocations: RevocationList | None) -> None:
-        """Keeps `revocations`, the registry. None is for a loopback port without TLS: every caller is then the tenant
-        `local`."""
-        self._revocations = revocations
+    def __init__(self, revocations: RevocationList | None, refusals: RefusalLog | None = None) -> None:
+        """Keeps the registry and the log of refusals; None makes a new log.
+
+        A registry of None is for a loopback port without TLS: every caller is then the tenant `local`.
+        """
+        self._revocations, self._refusals = revocations, refusals or RefusalLog()
 
     def admit(self, cert_pem: bytes) -> Access:
         """Checks a caller's certificate and admits the caller.
@@ -105,9 +112,17 @@ class AccessCheck:
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)
-        peer = peer_identity(cert_pem)
-        self._revocations.check_current()
-        access = Access(peer.name, lambda: self._refusal(peer.serial))
+        try:
+            peer = peer_identity(cert_pem)
+        except InvalidPeerCertificate:
+            self._refusals.add(None, "its certificate is not a tenant's")
+            raise
+        try:
+            self._revocations.check_current()
+        except RegistryUnreadable:
+            self._refusals.add(peer.name, UNREADABLE)
+            raise
+        access = Access(peer.name, lambda: self._refusal(peer))
         code = access.refusal()
         if code is WireCode.NOT_PERMITTED:
             raise NotPermitted(REVOKED)
@@ -115,10 +130,11 @@ class AccessCheck:
             raise Unauthenticated("not enrolled")
         return access
 
-    def _refusal(self, serial: int) -> WireCode | None:
-        if self._revocations is None or self._revocations.is_enrolled(serial):
+    def _refusal(self, peer: PeerIdentity) -> WireCode | None:
+        if self._revocations is None or self._revocations.is_enrolled(peer.serial):
             return None
-        revoked = self._revocations.is_revoked(serial)
+        revoked = self._revocations.is_revoked(peer.serial)
+        self._refusals.add(peer.name, self._revocations.why_refused(peer.serial))
         return WireCode.NOT_PERMITTED if revoked else WireCode.UNAUTHENTICATED
 
 

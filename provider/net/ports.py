@@ -37,6 +37,7 @@ from pathlib import Path
 
 from provider.net.descriptors import MOST_STREAMS
 from provider.net.requests import error_frame
+from provider.operations.logs import RefusalLog
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, WrongPeer
 from wire.transport.ipc.folder import SOCKET_NAME, check_folder
 from wire.transport.ipc.handshake import check_system, provider_handshake
@@ -74,14 +75,15 @@ class PortStatus:
 class StreamPort:
     """Holds a listening socket; `accept` begins to accept connections."""
 
-    def __init__(self, listener: socket.socket, most: int) -> None:
+    def __init__(self, listener: socket.socket, most: int, refusals: RefusalLog | None = None) -> None:
         """Keeps a listening socket, on which connections wait until `accept` is called.
 
         Args:
             listener: the socket, which belongs to this port from now on.
             most: the largest number of open connections; `MAX_CONNECTIONS` if this is more.
+            refusals: the log of refused connections; None makes a new one.
         """
-        self._listener = listener
+        self._listener, self._refusals = listener, refusals or RefusalLog()
         self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))
         self._lock = threading.Lock()
         self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
@@ -112,9 +114,12 @@ class StreamPort:
             try:
                 plain, _ = self._listener.accept()
             except OSError:  # The port was stopped, or no file descriptor is left for the connection.
+                if not self._has_stopped:
+                    self._refusals.add(None, "no file descriptor is left for a connection")
                 time.sleep(_PAUSE_S)
                 continue
             if not self._find_place():
+                self._refusals.add(None, "the port has no place left for a connection")
                 plain.close()
                 continue
             thread = threading.Thread(
@@ -123,6 +128,7 @@ class StreamPort:
             try:
                 thread.start()
             except RuntimeError:  # The machine has no thread left.
+                self._refusals.add(None, "the machine has no thread left for a connection")
                 plain.close()
                 self._places.release()
                 time.sleep(_PAUSE_S)
@@ -138,6 +144,7 @@ class StreamPort:
                 return False
             del self._guests[oldest]
             _shut(oldest)
+        self._refusals.add(None, "its connection had no stream yet, and made room for another")
         return self._places.acquire(timeout=_PAUSE_S)
 
     def _note(self, connection: socket.socket | MessageSocket, is_guest: bool) -> bool:
@@ -159,11 +166,14 @@ class StreamPort:
             refusal = serve(connection) if is_welcome else None
             if refusal is not None and self._note(connection, is_guest=True):
                 self._refuse(connection, refusal)
+        except ssl.SSLError as exc:
+            if connection is None:
+                self._refusals.add(None, why_no_handshake(exc))
         except (OSError, MalformedFrame):
-            pass  # The handshake failed, or the peer has disconnected.
+            pass  # The peer has disconnected, or was silent for too long.
         except WrongPeer:
             # Only who holds a tenant's certificate gets here, or who passes on what such a tenant says.
-            _LOGGER.warning("a connection was ended: it came from another process than the tenant's")
+            self._refusals.add(None, "its connection came from another process than the tenant's")
         except Exception as exc:  # noqa: BLE001 - a failed connection must not affect others
             _LOGGER.error("a connection failed: %s", type(exc).__name__)
         finally:
@@ -203,6 +213,23 @@ class StreamPort:
                 connection.close()
 
 
+_EXPIRED, _NOT_YET_VALID = 10, 9
+"""Numbers of OpenSSL's errors about a certificate: X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
+
+
+def why_no_handshake(error: ssl.SSLError) -> str:
+    """Returns for the log why TLS refused a peer: one of a few fixed texts, since OpenSSL's own may quote the peer."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _EXPIRED:
+            return "its certificate has expired (TLS)"
+        if error.verify_code == _NOT_YET_VALID:
+            return "its certificate is not valid yet: do the clocks differ? (TLS)"
+        return "its certificate is not of this provider's authority (TLS)"
+    if getattr(error, "reason", None) == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it has no certificate (TLS)"
+    return "it does not speak TLS 1.3 with this protocol (TLS)"
+
+
 def _shut(connection: socket.socket | MessageSocket) -> None:
     """Shuts a connection down, which wakes the thread that waits for it; that thread closes the connection."""
     if isinstance(connection, MessageSocket):
@@ -215,7 +242,9 @@ def _shut(connection: socket.socket | MessageSocket) -> None:
 class TensorPort(StreamPort):
     """Holds the bound tensor port; `start` begins to accept connections."""
 
-    def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
+    def __init__(
+        self, host: str, port: int, most: int = MOST_STREAMS, refusals: RefusalLog | None = None
+    ) -> None:  # fmt: skip
         """Binds the TCP port; connections then wait until `start` begins to accept them.
 
         Args:
@@ -223,6 +252,7 @@ class TensorPort(StreamPort):
             port: the port's number; 0 picks a free one.
             most: the largest number of open connections; fewer than `MAX_CONNECTIONS` if the process may open only a
                 few files.
+            refusals: the log of refused connections; None makes a new one.
 
         Raises:
             ConfigurationError: the port is in use, or the address is not an address of this machine.
@@ -236,7 +266,7 @@ class TensorPort(StreamPort):
             raise ConfigurationError(
                 f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
             ) from exc
-        super().__init__(listener, most)
+        super().__init__(listener, most, refusals)
         self.port: int = listener.getsockname()[1]
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
@@ -256,12 +286,12 @@ _LOCK_NAME = "veilbase.lock"
 class IpcPort(StreamPort):
     """Holds the bound socket of a folder; `start` begins to accept connections."""
 
-    def __init__(self, folder: Path, most: int = MOST_STREAMS) -> None:
+    def __init__(self, folder: Path, most: int = MOST_STREAMS, refusals: RefusalLog | None = None) -> None:
         """Binds the socket; connections then wait until `start` begins to accept them.
 
         Args:
             folder: the folder, which is made if there is none; its parents must be there.
-            most: the largest number of open connections; see `StreamPort`.
+            most, refusals: see `StreamPort`.
 
         Raises:
             ConfigurationError: the system cannot tell which process connects, others can write to the folder or a
@@ -280,7 +310,7 @@ class IpcPort(StreamPort):
         except OSError as exc:
             os.close(self._lock_fd)
             raise ConfigurationError(f"cannot listen in {self.folder}: {exc.strerror}") from exc
-        super().__init__(listener, most)
+        super().__init__(listener, most, refusals)
 
     def _make_folder(self) -> None:
         with contextlib.suppress(FileExistsError):

@@ -25,6 +25,7 @@ from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
 from provider.net.ports import IpcPort, TensorPort
 from provider.net.service import MAX_THREADS, ProviderService
 from provider.net.windows import Windows
+from provider.operations.logs import RefusalLog
 from provider.operations.usage import UsageBook
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
@@ -98,7 +99,7 @@ class Server:
             ConfigurationError: a port or the folder is in use, the address is not an address of this machine, or the
                 folder cannot be used.
         """
-        self._state = state
+        self._state, self._refusals = state, RefusalLog()
         self._service: ProviderService | None = None
         self._certificates: _Certificates | None = None
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="veilbase-rpc")
@@ -108,8 +109,8 @@ class Server:
         self._server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_THREADS)
         self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host, names)
         has_tensor_port = self._certificates is not None and tensor_port is not None
-        self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
-        self._ipc = None if ipc is None or state is None else IpcPort(ipc, share.streams)
+        self._tensors = TensorPort(host, tensor_port or 0, share.streams, self._refusals) if has_tensor_port else None
+        self._ipc = None if ipc is None or state is None else IpcPort(ipc, share.streams, self._refusals)
 
     @property
     def tensors(self) -> TensorPort | None:
@@ -167,7 +168,7 @@ class Server:
         revocations = None if self._state is None else _revocations(self._state)
         service = ProviderService(
             model, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s,
-            windows,
+            windows, self._refusals,
         )  # fmt: skip
         self._service = service
         if self._tensors is not None and self._certificates is not None:

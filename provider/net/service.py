@@ -29,8 +29,9 @@ from provider.model.served_model import ServedModel
 from provider.net.admission import Access, AccessCheck, Admission, Calls
 from provider.net.carrier import carry, carry_rpc
 from provider.net.ports import LINGER_S
-from provider.net.session import HANDSHAKE_S, SWEEP_S, ServiceStatus, Session
+from provider.net.session import HANDSHAKE_S, STOPPING, SWEEP_S, ServiceStatus, Session
 from provider.net.windows import Given, Window, Windows
+from provider.operations.logs import RefusalLog
 from provider.operations.metrics import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.router import Shard, ShardedExecutor
@@ -82,6 +83,12 @@ MAX_THREADS = 256
 """The number of gRPC's threads; each open RPC occupies one. `Calls` takes the same number as the number of places for
 calls at all ports together."""
 _DRAIN_LOOK_S = 0.02
+_DATES_S = 60.0
+"""The seconds between two looks for certificates that have expired."""
+_MOST_NAMES = 20
+_TOO_MANY_CALLS = "it has too many calls open"
+_NO_FILE = "it asked for a file that the bundle does not have"
+_UNREADABLE_CALL = "its call cannot be read"
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
     NotPermitted: (grpc.StatusCode.PERMISSION_DENIED, "revoked"),
@@ -106,6 +113,7 @@ class ProviderService:
         tensor_port: int | None = None,
         busy_poll_s: float = MOST_S,
         windows: Windows | None = None,
+        refusals: RefusalLog | None = None,
     ) -> None:
         """Starts the executor, and a thread that regularly checks all streams.
 
@@ -120,12 +128,15 @@ class ProviderService:
             busy_poll_s: for how many seconds a stream's thread polls for the next request before it sleeps; see
                 `wire.transport.busy_poll`.
             windows: makes memory of the device that tenants on this host share; None shares none.
+            refusals: the log of refusals, which the ports share; None makes a new one.
         """
-        self._windows = windows
+        self._windows, self._refusals = windows, refusals or RefusalLog()
+        self._expired: set[str] = set()
+        self._look_at_dates_at = 0.0
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
         self.meter = Meter()
-        self._access_check, self._revocations = AccessCheck(revocations), revocations
+        self._access_check, self._revocations = AccessCheck(revocations, self._refusals), revocations
         self._executor = ShardedExecutor(
             shards,
             model.record if model.is_recording else None,
@@ -207,10 +218,11 @@ class ProviderService:
         return self._model.manifest().model_copy(update=mine).to_bytes()
 
     def _send_file(self, request: bytes, context: Any) -> Iterator[bytes]:
-        self._enter(context)
+        tenant = self._enter(context)
         try:
             chunks = self._model.read_file(request.decode("ascii", "replace"))
         except UnknownLayer:
+            self._refusals.add(tenant, _NO_FILE)
             context.abort(grpc.StatusCode.NOT_FOUND, "no such file in the bundle")
         yield from chunks
 
@@ -247,8 +259,9 @@ class ProviderService:
         try:
             access = self._look_up(cert_pem)
             if not self._calls.take_place(access.tenant):
+                self._refusals.add(access.tenant, _TOO_MANY_CALLS)
                 raise QuotaExceeded("too many calls at once")
-        except VeilbaseError as exc:
+        except VeilbaseError as exc:  # What refused it has logged it.
             return exc
         try:
             return self._serve_call(access, connection, takes_fetch)
@@ -265,6 +278,7 @@ class ProviderService:
         except (EOFError, OSError):
             return None  # The tenant has disconnected, or was silent for too long.
         except VeilbaseError as exc:
+            self._refusals.add(access.tenant, _NO_FILE if isinstance(exc, UnknownLayer) else _UNREADABLE_CALL)
             return exc
         try:
             self._carry(access, connection, given)
@@ -319,6 +333,7 @@ class ProviderService:
             access.refusal,
             hang_up,
             window,
+            self._refusals,
         )
         with self._lock:
             self._sessions.add(session)
@@ -344,12 +359,14 @@ class ProviderService:
     def _look_up(self, cert_pem: bytes) -> Access:
         access = self._access_check.admit(cert_pem)
         if self._is_draining:
+            self._refusals.add(access.tenant, STOPPING)
             raise Unavailable("shutting down")
         return access
 
     def _occupy(self, caller: str, context: Any) -> None:
         """Counts the RPC as open until either side ends it; ends the RPC at once if the caller has too many open."""
         if not self._calls.take_place(caller):
+            self._refusals.add(caller, _TOO_MANY_CALLS)
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         if not context.add_callback(lambda: self._calls.leave(caller)):
             self._calls.leave(caller)
@@ -358,11 +375,29 @@ class ProviderService:
         """Checks all streams regularly for revocations and deadlines, which an idle stream would not notice."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
+            self._refusals.look()
+            self._name_expired(time.monotonic())
             for session in self.sessions:
                 try:
                     session.sweep(time.monotonic())
                 except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
                     _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
+
+    def _name_expired(self, now: float) -> None:
+        """Logs each tenant whose certificate has expired, once. TLS refuses such a tenant before it has a name."""
+        if self._revocations is None or now < self._look_at_dates_at:
+            return
+        self._look_at_dates_at = now + _DATES_S
+        try:
+            expired = self._revocations.expired_names()
+        except RegistryUnreadable:
+            return  # This has a line of its own.
+        fresh = sorted(expired - self._expired)
+        self._expired = expired
+        if fresh:
+            more = len(fresh) - _MOST_NAMES
+            names = ", ".join(fresh[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+            _LOGGER.warning("refused since the certificate has expired, until they are enrolled again: %s", names)
 
     def _drop(self, session: Session) -> None:
         session.close()
@@ -399,4 +434,5 @@ class ProviderService:
         self._stopped.set()
         for session in self.sessions:
             session.end(WireCode.UNAVAILABLE)
+        self._refusals.look(is_last=True)
         self._executor.close()

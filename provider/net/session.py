@@ -29,9 +29,11 @@ from dataclasses import dataclass
 import torch
 
 from provider.engine.executor import FAILED, Computes, Job, Outcome
-from provider.net.admission import TenantAdmission
+from provider.identity.revocations import RegistryUnreadable
+from provider.net.admission import UNREADABLE, TenantAdmission
 from provider.net.requests import MAX_REQUESTS, Outbox, Request, RequestTable, error_frame
 from provider.net.windows import Window
+from provider.operations.logs import RefusalLog
 from provider.operations.usage import TenantUsage
 from provider.schedule.ticket import RequestClass
 from wire import frame
@@ -113,6 +115,25 @@ INLINE_PRODUCTS = 1 << 23
 SWEEP_S = 0.5
 """The seconds between two checks of a stream for a revocation and for deadlines that have passed."""
 HANDSHAKE_S = 20.0
+STOPPING = "the provider is shutting down"
+"""The reason, in the log, of a refusal during a drain."""
+_WHY_REQUEST = {
+    WireCode.INVALID_TENSOR: "a tensor has a wrong shape, type or byte count, or is not finite",
+    WireCode.UNKNOWN_LAYER: "it asked for a layer, direction or arithmetic that is not served",
+    WireCode.LIMIT: "a request is larger than its limits",
+    WireCode.NOT_PERMITTED: "its limits do not allow this class of work",
+    WireCode.QUOTA: "it is over its quota",
+    WireCode.DEADLINE: "a request's deadline has passed",
+    WireCode.UNAVAILABLE: "a request could not be computed now: a shard is lost, or a device is full",
+    WireCode.MALFORMED: "a request cannot be read",
+}
+_WHY_STREAM = {
+    WireCode.VERSION: "it speaks another version of the protocol",
+    WireCode.MALFORMED: "its stream has a frame that cannot be read, or began without HELLO",
+    WireCode.QUOTA: "it sends requests and does not read the replies",
+}
+"""The reasons, in the log, for which one request fails and for which a stream ends. Of what is in neither table, the
+cause is logged where it is found."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -150,6 +171,7 @@ class Session:
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
         window: Window | None = None,
+        refusals: RefusalLog | None = None,
     ) -> None:
         """Makes a session that has not received any message yet.
 
@@ -164,8 +186,9 @@ class Session:
                 Unavailable, since the registry cannot be read, only that request fails.
             hang_up: ends the connection from any thread.
             window: device memory that the tenant shares, in which rows and replies may be; None if there is none.
+            refusals: the log of refusals; None makes a new one.
         """
-        self._window = window
+        self._window, self._refusals = window, refusals or RefusalLog()
         self.tenant = tenant
         self.stream_id = secrets.token_hex(4)
         self._limits, self._usage = limits, usage
@@ -412,9 +435,19 @@ class Session:
         elif not self._table.forget(request_id, then=lambda: self._outbox.append(last)):
             return
         self._usage.failed(code)
+        self._log_refusal(request_id, error, code)
         if self._outbox.is_full:
             self._give_up()
         self._outbox.notify()
+
+    def _log_refusal(self, request_id: int, error: VeilbaseError, code: WireCode) -> None:
+        reason = _WHY_REQUEST.get(code)
+        if isinstance(error, RegistryUnreadable):
+            reason = UNREADABLE
+        elif code is WireCode.UNAVAILABLE and self._is_draining:
+            reason = STOPPING
+        if reason is not None:
+            self._refusals.add(self.tenant, reason, stream=self.stream_id, request=request_id)
 
     def _named(self, request_id: int) -> dict[str, object]:
         """Returns the log fields that identify a request: tenant, stream and request id."""
@@ -450,6 +483,8 @@ class Session:
     def end(self, code: WireCode) -> None:
         """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream."""
         self._usage.failed(code)
+        if code in _WHY_STREAM:
+            self._refusals.add(self.tenant, _WHY_STREAM[code], stream=self.stream_id)
         self._outbox.append(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
 

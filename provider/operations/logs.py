@@ -1,10 +1,19 @@
-"""Formats log lines as text or as JSON, with fields for the tenant, stream and request that a line is about."""
+"""Formats log lines as text or as JSON, with fields for the tenant, stream and request that a line is about, and writes
+the lines about refusals.
+
+Guarantees of `RefusalLog`: whatever peers do, the log has at most one line of a tenant and a reason every `QUIET_S`
+seconds, and what was left out is counted. No line holds anything that a peer sent, besides the name in a certificate
+that the provider's own authority has signed. Memory is bounded, since only `_MOST_KEYS` pairs are told apart.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -63,3 +72,63 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["error"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=True)
+
+
+QUIET_S = 10.0
+"""The seconds for which, after a line about a refusal, further refusals of this tenant for this reason are counted and
+not written. So a tenant that is refused all the time makes less than 2 MB of log a day for each reason."""
+_MOST_KEYS = 1000
+_OTHERS = "other tenants"
+_LOGGER = logging.getLogger(__name__)
+
+
+class RefusalLog:
+    """Writes a line about each refusal, or about how many were alike. It is safe under threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Makes a log without refusals. Args: clock: returns the present time in seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._alike: dict[tuple[str | None, str], tuple[float, int]] = {}
+        """By tenant and reason: when its last line was written, and the number of refusals since."""
+
+    def add(self, tenant: str | None, reason: str, **named: object) -> None:
+        """Writes a line about a refusal, or only counts it if a line of this tenant and reason was written lately.
+
+        Args:
+            tenant: the tenant's name; None for a peer without a certificate that shows one. All such peers count as
+                one.
+            reason: a fixed text, which says why; never a text that depends on what the peer sent.
+            named: further fields of the line, by their names in `FIELDS`.
+        """
+        key = (tenant, reason)
+        with self._lock:
+            if key not in self._alike and len(self._alike) >= _MOST_KEYS:
+                key, named = (_OTHERS, reason), {}
+            if key in self._alike:
+                since, count = self._alike[key]
+                self._alike[key] = (since, count + 1)
+                return
+            self._alike[key] = (self._clock(), 0)
+        self._write("refused: %s", (reason,), key[0], named)
+
+    def look(self, is_last: bool = False) -> None:
+        """Writes a line about each tenant and reason of which refusals were only counted for `QUIET_S` seconds.
+        Callers must call this regularly, and with `is_last` at the end, which waits for nothing."""
+        now, lines = self._clock(), []
+        with self._lock:
+            for key, (since, count) in list(self._alike.items()):
+                if now - since < QUIET_S and not is_last:
+                    continue
+                if count:
+                    self._alike[key] = (now, 0)
+                    lines.append((key, count, now - since))
+                else:
+                    del self._alike[key]
+        for (tenant, reason), count, seconds in lines:
+            self._write("refused: %s (%d more in %.0f s)", (reason, count, seconds), tenant, {})
+
+    @staticmethod
+    def _write(text: str, values: tuple[object, ...], tenant: str | None, named: dict[str, object]) -> None:
+        fields = named if tenant is None else {"tenant": tenant, **named}
+        _LOGGER.warning(text, *values, extra=fields)

@@ -8,7 +8,8 @@ Guarantees:
   address (DNS rebinding);
 - keys are compared in constant time;
 - a request whose end is unclear is refused, and its connection ends;
-- of a request that the checks refuse, the body is not read, and only a status and a fixed word are logged;
+- of a request that the checks refuse, the body is not read;
+- every response has a line in the log, refusals too, and nothing in it is a client's: the route is one of a few names;
 - for an unknown path or method, the response is an error in OpenAI's form;
 - the page's content security policy allows scripts, styles and requests of this server only. Its files contain no key
   and nothing of users' requests, so no key is needed to read them.
@@ -20,21 +21,22 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.embeddings import Embeddings
 from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response
+from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response, log_request
 from tenant_sdk.endpoint.jobs import JobRoutes
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
 from tenant_sdk.endpoint.service import CONTENT_TYPE, Service
@@ -56,7 +58,7 @@ _HEADERS = [
 
 
 class PageFiles:
-    """Handles GET requests for the page's files, as an ASGI application."""
+    """Handles GET requests for the page's files."""
 
     def __init__(self) -> None:
         """Reads the files."""
@@ -67,10 +69,10 @@ class PageFiles:
         """Returns whether a path is one of the page's files."""
         return path in self._files
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request."""
-        body, kind = self._files[scope["path"]]
-        await Response(send).whole(200, body, kind + b"; charset=utf-8", _HEADERS)
+    async def answer(self, path: str, response: Response) -> None:
+        """Sends one of the files."""
+        body, kind = self._files[path]
+        await response.whole(200, body, kind + b"; charset=utf-8", _HEADERS)
 
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
@@ -187,10 +189,11 @@ def _check_type(content_type: str, is_upload: bool) -> None:
         raise HttpError(415, f"expected the type {wanted}", "invalid_content_type")
 
 
-_log = logging.getLogger("veilbase.endpoint")
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _OF_MODELS = "/v1/models/"
 T = TypeVar("T")
+Plain = Callable[[Response], Awaitable[None]]
+"""A function that sends the response to a request without a body."""
 
 
 class App:
@@ -203,7 +206,7 @@ class App:
         self._held = HeldBodies(service.settings.limits.held_bytes)
         self.ending = Ending()
         """Ends the requests under way when the server ends."""
-        self._routes: dict[tuple[str, str], ASGIApp] = {}
+        self._routes: dict[tuple[str, str], JsonRoute] = {}
         self._post("/v1/chat/completions", Chat(service))
         self._post("/v1/completions", Completions(service))
         self._post("/v1/embeddings", Embeddings(service))
@@ -217,13 +220,13 @@ class App:
     def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
         self._routes["POST", path] = self._json_route(path, work, self._service.settings.limits)
 
-    def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> ASGIApp:
+    def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> JsonRoute:
         return JsonRoute(name, work, limits, self._service.metrics, self._held, self.ending)
 
     def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
         self._routes["GET", path] = self._getting(name or path, read)
 
-    def _getting(self, name: str, read: Callable[[], dict[str, Any]]) -> ASGIApp:
+    def _getting(self, name: str, read: Callable[[], dict[str, Any]]) -> JsonRoute:
         async def work(_: bytes) -> Reply:
             return await asyncio.get_running_loop().run_in_executor(None, read)
 
@@ -234,36 +237,52 @@ class App:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        response = Response(send)
+        began, response, code = time.monotonic(), Response(send), "ok"
         try:
             self._access.check(scope)
             route = self._route(scope["method"], scope["path"], scope)
+            if isinstance(route, JsonRoute):
+                await route(scope, receive, send)
+                return
+            await route(response)
         except HttpError as exc:
-            self._service.metrics.count_request("refused", exc.status, 0.0)
-            _log.info("refused %s %s", exc.status, await response.fail(exc))
-            return
-        await route(scope, receive, send)
+            code = await response.fail(exc)
+        except Exception as exc:  # noqa: BLE001 - as in JsonRoute, only its type is named
+            code = await response.fail(HttpError(500, "this server failed", f"internal_{type(exc).__name__}"))
+        if code != "ok":
+            self._service.metrics.count_request("refused", response.status, time.monotonic() - began)
+        log_request(scope["method"], self._name_of(scope["path"]), response.status, code, time.monotonic() - began)
 
-    def _route(self, method: str, path: str, scope: Scope) -> ASGIApp:
+    def _name_of(self, path: str) -> str:
+        """Returns the name of the route of a path, for the log and the metrics: "-" if no route has this path."""
+        if path in ("/metrics", "/health") or path in self._page or any(path == known for _, known in self._routes):
+            return path
+        if path.startswith(_OF_MODELS):
+            return "/v1/models/NAME"
+        if path.startswith(_OF_JOBS):
+            return UPLOAD_PATH if path.startswith(UPLOAD_PATH) else "/v1/fine_tuning/jobs"
+        return "-"
+
+    def _route(self, method: str, path: str, scope: Scope) -> JsonRoute | Plain:
         method = "GET" if method == "HEAD" else method
         if path == "/metrics" and method == "GET":
             return self._metrics
         if path == "/health" and method == "GET":
             return self._health
         if path in self._page and method == "GET":
-            return self._page
+            return partial(self._page.answer, path)
         if (route := self._routes.get((method, path))) is not None:
             return route
         if method == "GET" and path.startswith(_OF_MODELS):  # the base model's name may hold a slash
             name = path.removeprefix(_OF_MODELS)
-            return self._getting("/v1/models/NAME", lambda: self._service.names.entry(name))
+            return self._getting(self._name_of(path), lambda: self._service.names.entry(name))
         if path.startswith(_OF_JOBS) and self._jobs is not None:
             return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):
             raise HttpError(405, "this path takes another method", "method_not_allowed")
         raise HttpError(404, "there is no such path here", "not_found")
 
-    def _of_jobs(self, jobs: JobRoutes, method: str, path: str, scope: Scope) -> ASGIApp:
+    def _of_jobs(self, jobs: JobRoutes, method: str, path: str, scope: Scope) -> JsonRoute:
         kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
         limits = self._service.settings.limits
         is_upload = path == UPLOAD_PATH
@@ -283,19 +302,19 @@ class App:
             return found
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
-        return self._json_route(UPLOAD_PATH if is_upload else "/v1/fine_tuning/jobs", work, limits)
+        return self._json_route(self._name_of(path), work, limits)
 
     async def _slowly(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs work that may take seconds, such as reading a file or waiting for an adapter, in threads of its own, so
         that other requests do not wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._service.slow_threads, work, *arguments)
 
-    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _health(self, response: Response) -> None:
         state = self._service.health()
-        await Response(send).json(200 if state["status"] == "ok" else 503, state)
+        await response.json(200 if state["status"] == "ok" else 503, state)
 
-    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Response(send).whole(200, self._service.metrics.text(), CONTENT_TYPE)
+    async def _metrics(self, response: Response) -> None:
+        await response.whole(200, self._service.metrics.text(), CONTENT_TYPE)
 
     async def _load(self, body: bytes) -> Reply:
         request = parsed(LoadAdapter, body)

@@ -27,7 +27,7 @@ from tenant_sdk.endpoint.errors import bad_request, to_bytes
 from tenant_sdk.endpoint.grammar import Grammar, GrammarHook
 from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs, chat_logprobs
-from tenant_sdk.endpoint.options import LogprobRecord, engine_options
+from tenant_sdk.endpoint.options import LogprobRecord, engine_options, field_names
 from tenant_sdk.endpoint.prompts import ChatPrompt
 from tenant_sdk.endpoint.schema import MOST_TOOLS, ChatRequest, FunctionTool, NamedTool, Tool, parsed
 from tenant_sdk.endpoint.service import Answering, Service, Submit, TextDelta, in_thread
@@ -346,13 +346,14 @@ class Chat:
 
     def _submits(self, prepared: _Prepared) -> list[Submit]:
         submits: list[Submit] = []
+        fields = field_names(prepared.request)
         for index in range(prepared.request.n):
             hooks = [*prepared.records[index : index + 1]]
             options = engine_options(prepared.request, index, hooks, self._service.vocab_size)
             if prepared.grammar is not None:  # last, so that a bias cannot allow what the grammar forbids
                 prepared.grammars.append(prepared.grammar.hook(raises=not prepared.request.fixed_length))
                 options["logits_processor"].append(prepared.grammars[-1])
-            submits.append(partial(self._service.submit, prepared.prompt, prepared.adapter, options))
+            submits.append(partial(self._service.submit, prepared.prompt, prepared.adapter, options, fields))
         return submits
 
     def _usage(self, prepared: _Prepared, answering: Answering) -> dict[str, int]:

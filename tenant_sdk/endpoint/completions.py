@@ -14,7 +14,7 @@ from typing import Any
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs, TextOffsets, completion_logprobs
-from tenant_sdk.endpoint.options import LogprobRecord, engine_options
+from tenant_sdk.endpoint.options import LogprobRecord, engine_options, field_names
 from tenant_sdk.endpoint.schema import MOST_CHOICES, CompletionRequest, parsed
 from tenant_sdk.endpoint.service import Answering, Service, Submit, TextDelta, in_thread
 from tenant_sdk.serving.requests import Answer
@@ -80,12 +80,13 @@ class Completions:
 
     def _submits(self, prepared: _Prepared) -> list[Submit]:
         submits: list[Submit] = []
+        fields = field_names(prepared.request)
         for number, prompt in enumerate(prepared.prompts):
             for choice in range(prepared.request.n):
                 index = number * prepared.request.n + choice
                 hooks = [*prepared.records[index : index + 1]]
                 options = engine_options(prepared.request, choice, hooks, self._service.vocab_size)
-                submits.append(partial(self._service.submit, prompt, prepared.adapter, options))
+                submits.append(partial(self._service.submit, prompt, prepared.adapter, options, fields))
         return submits
 
     def _usage(self, prepared: _Prepared, answering: Answering) -> dict[str, int]:

@@ -28,6 +28,8 @@ _AT_A_TIME = 16
 _OPTIONS = {"max_new_tokens": 1, "do_sample": False, "pools": True}
 """The engine's options for a text. The engine chooses one token after it, which is not used."""
 
+_FIELDS = {"prompt": "input", "max_new_tokens": "input"}
+
 
 class Embeddings:
     """Handles requests for embeddings with an engine."""
@@ -65,7 +67,8 @@ class Embeddings:
 
     async def _embed(self, prompts: Sequence[ReadyText | ReadyTokens], adapter: str | None) -> list[Answer]:
         async with Answering() as answering:
-            await answering.submit([partial(self._service.submit, prompt, adapter, _OPTIONS) for prompt in prompts])
+            submit = self._service.submit
+            await answering.submit([partial(submit, prompt, adapter, _OPTIONS, _FIELDS) for prompt in prompts])
             await answering.texts()
             return answering.answers
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from noise.disk.private_files import FILE_MODE
+from tenant_sdk.generate import TemplateRefuses
 from wire.errors import (
     AccessError,
     ConfigurationError,
@@ -90,6 +91,8 @@ def of_failure(exc: VeilbaseError, busy_s: float) -> HttpError:
     """
     if isinstance(exc, QuotaExceeded):
         return HttpError(429, str(exc), "too_many_requests", retry_s=exc.retry_s or busy_s)
+    if isinstance(exc, TemplateRefuses):
+        return bad_request(str(exc), "messages")
     if isinstance(exc, ConfigurationError):
         return bad_request(str(exc))
     if isinstance(exc, TransportError):

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -127,7 +128,14 @@ class Grammars:
         limits = self._limits
         if len(text) > limits.schema_bytes:
             raise bad_request(f"a schema has at most {limits.schema_bytes} bytes here", param, "schema_too_large")
-        num_patterns, num_intersected = _counts(schemas)
+        num_patterns, num_intersected, references = _counts(schemas)
+        if any(not _leads_to_schema(each) for each in references):
+            raise bad_request(
+                f"a $ref points at a schema of its document, and not into {', '.join(_VALUES)}, whose values are data, "
+                f"nor at the whole of {', '.join(_NAMED)}: put what it points at into $defs under a name",
+                param,
+                "bad_reference",
+            )
         for number, most, what in (
             (num_patterns, limits.schema_patterns, "patterns (pattern, patternProperties)"),
             (num_intersected, limits.schema_intersections, "intersections (members of allOf after the first)"),
@@ -517,9 +525,11 @@ def _rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, **_OPTIONS})}"
 
 
-def _counts(schemas: Sequence[Any]) -> tuple[int, int]:
-    """Returns the number of patterns in schemas, and the number of members of `allOf` after the first."""
+def _counts(schemas: Sequence[Any]) -> tuple[int, int, list[str]]:
+    """Returns the number of patterns in schemas, the number of members of `allOf` after the first, and the references
+    (`$ref`). What is counted is all that llguidance reads as a schema, if every reference passes `_leads_to_schema`."""
     num_patterns = num_intersected = 0
+    references: list[str] = []
     left = list(schemas)
     while left:
         value = left.pop()
@@ -528,6 +538,7 @@ def _counts(schemas: Sequence[Any]) -> tuple[int, int]:
         if not isinstance(value, dict):
             continue
         num_patterns += isinstance(value.get("pattern"), str)
+        references += [value["$ref"]] if isinstance(value.get("$ref"), str) else []
         patterns, members = value.get("patternProperties"), value.get("allOf")
         num_patterns += len(patterns) if isinstance(patterns, dict) else 0
         num_intersected += max(0, len(members) - 1) if isinstance(members, list) else 0
@@ -536,4 +547,25 @@ def _counts(schemas: Sequence[Any]) -> tuple[int, int]:
                 left += inner.values()
             elif key not in _VALUES:
                 left.append(inner)
-    return num_patterns, num_intersected
+    return num_patterns, num_intersected, references
+
+
+def _leads_to_schema(reference: str) -> bool:
+    """Returns whether what a reference points at is counted by `_counts`, which takes the same steps: neither data nor
+    a table of schemas by name, which llguidance would read as one schema.
+
+    Only JSON pointers are looked at (RFC 6901): llguidance finds no `$id` and no `$anchor` inside data. Whether `%2F`
+    parts two steps is not relied on: both readings have to pass.
+    """
+    pointer = reference.partition("#")[2]
+    return _passes(unquote(pointer).split("/")) and _passes([unquote(step) for step in pointer.split("/")])
+
+
+def _passes(steps: Sequence[str]) -> bool:
+    is_name = False
+    for step in steps[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not is_name and key in _VALUES:
+            return False
+        is_name = not is_name and key in _NAMED
+    return not is_name

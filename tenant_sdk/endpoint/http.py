@@ -6,8 +6,8 @@ A body may be a form with a file (multipart/form-data, RFC 7578), as clients sen
 Guarantees:
 - unless its client goes away, a request gets one response of OpenAI's form, also if the server ends before the work is
   done: it is then a 503, or the last event of a stream that has begun;
-- a request is counted once in the metrics and has one line in the log, which shows the route, the status, a code and
-  the duration, and no contents;
+- a request is counted once in the metrics and has one line in the log, which shows the method, the route, the status,
+  a code and the duration, and no contents;
 - the time of `read_form` is proportional to the size of the body, whatever it holds, and nothing of the body is decoded
   besides a few header lines. The standard library's parser for e-mail, which can also read forms, guarantees neither.
 """
@@ -41,6 +41,23 @@ _FULL_RETRY_S = 5.0
 _STOPPED_RETRY_S = 10.0
 
 _log = logging.getLogger("veilbase.endpoint")
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def log_request(method: str, route: str, status: int, code: str, seconds: float) -> None:
+    """Writes the line about one request.
+
+    Args:
+        method: the request's method; one that clients made up is not shown.
+        route: a fixed name of the route, and never the path, which clients may fill with anything; "-" for none.
+        status: the HTTP status; 0 for a client that left before the response.
+        code: a fixed word.
+        seconds: the time from the request's head to the end of the response.
+    """
+    shown = method if method in _METHODS else "-"
+    _log.info("%s %s %s %s %.0f ms", shown, route, status or "-", code, 1000 * seconds)
 
 
 class ClientGone(Exception):
@@ -126,7 +143,7 @@ class JsonRoute:
             code = await response.fail(HttpError(500, "this server failed", f"internal_{type(exc).__name__}"))
         seconds = time.monotonic() - began
         self._metrics.count_request(self._name, response.status, seconds)
-        _log.info("%s %s %s %.0f ms", self._name, response.status or "-", code, 1000 * seconds)
+        log_request(scope["method"], self._name, response.status, code, seconds)
 
     async def _answer(self, body: bytes, response: Response) -> None:
         reply = await self._work(body)

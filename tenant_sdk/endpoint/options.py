@@ -136,15 +136,15 @@ def engine_options(
         "seed": seed,
         "stop": request.stops,
         "fixed_length": request.fixed_length,
-        "max_new_tokens": _most_tokens(request),
+        "max_new_tokens": getattr(request, request.length_field),
         "logits_processor": [*hooks, *_own_hooks(request, vocab_size)],
     }
 
 
-def _most_tokens(request: ChatRequest | CompletionRequest) -> int | None:
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    return request.max_tokens
+def field_names(request: ChatRequest | CompletionRequest) -> dict[str, str]:
+    """Returns the names, in the request, of the engine's options that have another name there."""
+    prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+    return {"max_new_tokens": request.length_field, "prompt": prompt}
 
 
 def _own_hooks(request: ChatRequest | CompletionRequest, vocab_size: int) -> list[LogitsHook]:

@@ -12,8 +12,8 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
+from wire.command_line import nearest
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, MOST_BIASES = 1024, 128, 16, 16, 1024
 """The most messages, tools, choices, stop strings and biased tokens of a request."""
@@ -40,6 +41,12 @@ _MOST_FAULTS = 1000
 million faults would take seconds."""
 _SHOWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 """The names of fields that an error shows: another one may be a text at the wrong place."""
+_OF_OTHERS = frozenset((
+    "audio", "cache_control", "function_call", "functions", "length_penalty", "load_inplace", "lora_int_id",
+    "min_tokens", "moderation", "prediction", "prompt_cache_retention", "reasoning_content", "reasoning_effort",
+    "tool_resources", "verbosity", "web_search_options",
+))  # fmt: skip
+"""Fields of OpenAI's and of vLLM's interfaces that this one lacks, and that are not misspelt ones of its own."""
 TEXT, _LIST, _OBJECT, NUMBER, _TEXTS, _LISTS = "(text)", "(list)", "(object)", "(number)", "(texts)", "(lists)"
 """The kinds of values of a field that takes several. They are no names, so that they are told apart in error places."""
 _KINDS = frozenset((TEXT, _LIST, _OBJECT, NUMBER, _TEXTS, _LISTS))
@@ -259,6 +266,11 @@ class _Request(ClientNotes):
     fixed_length: bool = False
 
     @property
+    def length_field(self) -> str:
+        """Returns the name of the field that limits the length of an answer."""
+        return "max_tokens"
+
+    @property
     def stops(self) -> list[str]:
         """Returns the stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -287,6 +299,11 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+
+    @property
+    def length_field(self) -> str:
+        """Returns the name of the field that limits the length of an answer; `max_completion_tokens` comes first."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def most_calls(self) -> int | None:
@@ -362,7 +379,26 @@ def parsed(kind: type[R], body: bytes) -> R:
     try:
         return kind.model_validate(given)
     except ValidationError as exc:
-        raise _refusal(exc) from None
+        raise _refusal(exc, kind) from None
+
+
+def _meant(kind: type[BaseModel], place: Sequence[int | str]) -> str | None:
+    """Returns the field that a client most likely meant by the unknown one at the end of a location; None if none is
+    near, or if the name is one of `_OF_OTHERS`."""
+    *above, name = (part for part in place if isinstance(part, str) and part not in _KINDS)
+    kinds = [kind]
+    for step in above:
+        fields = [field for each in kinds for at, field in each.model_fields.items() if (field.alias or at) == step]
+        kinds = [found for field in fields for found in _models_in(field.annotation)]
+    known = [known_name for each in kinds for known_name in _is_required(each)]
+    return None if name in _OF_OTHERS else nearest(name, known)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the models that a field's type mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models_in(part)]
 
 
 def _is_shown(part: int | str) -> bool:
@@ -370,7 +406,7 @@ def _is_shown(part: int | str) -> bool:
     return isinstance(part, int) or _SHOWN_NAME.fullmatch(part) is not None
 
 
-def _refusal(exc: ValidationError) -> HttpError:
+def _refusal(exc: ValidationError, kind: type[BaseModel]) -> HttpError:
     """Returns the error for the first thing that is wrong; its text names the field and leaves out the value."""
     if exc.error_count() > _MOST_FAULTS:
         return bad_request(f"more than {_MOST_FAULTS} fields or values of the body are wrong")
@@ -378,6 +414,9 @@ def _refusal(exc: ValidationError) -> HttpError:
     parts = [part for part in first["loc"] if part not in _KINDS]
     place = ".".join(map(str, itertools.takewhile(_is_shown, parts)))[:200]
     if first["type"] == "extra_forbidden":
-        named = place if _is_shown(first["loc"][-1]) else f"a field of {place or 'the body'}, whose name is not shown,"
-        return bad_request(f"{named} is not supported here: leave it out", place or None, "unknown_field")
+        is_shown = _is_shown(first["loc"][-1])
+        named = place if is_shown else f"a field of {place or 'the body'}, whose name is not shown,"
+        meant = _meant(kind, first["loc"]) if is_shown else None
+        advice = "leave it out" if meant is None else f"did you mean {meant}?"
+        return bad_request(f"{named} is not supported here: {advice}", place or None, "unknown_field")
     return bad_request(f"{place or 'the body'}: {first['msg']}"[:400], place or None)

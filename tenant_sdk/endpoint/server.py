@@ -32,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tenant_sdk.endpoint.app import App
 from tenant_sdk.endpoint.errors import HttpError, to_bytes
+from tenant_sdk.endpoint.http import log_request
 from tenant_sdk.endpoint.jobs import JobRoutes, Jobs, Turns
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
@@ -122,8 +123,9 @@ def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
             if listening.has_tls and len(self.connections) > limits.connections + MOST_ENDING:
                 transport.abort()
             elif len(self.connections) > limits.connections:
-                transport.write(_FULL)
+                transport.write(_whole_response(b"429 Too Many Requests", _FULL))
                 transport.close()
+                log_request("-", "-", _FULL.status, _FULL.code, 0.0)
             else:
                 self._idle = self.loop.call_later(limits.idle_s, transport.abort)
 
@@ -155,8 +157,9 @@ def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
             if self.cycle is not None and not self.cycle.response_complete:
                 self.transport.abort()  # an answer is under way, in which nothing else may stand
                 return
-            self.transport.write(_MALFORMED)  # uvicorn's own answer is no JSON
+            self.transport.write(_whole_response(b"400 Bad Request", _MALFORMED))  # uvicorn's own answer is no JSON
             self.transport.close()
+            log_request("-", "-", _MALFORMED.status, _MALFORMED.code, 0.0)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_timers()
@@ -182,11 +185,10 @@ def _whole_response(line: bytes, error: HttpError) -> bytes:
     return b"HTTP/1.1 " + line + b"\r\n" + head + b"\r\n" + body
 
 
-_FULL = _whole_response(
-    b"429 Too Many Requests",
-    HttpError(429, "too many connections are open: try again later", "too_many_connections", retry_s=_FULL_RETRY_S),
-)
-_MALFORMED = _whole_response(b"400 Bad Request", HttpError(400, "expected HTTP/1.1", "invalid_http"))
+_FULL = HttpError(
+    429, "too many connections are open: try again later", "too_many_connections", retry_s=_FULL_RETRY_S
+)  # fmt: skip
+_MALFORMED = HttpError(400, "expected HTTP/1.1", "invalid_http")
 
 
 _SEND_BUFFER_BYTES = 64 << 10

@@ -36,6 +36,7 @@ from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
@@ -340,25 +341,38 @@ class Service:
         """Returns the numbers of jobs and of their steps, for the metrics."""
         self._on_end = on_end
 
-    def submit(self, prompt: Any, adapter: str | None, options: Mapping[str, Any], on_text: Any) -> Answer:
+    def submit(
+        self, prompt: Any, adapter: str | None, options: Mapping[str, Any], fields: Mapping[str, str], on_text: Any
+    ) -> Answer:
         """Asks the engine for one answer.
 
+        Args:
+            prompt, adapter, options, on_text: arguments of `Engine.submit`.
+            fields: the client's names of the engine's options, where these have another name there.
+
         Raises:
-            HttpError: the prompt is larger than the model's context, and prompts are not padded.
+            HttpError: an option cannot be used, and the error names the client's field; or the prompt is larger than
+                the model's context, and prompts are not padded.
             VeilbaseError: the engine refused the request, or the endpoint has ended.
         """
         if self.ended_by is not None:
             raise copy.copy(self.ended_by)
-        prompt = self._of_possible_size(prompt)
+        prompt = self._of_possible_size(prompt, fields["prompt"])
         try:
             answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
+        except WrongOption as exc:
+            # The length of an answer that the client did not limit is wrong only if the prompt is too long.
+            is_given = options.get(exc.option) is not None
+            name = fields.get(exc.option, exc.option) if is_given else fields["prompt"]
+            text = str(exc) if exc.option == "prompt" else str(exc).replace(exc.option, name)
+            raise bad_request(text, name) from None
         except VeilbaseError as exc:
             self.note(exc, is_engine=type(exc) is VeilbaseError)
             raise
         answer.add_done_callback(lambda each: self.note(each.error))
         return answer
 
-    def _of_possible_size(self, prompt: Any) -> Any:
+    def _of_possible_size(self, prompt: Any, field: str) -> Any:
         """Returns a prompt that is not so large that its tokenizer would take seconds for it while other requests wait.
 
         With padded prompts (`pad_rows`) a larger one loses its beginning, as every prompt longer than the bucket does:
@@ -375,7 +389,7 @@ class Service:
         if size <= most:
             return prompt
         if not self._is_padded:
-            raise bad_request(f"the prompt has {size} {unit}, and the model's context holds {most} at most")
+            raise bad_request(f"the prompt has {size} {unit}, and the model's context holds {most} at most", field)
         warn_and_go_on(f"a prompt has {size} {unit}: its beginning is left out before it is tokenized", CutWarning)
         return _last_part(prompt, most)
 

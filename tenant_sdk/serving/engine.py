@@ -47,7 +47,7 @@ from types import TracebackType
 from typing import Any
 
 from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length, prompt_tokens, stop_ids_given
-from tenant_sdk.plain_values import positive, true_or_false
+from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelLoan, NoAdapters
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.kv import KvLayout, kv_layout, kv_place
@@ -104,9 +104,10 @@ class ContextLimit:
         room = self.num_tokens - num_prompt
         if self._is_own and room < (asked or 1):
             advice = f"ask for at most {room}" if room > 0 else "the prompt is too long"
-            raise ConfigurationError(
+            raise WrongOption(
                 f"the prompt has {num_prompt} tokens, and prompt and answer together may have {self.num_tokens} here "
-                f"(max_context): {advice}"
+                f"(max_context): {advice}",
+                "max_new_tokens" if room > 0 else "prompt",
             )
         answer_length(asked, num_prompt, 0, self.num_tokens)  # Raises an error if there is no room.
         return min(default, room) if asked is None else asked
@@ -377,7 +378,9 @@ class Engine:
             do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
         )  # fmt: skip
         if true_or_false("fixed_length", fixed_length) and self._speculation is not None:
-            raise ConfigurationError("fixed_length does not go with speculation: the number of steps shows the text")
+            raise WrongOption(
+                "fixed_length does not go with speculation: the number of steps shows the text", "fixed_length"
+            )
         own_settings = self._model.generation_config
         sampler = Sampler(settings, own_settings, self._model.device)
         stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
@@ -504,7 +507,7 @@ def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
     """
     stops = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(stop, str) and stop for stop in stops):
-        raise ConfigurationError("stop is a text or a list of texts, none of them empty")
+        raise WrongOption("stop is a text or a list of texts, none of them empty", "stop")
     if sum(map(len, stops)) > MOST_STOP_CHARACTERS:
-        raise ConfigurationError(f"stop strings have at most {MOST_STOP_CHARACTERS} characters together")
+        raise WrongOption(f"stop strings have at most {MOST_STOP_CHARACTERS} characters together", "stop")
     return stops

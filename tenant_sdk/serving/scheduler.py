@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
-from tenant_sdk.plain_values import positive, seconds
+from tenant_sdk.plain_values import WrongOption, positive, seconds
 from wire.errors import ConfigurationError
 
 PAGE_TOKENS = 16
@@ -156,9 +156,10 @@ class Budget:
             ConfigurationError: the request is larger than the whole KV budget.
         """
         if kv_bytes > self.kv_bytes:
-            raise ConfigurationError(
+            raise WrongOption(
                 f"the request needs {kv_bytes} bytes of KV, the engine has {self.kv_bytes}: ask for fewer tokens, or "
-                "give the engine a larger kv_bytes or a smaller kv_dtype"
+                "give the engine a larger kv_bytes or a smaller kv_dtype",
+                "max_new_tokens",
             )
 
 

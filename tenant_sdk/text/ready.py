@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.text.source import surviving
-from wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def ready_ids(tokenizer: Any, prompt: ReadyText | ReadyTokens) -> list[int]:
     """Returns the token ids of a prompt that is already rendered.
 
     Raises:
-        ConfigurationError: an id is not one of the tokenizer's, so that the model may have no embedding for it.
+        WrongOption: an id is not one of the tokenizer's, so that the model may have no embedding for it.
         TokenizerFailed: the tokenizer fails on this text.
     """
     if isinstance(prompt, ReadyText):
@@ -43,5 +43,5 @@ def ready_ids(tokenizer: Any, prompt: ReadyText | ReadyTokens) -> list[int]:
             return list(tokenizer(prompt.text, add_special_tokens=prompt.with_special_tokens)["input_ids"])
     ids = list(prompt.token_ids)
     if not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in ids):
-        raise ConfigurationError(f"a prompt of token ids has whole numbers from 0 to {len(tokenizer) - 1}")
+        raise WrongOption(f"a prompt of token ids has whole numbers from 0 to {len(tokenizer) - 1}", "prompt")
     return ids

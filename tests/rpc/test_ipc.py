@@ -238,7 +238,9 @@ def test_tcp_stays_encrypted_through_a_relay(
         assert secret not in recorded
 
 
-def test_clear_is_refused_on_the_tensor_port(start: Callable[..., Provider], tiny_served_model: ServedModel) -> None:
+def test_clear_is_refused_on_the_tensor_port(
+    start: Callable[..., Provider], tiny_served_model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     """A tenant that names the socket's protocol in its TLS handshake is disconnected. If it sends `clear`, or a frame
     type of the socket, after an honest handshake, it gets an error for a malformed frame."""
     running = start(tiny_served_model, tensor_port=0, ipc=False)
@@ -255,6 +257,10 @@ def test_clear_is_refused_on_the_tensor_port(start: Callable[..., Provider], tin
     stream = RawStream(running, "late", greet=False)
     stream.send(b"clear")
     stream.expect_error(0, WireCode.MALFORMED)
+    assert [one.getMessage() for one in caplog.records if one.getMessage().startswith("refused: ")] == [
+        "refused: it does not speak TLS 1.3 with this protocol (TLS)",
+        "refused: its stream has a frame that cannot be read, or began without HELLO",
+    ]
     stream.expect_end()
     stream.close()
     for kind in (FrameType.FETCH, FrameType.DATA):

@@ -61,6 +61,12 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [one.exc_type for one in caught]
 
 
+def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None]]:
+    """Returns message and tenant of each line about a refusal."""
+    found = [(one.getMessage(), getattr(one, "tenant", None)) for one in caplog.records]
+    return [one for one in found if one[0].startswith("refused: ")]
+
+
 # ---- strangers ------------------------------------------------------------------------------------------------------
 
 
@@ -121,26 +127,39 @@ def test_what_is_no_handshake_leaves_nothing(
     assert_nothing_left(provider)
     assert_served(provider.connect(), provider.served_model)
     # Any peer can do this, so it must not fill the provider's log. The tenant's own log says what carries its stream.
-    assert not [record for record in caplog.records if record.name.startswith("provider")]
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("provider")]
+    assert said in ([], ["refused: it does not speak TLS 1.3 with this protocol (TLS)"])
 
 
-@pytest.mark.parametrize("make", [foreign_identity, expired_identity])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (foreign_identity, "its certificate is not of this provider's authority (TLS)"),
+        (expired_identity, "its certificate has expired (TLS)"),
+    ],
+)
 def test_a_certificate_that_is_not_valid_is_refused_by_tls(
-    provider: Provider, tmp_path: Path, make: Callable[[Path, Provider], TlsIdentity]
+    provider: Provider,
+    tmp_path: Path,
+    make: Callable[[Path, Provider], TlsIdentity],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     identity = make(tmp_path, provider)
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     with pytest.raises(OSError):
         hear(handshake(dial(provider), context, "127.0.0.1"))
     assert_nothing_left(provider)
+    assert refusals(caplog) == [(f"refused: {reason}", None)]
 
 
-def test_no_certificate_is_refused_by_tls(provider: Provider) -> None:
+def test_no_certificate_is_refused_by_tls(provider: Provider, caplog: pytest.LogCaptureFixture) -> None:
     context = ssl.create_default_context(cadata=provider.state.ca.pem.decode())
     context.set_alpn_protocols([ALPN])
     with pytest.raises(OSError):
         hear(handshake(dial(provider), context, "127.0.0.1"))
     assert_nothing_left(provider)
+    assert refusals(caplog) == [("refused: it has no certificate (TLS)", None)]
 
 
 def revoked_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:

@@ -16,6 +16,7 @@ import torch
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
+from provider.net.admission import MAX_CALLS_PER_TENANT
 from tests.support.loopback_provider import Provider
 from tests.support.provider_command import Serving
 from tests.support.raw_stream import RawStream
@@ -32,13 +33,63 @@ TLS_1_3 = 0x0304
 
 @pytest.mark.parametrize("make", [foreign_identity, expired_identity, unregistered_identity])
 def test_an_identity_that_is_not_ours_is_refused(
-    provider: Provider, tmp_path: Path, make: Callable[[Path, Provider], TlsIdentity]
+    provider: Provider,
+    tmp_path: Path,
+    make: Callable[[Path, Provider], TlsIdentity],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     connection = GrpcConnection(provider.url, make(tmp_path, provider))
     with pytest.raises(Unauthenticated):
         connection.manifest()
     connection.close()
+    # gRPC does not tell of handshakes that it refuses, so only a certificate that passes TLS has a line.
+    passes = make is unregistered_identity
+    assert refusals(caplog) == [("refused: its certificate is not in the registry", "ghost")] * passes
     assert_served(provider.connect("honest"), provider.served_model)
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None]]:
+    """Returns message and tenant of each line about a refusal."""
+    found = [(one.getMessage(), getattr(one, "tenant", None)) for one in caplog.records]
+    return [one for one in found if one[0].startswith("refused: ")]
+
+
+def test_a_certificate_that_expired_is_named_once(
+    provider: Provider, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider.service._look_at_dates_at = float("inf")  # so the sweep does not look meanwhile
+    expired_identity(tmp_path, provider)
+    provider.identity("honest")
+    for _ in range(2):
+        provider.service._name_expired(float("inf"))
+    said = [one.getMessage() for one in caplog.records if "has expired" in one.getMessage()]
+    assert said == ["refused since the certificate has expired, until they are enrolled again: late"]
+
+
+@pytest.mark.parametrize("tensor_port", [0, None])
+def test_a_revoked_tenant_and_one_with_too_many_calls_have_a_line_each(
+    start: Callable[..., Provider],
+    tiny_served_model: ServedModel,
+    tensor_port: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    provider = start(tiny_served_model, tensor_port=tensor_port)
+    fired = provider.connect("fired")
+    assert_served(fired, provider.served_model)
+    revoke(provider.state, "fired")
+    with pytest.raises(NotPermitted):
+        ask(fired, ring_rows(3))
+    streams = [RawStream(provider, "many") for _ in range(MAX_CALLS_PER_TENANT)]
+    for _ in range(3):
+        with pytest.raises((VeilbaseError, grpc.RpcError, StopIteration, AssertionError)):
+            RawStream(provider, "many")
+    assert set(refusals(caplog)) == {
+        ("refused: its certificate was revoked", "fired"),
+        ("refused: it has too many calls open", "many"),
+    }
+    assert len(refusals(caplog)) == 2
+    for one in streams:
+        one.close()
 
 
 def test_no_certificate_is_refused(provider: Provider) -> None:

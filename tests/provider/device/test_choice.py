@@ -73,7 +73,7 @@ def test_cpu_asks_nothing_of_cuda(machine: Machine) -> None:
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update\nyour GPU driver by"
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"is_built": False}, "this build of torch has no CUDA: install torch's CUDA build"),
+    ({"is_built": False}, "this build of torch has no CUDA (a GPU would need torch's CUDA build)"),
     ({"init": OLD}, "the NVIDIA driver is too old for CUDA"),
     ({"init": "Found no NVIDIA driver on your system.\nPlease check"}, "this machine has no NVIDIA driver"),
     ({"init": "CUDA unknown error\nmore"}, "CUDA cannot be started: CUDA unknown error"),
@@ -101,7 +101,7 @@ def test_auto_computes_on_the_cpu_and_says_why(
     with caplog.at_level(logging.INFO):
         assert choice.choose("auto") is None
     (said,) = caplog.messages
-    assert said.startswith(f"computing on the CPU: {line}")
+    assert said.startswith(f"computing on the CPU; no GPU is used: {line}")
 
 
 def test_no_such_device(machine: Machine) -> None:
@@ -120,7 +120,7 @@ def test_weights_that_do_not_fit_say_how_many_layers_would(machine: Machine, cap
     assert "\n" not in str(caught.value)
     with caplog.at_level(logging.INFO):
         assert choice.choose("auto", 0, groups) is None
-    assert caplog.messages == [f"computing on the CPU: {caught.value}"]
+    assert caplog.messages == [f"computing on the CPU; no GPU is used: {caught.value}"]
     assert choice.choose("auto", 0, groups[:1]) == torch.device("cuda", 0)
 
 

@@ -112,6 +112,45 @@ def stream() -> Stream:
     return Stream()
 
 
+# ---- what the operator sees of a refusal ----------------------------------------------------------------------------
+
+
+def _over_quota(stream: Stream) -> None:
+    stream.ask(1, rows=64)
+    stream.ask(2, rows=64)
+
+
+@pytest.mark.parametrize(
+    ("limits", "do", "reason", "request_id"),
+    [
+        ({"max_rows_in_flight": 64}, _over_quota, "it is over its quota", 2),
+        ({"max_request_rows": 4}, lambda one: one.ask(1), "a request is larger than its limits", 1),
+        ({"classes": ["decode"]}, lambda one: one.ask(1), "its limits do not allow this class of work", 1),
+        ({}, lambda one: one.ask(1, cols=4, total_bytes=320), "a tensor has a wrong shape, type or byte count, or", 1),
+        ({}, lambda one: one.ask(1, call=Call(9, Direction.FORWARD, Arithmetic.RING)), "it asked for a layer", 1),
+        ({}, lambda one: one.ask(1, deadline_ms=0), "a request's deadline has passed", 1),
+        ({}, lambda one: (one.session.drain(), one.ask(1)), "the provider is shutting down", 1),
+        ({}, lambda one: one.session.receive(b"\x1b[31m no frame"), "its stream has a frame that cannot be read", None),
+        ({}, lambda one: one.session.end(WireCode.VERSION), "it speaks another version of the protocol", None),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_a_line_with_the_tenant_and_a_fixed_reason(
+    limits: dict[str, Any],
+    do: Callable[[Stream], object],
+    reason: str,
+    request_id: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stream = Stream(limits=TenantLimits.model_validate(limits))
+    for _ in range(3):
+        do(stream)
+    (line,) = [one for one in caplog.records if one.getMessage().startswith("refused: ")][:1]
+    assert line.getMessage().startswith(f"refused: {reason}")
+    assert (vars(line)["tenant"], vars(line)["stream"]) == ("acme", stream.session.stream_id)
+    assert vars(line).get("request") == request_id
+    assert sum(one.getMessage() == line.getMessage() for one in caplog.records) == 1
+
+
 # ---- the greeting ---------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tenant_sdk.endpoint.command import serving_settings
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointSettings, check_may_listen, is_loopback, new_key, read_key
 from tests.support.endpoints import KEY, chat, raw
+from tests.support.waiting import until
 from wire.errors import ConfigurationError
 
 PEM = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}
@@ -234,6 +236,49 @@ def test_forms_of_other_sites_are_no_json(endpoint: Endpoint) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "changes", "line"),
+    [
+        ("GET", "/health", {}, "GET /health 200 ok"),
+        ("HEAD", "/", {}, "HEAD / 200 ok"),
+        ("GET", "/metrics", {}, "GET /metrics 200 ok"),
+        ("GET", "/v1/models", {"authorization": "Bearer no"}, "GET /v1/models 401 invalid_api_key"),
+        ("GET", "/v1/models/owl", {"authorization": "Bearer no"}, "GET /v1/models/NAME 401 invalid_api_key"),
+        ("GET", "/v1/models/owl", {}, "GET /v1/models/NAME 404 model_not_found"),
+        ("GET", "/v1/files/owl", {"authorization": "Bearer no"}, "GET /v1/files 401 invalid_api_key"),
+        ("DELETE", "/v1/files/owl", {}, "DELETE /v1/files 404 not_found"),
+        ("POST", "/v1/fine_tuning/jobs/owl/cancel", {}, "POST /v1/fine_tuning/jobs 404 not_found"),
+        ("GET", "/owl", {"host": "owl.example"}, "GET - 421 wrong_host"),
+        ("OWL", "/v1/owl", {}, "- - 404 not_found"),
+        ("PUT", "/v1/models", {}, "PUT /v1/models 405 method_not_allowed"),
+        ("POST", "/v1/completions", {"content-type": "owl"}, "POST /v1/completions 415 invalid_content_type"),
+        ("POST", "/v1/completions", {"content-length": "999999999"}, "POST /v1/completions 413 body_too_large"),
+        ("POST", "/v1/embeddings", {"origin": "owl"}, "POST /v1/embeddings 403 wrong_origin"),
+        ("GET\x00", "/owl", {}, "- - 400 invalid_http"),
+    ],
+)
+def test_every_response_has_a_line_with_method_route_status_and_time(
+    endpoint: Endpoint, method: str, path: str, changes: dict[str, str], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
+
+    headers = {
+        "host": "localhost", "authorization": f"Bearer {KEY}", "content-type": "application/json", "connection": "close"
+    }  # fmt: skip
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**headers, **changes}.items())
+    with (
+        caplog.at_level(logging.INFO, "veilbase.endpoint"),
+        socket.create_connection(("127.0.0.1", urlsplit(endpoint.url).port), timeout=60) as connection,
+    ):
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode())
+        status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
+        until(lines, "the line in the log, which comes after the response")
+    assert status in line
+    assert [re.sub(r" \d+ ms$", "", one) for one in lines()] == [line]
+    assert lines() != [line]
+
+
 def test_no_contents_and_no_key_in_logs_and_metrics(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
     secret = "the copper owl"
     with caplog.at_level(logging.DEBUG), raw(endpoint) as client:
@@ -245,12 +290,14 @@ def test_no_contents_and_no_key_in_logs_and_metrics(endpoint: Endpoint, caplog: 
         client.get("/v1/models", headers={"authorization": f"Bearer {secret}"})
         metrics = client.get("/metrics")
     own = [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
-    assert [line.split(" ms")[0].rsplit(" ", 1)[0] for line in own[:3]] == [
-        "/v1/chat/completions 200 ok",
-        "/v1/chat/completions 404 model_not_found",
-        "/v1/chat/completions 400 invalid_json",
+    assert all(re.fullmatch(r"\S+ \S+ \d+ \S+ \d+ ms", line) for line in own)
+    assert [line.split(" ms")[0].rsplit(" ", 1)[0] for line in own[:5]] == [
+        "POST /v1/chat/completions 200 ok",
+        "POST /v1/chat/completions 404 model_not_found",
+        "POST /v1/chat/completions 400 invalid_json",
+        "GET - 404 not_found",
+        "GET /v1/models 401 invalid_api_key",
     ]
-    assert own[3:5] == ["refused 404 not_found", "refused 401 invalid_api_key"]
     text = answered["choices"][0]["message"]["content"]
     for line in own:
         assert not any(each in line for each in (secret, "copper", KEY))

@@ -58,7 +58,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"n": 0}, "n"),
     ({"n": 1.5}, "n"),
-    ({"max_tokens": 10**6}, None),
+    ({"max_tokens": 10**6}, "max_tokens"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 1.1}, "top_p"),
@@ -74,7 +74,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
     ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages.0"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, None),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     (
@@ -165,6 +165,69 @@ def test_a_refusal_names_the_place_and_the_true_reason(
         parsed(kind, json.dumps({**SMALLEST[kind], **fields}).encode())
     assert refused.value.param == param
     assert text is None or refused.value.text == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        (ChatRequest, {"temprature": 1}, "temprature is not supported here: did you mean temperature?"),
+        (ChatRequest, {"modle": "x"}, "modle is not supported here: did you mean model?"),
+        (ChatRequest, {"maxTokens": 5}, "maxTokens is not supported here: did you mean max_tokens?"),
+        (ChatRequest, {"max_new_tokens": 5}, "max_new_tokens is not supported here: did you mean max_tokens?"),
+        (ChatRequest, {"messages": [{**USER, "contnet": "x"}]},
+         "messages.0.contnet is not supported here: did you mean content?"),
+        (ChatRequest, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "shema": {"a": 1}}}},
+         "response_format.json_schema.shema is not supported here: did you mean schema?"),
+        (ChatRequest, {"stream_options": {"included_usage": True}},
+         "stream_options.included_usage is not supported here: did you mean include_usage?"),
+        (ChatRequest, {"tool_choice": {"type": "function", "function": {"name": "f", "nam": "f"}}},
+         "tool_choice.function.nam is not supported here: did you mean name?"),
+        (CompletionRequest, {"best_off": 1}, "best_off is not supported here: did you mean best_of?"),
+        (EmbeddingRequest, {"inputs": "a"}, "inputs is not supported here: did you mean input?"),
+        (JobRequest, {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epoch": 3}}}},
+         "method.supervised.hyperparameters.n_epoch is not supported here: did you mean n_epochs?"),
+        (ChatRequest, {"reasoning_effort": "low"}, "reasoning_effort is not supported here: leave it out"),
+        (ChatRequest, {"min_tokens": 5}, "min_tokens is not supported here: leave it out"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_has_the_nearest_name_beside_it(
+    kind: type[pydantic.BaseModel], fields: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(HttpError) as refused:
+        parsed(kind, json.dumps({**SMALLEST[kind], **fields}).encode())
+    assert refused.value.text == text
+    assert (refused.value.code, refused.value.param) == ("unknown_field", text.split(" ")[0])
+
+
+LONG = [{"role": "user", "content": "who is it? " * 40}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"max_tokens": 1 << 20}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 1 << 20}, "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": 1 << 20, "max_tokens": 5}, "max_completion_tokens"),
+        ("chat/completions", {"messages": LONG * 20}, "messages"),
+        ("completions", {"prompt": "who?", "max_tokens": 1 << 20}, "max_tokens"),
+        ("completions", {"prompt": [1, 2, 1 << 20]}, "prompt"),
+        ("completions", {"prompt": [1] * 5000}, "prompt"),
+        ("embeddings", {"input": [1, 2, 1 << 20]}, "input"),
+        ("embeddings", {"input": [[1] * 5000]}, "input"),
+    ],
+)
+def test_what_the_engine_refuses_has_the_clients_name(
+    endpoint: Endpoint, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = chat(**fields) if path.startswith("chat") else {"model": chat()["model"], **fields}
+    if "max_completion_tokens" in fields and "max_tokens" not in fields:
+        body.pop("max_tokens", None)
+    with raw(endpoint) as http:
+        answer = http.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
+    assert "max_new_tokens" not in error["message"]
+    assert "tokens" not in param or param in error["message"]
 
 
 def test_a_field_of_an_unknown_name_shows_none_of_it_when_it_may_be_a_text() -> None:
@@ -298,7 +361,7 @@ def test_what_is_no_json_object(endpoint: Endpoint, body: bytes, caplog: pytest.
         assert answer.json()["error"]["code"] in ("invalid_json", "invalid_value")
         until(lines, "the line in the log, which comes after the answer")
     assert len(lines()) == 1
-    assert lines()[0].startswith("/v1/chat/completions 400 invalid_")
+    assert lines()[0].startswith("POST /v1/chat/completions 400 invalid_")
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])

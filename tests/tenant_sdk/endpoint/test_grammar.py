@@ -311,6 +311,42 @@ def test_a_schema_beyond_a_count_is_refused_with_the_count(
         assert words in text
 
 
+HIDDEN = intersected(40)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({key: HIDDEN, "$ref": f"#/{key}"} for key in ("default", "const", "example")),
+        *({key: [1, HIDDEN], "$ref": f"#/{key}/1"} for key in ("examples", "enum")),
+        {"default": HIDDEN, "$ref": "#/%64efault"},
+        {"default": HIDDEN, "$ref": "#%2Fdefault"},
+        {"$id": "https://x.y/s", "default": HIDDEN, "$ref": "s#/default"},
+        {"a~b": {"default": HIDDEN}, "$ref": "#/a~0b/default"},
+        {"a/properties": {"default": HIDDEN}, "$ref": "#/a%2Fproperties/default"},
+        {"properties": {"x": {"default": HIDDEN}, "y": {"$ref": "#/properties/x/default"}}},
+        {"properties": {"properties": {"default": HIDDEN}}, "$ref": "#/properties/properties/default"},
+        {"$defs": {"B": {"$ref": "#/$defs/A/examples/0"}, "A": {"examples": [HIDDEN]}}, "$ref": "#/$defs/B"},
+        {"$defs": HIDDEN, "$ref": "#/$defs"},
+        {"type": "object", "patternProperties": {"^a": {"$ref": "#/definitions"}}, "definitions": HIDDEN},
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_a_reference_into_data_does_not_pass_the_counts(grammars: Grammars, schema: dict[str, Any]) -> None:
+    for make in (lambda: grammars.of_schema(schema, "p"), lambda: grammars.of_call([("f", schema)], "p")):
+        status, code, text = refusal(make)
+        assert (status, code) == (400, "bad_reference")
+        assert "$ref" in text
+        assert "$defs" in text
+
+
+def test_references_to_properties_with_names_of_keywords_are_as_before(grammars: Grammars) -> None:
+    schema = object_of(default={"type": "integer"}, y={"$ref": "#/properties/default"})
+    assert read(grammars.of_schema(schema, "p").hook(), '{"default":1,"y":2}') == '{"default":1,"y":2}.'
+    hidden = {"$defs": {"default": HIDDEN}, **object_of(x={"$ref": "#/$defs/default"})}
+    assert refusal(lambda: grammars.of_schema(hidden, "p"))[1] == "schema_too_large"
+
+
 def test_data_is_not_counted(grammars: Grammars) -> None:
     data = [{"pattern": "a", "allOf": [1, 2, 3], "n": number} for number in range(200)]
     schema = {"enum": data, "default": data, "examples": data}

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import Speculation, TenantClient
+from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tenant_sdk.serving.engine import Engine
@@ -234,7 +235,7 @@ def check(failures: list[VeilbaseError], said: str) -> None:
     """Checks that errors are of the stated class and of one line, and quote neither numbers of a file nor a prompt."""
     for failure in failures:
         text = str(failure)
-        assert type(failure) is ConfigurationError
+        assert type(failure) in (ConfigurationError, WrongOption)
         assert re.search(said, text), text
         assert "\n" not in text
         assert str(int(NUMBER)) not in text
