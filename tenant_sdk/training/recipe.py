@@ -284,13 +284,13 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
         word = field.annotation
     if word is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    meaning = _by_flags(told["meaning"])
+    meaning, shown = _by_flags(told["meaning"]), shown_default(name)
     option = typer.Option(
         flag,
         help=f"{meaning[0].upper()}{meaning[1:]}.",
         metavar=unit or None,
         rich_help_panel=group or None,
-        show_default=False if field.default is False else _by_flags(shown_default(name)) or False,
+        show_default=False if shown in ("", "none", "off") else _by_flags(shown),
     )
     return _parameter(name, word or str, option)
 
