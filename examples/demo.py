@@ -81,7 +81,7 @@ def keep_unmasked(client: Any, question: str) -> None:
 
 
 def print_privacy(client: Any) -> None:
-    """Prints the lines of `client.explain()` that EXPLAINED names; `tenant explain` prints all lines."""
+    """Prints the lines of `client.explain()` that EXPLAINED names; `tenant explain` prints the others too."""
     with contextlib.redirect_stdout(io.StringIO()):
         lines = client.explain().splitlines()
     print("\nPrivacy in force (`tenant explain` says more):")

@@ -25,7 +25,7 @@ from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
 from wire.command_line import nearest
 from wire.errors import ConfigurationError
-from wire.transport.address import read_address
+from wire.transport.address import not_a_url, read_address
 from wire.transport.identity import load_identity
 from wire.transport.ipc import folder as ipc
 
@@ -272,6 +272,8 @@ def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weight
         inproc = each.startswith(INPROC)
         if inproc and folder is not None:
             raise ConfigurationError("an inproc: provider takes no identity")
+        if each.startswith(f"{INPROC}//"):
+            raise ConfigurationError(not_a_url(each))
         if not inproc and weights is not None:
             raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
         if each.startswith(ipc.SCHEME):

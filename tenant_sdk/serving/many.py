@@ -223,7 +223,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
             known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, "separate_calls")
             advice = instead(name, known, "its docstring")
-            raise ConfigurationError(f"generate_many does not take {ascii(name)[1:61]}: {advice}")
+            raise ConfigurationError(f"generate_many does not take {name[:60]}: {advice}")
 
 
 def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:

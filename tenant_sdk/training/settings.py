@@ -104,7 +104,10 @@ class FinetuneOptions:
     max_steps: int | None = field(
         default=None,
         metadata=_told(
-            "optimizer steps; none for those of num_epochs; both are refused", "Training", shown="none", identifies=True
+            "optimizer steps; none for those of num_epochs; giving both is refused",
+            "Training",
+            shown="none",
+            identifies=True,
         ),
     )
     num_epochs: float = field(

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from wire.errors import ConfigurationError
 
 DEFAULT_PORT = 8443
 _SCHEMES = ("grpc", "grpcs")
+_PORT = re.compile(r":\d+$")
 
 
 def is_loopback(host: str) -> bool:
     """Returns whether a host's name or address is this machine's own, as far as its spelling tells."""
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def not_a_url(url: str) -> str:
+    """Returns the error text about a URL of a provider that has none of the forms there are. If it names a host in
+    another way, such as `https://host:8443` or `host:8443`, the text says how it is written here."""
+    scheme, has_scheme, rest = url.rpartition("://")
+    place = re.split(r"[/?#]", rest)[0]
+    is_place = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", place, re.ASCII) is not None
+    named = is_place and (has_scheme or _PORT.search(place)) and scheme not in ("ipc", "inproc")
+    advice = f": did you mean grpcs://{place}?" if named and url != f"grpcs://{place}" else ""
+    shown = ascii(re.sub("[^/]*@", "...@", url))[:200]  # without a password, which no URL of a provider has
+    return f"expected grpcs://host:port, ipc:DIR or inproc:MODEL, got {shown}{advice}"
 
 
 def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
@@ -23,16 +37,17 @@ def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
         has_identity: whether the tenant has an identity for this provider.
 
     Raises:
-        ConfigurationError: the URL has another scheme or no host, an identity is missing, or plain text would go to
-            another machine.
+        ConfigurationError: the URL has another scheme, no host, or more than host and port; an identity is missing; or
+            plain text would go to another machine.
     """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or DEFAULT_PORT
     except ValueError as exc:  # The port is no number, or a bracket was left open.
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from exc
-    if parts.scheme not in _SCHEMES or not host:
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
+        raise ConfigurationError(not_a_url(url)) from exc
+    has_more = parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in _SCHEMES or not host or has_more:
+        raise ConfigurationError(not_a_url(url))
     if parts.scheme == "grpcs" and not has_identity:
         raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
     if parts.scheme == "grpc" and not is_loopback(host):

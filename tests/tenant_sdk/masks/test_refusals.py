@@ -112,7 +112,8 @@ def test_norms_out_of_range_are_refused(site: Site, change: dict[str, float]) ->
 
 
 def explained(client: TenantClient) -> dict[str, str]:
-    return {name.strip(): text for name, _, text in (line.partition("  ") for line in client.explain().splitlines())}
+    lines = client.explain(everything=True).splitlines()
+    return {name.strip(): text for name, _, text in (line.partition("  ") for line in lines)}
 
 
 def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]) -> None:
