@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_readme_python(
     assert len(out.splitlines()) >= len(lines) + 2
 
 
+def test_finetune_md_shows_tests_that_pass(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks(ROOT / "docs/finetune.md", "python") if "def test_" in block]
+    names: dict[str, Any] = {}
+    exec(compile(code, "finetune.md", "exec"), names)  # noqa: S102 - our own page
+    names["test_my_job"](tmp_path)
+    names["test_a_provider_that_lies_or_goes_away"]()
+    assert sum(name.startswith("test_") for name in names) == 2
+
+
 def test_masks_md_names_every_mask_and_option() -> None:
     text = (ROOT / "docs/masks.md").read_text()
     overview, *_ = text.split("\n## ")
@@ -159,7 +169,7 @@ def test_masks_md_names_every_mask_and_option() -> None:
 
 
 def test_finetune_md_lists_every_option() -> None:
-    table = prose(ROOT / "docs/finetune.md").partition("## All options")[2]
+    table = prose(ROOT / "docs/finetune.md").partition("## All options")[2].partition("\n## ")[0]
     shown = dict(re.findall(r"^\| `(\w+)` \| *([^|]*?) *\|", table, re.MULTILINE))
     flags = {option.name: option.opts[0] for option in typer.main.get_command(tenant_app).commands["finetune"].params}
     assert set(shown) == set(Recipe.model_fields)
