@@ -30,11 +30,10 @@ from tenant_sdk import (
     testing,
 )
 from tenant_sdk.testing import Corrupt, Delay, Drop, Fail, ProviderCall, ScriptedProvider, save_tiny_model
+from tests.support.mask_parameters import PLAIN
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import WireCode, error_from_code
 
-PLAIN: dict[str, Any] = {"mask": "off", "arithmetic": "float", "weights": "native", "verify": False}
-"""A client's options with which results equal local ones up to rounding, and no hint is fetched."""
 NUM_GROUPS = 9
 """The number of calls of a forward pass: four for each of two layers, and one for the head."""
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.NotPrivateWarning")
