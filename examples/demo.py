@@ -69,14 +69,16 @@ def keep_unmasked(client: Any, question: str) -> None:
     real tenant does not do this."""
     import torch
 
-    from tenant_sdk.adapters import adapted_model
-    from tenant_sdk.generate import encode_prompt
-    from wire.ring import coding
+    import wire
+    from tenant_sdk import adapted_model
 
     model = adapted_model(client, None).model
+    prompt = client.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
-        rows = model.layers[0].input_layernorm(model.embed_tokens(encode_prompt(client.tokenizer, question)))[0]
-    encoded, _ = coding.encode(rows, client.connect().groups[0].max_column_norm)
+        rows = model.layers[0].input_layernorm(model.embed_tokens(prompt["input_ids"]))[0]
+    encoded, _ = wire.encode(rows, client.connect().groups[0].max_column_norm)
     (WORK / "unmasked.json").write_text(json.dumps(encoded[:2, :6].tolist()))
 
 
@@ -103,11 +105,7 @@ def tenant(url: str) -> None:
     tenant_sdk.tune()  # before torch and grpc are imported
     from peft import LoraConfig
 
-    from tenant_sdk.adapters import adapted_model
-    from tenant_sdk.training.dataset import load_rows
-    from tenant_sdk.training.token_rows import tokenize
-    from tenant_sdk.training.trainers import mean_loss
-    from wire.errors import printable
+    from tenant_sdk import adapted_model, load_rows, mean_loss, printable, tokenize
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
     heldout = heldout[1::2]  # only half of them, to save time; the README has the results for all eight
@@ -171,7 +169,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from wire.errors import VeilbaseError
+    from tenant_sdk import VeilbaseError
 
     try:
         tenant(sys.argv[2]) if sys.argv[1:2] == ["--tenant"] else main()

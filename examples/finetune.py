@@ -19,8 +19,6 @@ tenant_sdk.tune()  # first: torch and grpc read the variables that it sets once,
 
 from peft import LoraConfig
 
-from wire.errors import printable
-
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
@@ -47,7 +45,7 @@ def main() -> None:
         print(f"{result.tokens} tokens, {result.bytes_up} bytes up, {result.bytes_down} down", end=", ")
         print(f"{result.seconds:.1f} s for hints, model and training")
         print("Q:", args.question)
-        print("A:", printable(client.generate(args.question, adapter=result.adapter_dir, max_new_tokens=32)))
+        print("A:", tenant_sdk.printable(client.generate(args.question, adapter=result.adapter_dir, max_new_tokens=32)))
 
 
 if __name__ == "__main__":

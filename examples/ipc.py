@@ -25,8 +25,6 @@ tenant_sdk.tune()  # first: torch and grpc read the variables that it sets once,
 
 from peft import LoraConfig
 
-from wire.errors import printable
-
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
@@ -71,7 +69,10 @@ def main() -> None:
             )
             print(f"adapter {result.adapter_dir}: loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
             print("Q:", args.question)
-            print("A:", printable(client.generate(args.question, adapter=result.adapter_dir, max_new_tokens=16)))
+            print(
+                "A:",
+                tenant_sdk.printable(client.generate(args.question, adapter=result.adapter_dir, max_new_tokens=16)),
+            )
 
 
 if __name__ == "__main__":

@@ -47,18 +47,21 @@ from wire.errors import (
     VersionMismatch,
     WeakParameters,
     WrongPeer,
+    printable,
 )
 
 if TYPE_CHECKING:
     from noise.blocks.pool import SlotsExhausted
     from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
-    from tenant_sdk.adapters import FewLayersWarning
+    from tenant_sdk.adapters import FewLayersWarning, adapted_model
     from tenant_sdk.client import TenantClient
+    from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
     from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
+    from tenant_sdk.serving.adapters import AdapterStore
     from tenant_sdk.serving.adapters.peft_settings import NotServed
     from tenant_sdk.serving.engine import Engine
     from tenant_sdk.serving.many import PromptsFailed
@@ -67,16 +70,22 @@ if TYPE_CHECKING:
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.source import TokenizerFailed
     from tenant_sdk.text.template import TemplateDoesNotFit
-    from tenant_sdk.training.dataset import UnusableRowWarning
+    from tenant_sdk.training.dataset import UnusableRowWarning, load_rows
     from tenant_sdk.training.loss import chunk_loss
+    from tenant_sdk.training.token_rows import tokenize
+    from tenant_sdk.training.trainers import mean_loss
+    from tenant_sdk.training.waiting import ProviderAwayWarning
 
 __all__ = [
     "AcceptedChangeWarning",
     "AccessError",
+    "AdapterStore",
     "ConfigurationError",
     "CutWarning",
     "DatasetError",
     "DeadlineExceeded",
+    "EndpointLimits",
+    "EndpointSettings",
     "Engine",
     "FewLayersWarning",
     "FinetuneResult",
@@ -120,15 +129,23 @@ __all__ = [
     "VersionMismatch",
     "WeakParameters",
     "WrongPeer",
+    "adapted_model",
     "check_run",
     "chunk_loss",
     "for_remote_base",
+    "load_rows",
+    "mean_loss",
+    "printable",
+    "tokenize",
     "tune",
 ]
 
 _MODULE_OF = {
     "AcceptedChangeWarning": "tenant_sdk.session",
+    "AdapterStore": "tenant_sdk.serving.adapters",
     "CutWarning": "tenant_sdk.text.rows",
+    "EndpointLimits": "tenant_sdk.endpoint.settings",
+    "EndpointSettings": "tenant_sdk.endpoint.settings",
     "Engine": "tenant_sdk.serving.engine",
     "FewLayersWarning": "tenant_sdk.adapters",
     "NotFiniteWarning": "tenant_sdk.model.run_state",
@@ -146,9 +163,13 @@ _MODULE_OF = {
     "TenantClient": "tenant_sdk.client",
     "TokenizerFailed": "tenant_sdk.text.source",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
+    "adapted_model": "tenant_sdk.adapters",
     "check_run": "tenant_sdk.model.run_state",
     "chunk_loss": "tenant_sdk.training.loss",
     "for_remote_base": "tenant_sdk.model.dora",
+    "load_rows": "tenant_sdk.training.dataset",
+    "mean_loss": "tenant_sdk.training.trainers",
+    "tokenize": "tenant_sdk.training.token_rows",
 }
 """Maps each exported name that is imported only at its first use to the name's module. These modules load torch, which
 takes seconds."""

@@ -6,6 +6,7 @@ only for such a URL. The rules of import-linter list this exception.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -17,6 +18,35 @@ from wire.transport.connection import Connection
 from wire.transport.inproc import Handler, InprocConnection
 
 SCHEME = INPROC
+_SCRIPTED = f"{SCHEME}scripted:"
+"""The beginning of the URL of a provider of tenant_sdk/testing.py."""
+_numbers = itertools.count()
+_open: dict[str, Callable[[str], Connection]] = {}
+"""Connects to each provider of tenant_sdk/testing.py that is open, by its URL."""
+
+
+def answer_by(connect: Callable[[str], Connection]) -> str:
+    """Returns a URL of its own, at which clients of this process get the connections of a test's provider.
+
+    Args:
+        connect: returns a connection to the provider; its argument says whether weights are `int8` or `native`.
+    """
+    url = f"{_SCRIPTED}{next(_numbers)}"
+    _open[url] = connect
+    return url
+
+
+def answer_no_more(url: str) -> None:
+    """Ends what `answer_by` began. Connections that are open stay so."""
+    del _open[url]
+
+
+def served_model(model: str, weights: str) -> Handler:
+    """Returns a provider of a model in this process, with `int8` or `native` weights. Raises ConfigurationError if the
+    model is unknown."""
+    from provider.embedded import serve_in_process
+
+    return serve_in_process(model, "native" if weights == "native" else "int8")
 
 
 def connect_inproc(url: str, weights: str | None = None) -> Connection:
@@ -36,6 +66,12 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
 
     if weights not in (None, "int8", "native"):
         raise ConfigurationError(f"weights is int8 or native, got {weights!r}")
+    if url.startswith(_SCRIPTED):
+        if url not in _open:
+            raise ConfigurationError(
+                f"expected the URL of a ScriptedProvider that is open in this process, got {url[:60]!r}"
+            )
+        return _open[url](weights or "int8")
     model, has_shards, given = url.removeprefix(SCHEME).partition("?shards=")
     model, has_device, device = model.partition("?device=")
     if has_shards and not re.fullmatch(r"[1-9]\d{0,3}", given):

@@ -18,7 +18,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tests.support.chat_model import character_tokenizer, make_chat_model
+from tenant_sdk.testing import character_tokenizer
+from tests.support.chat_model import make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, TransportError

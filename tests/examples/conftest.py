@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.chat_model import character_tokenizer
+from tenant_sdk.testing import save_tiny_model
 from tests.support.repository import ROOT
 
 
@@ -20,15 +18,7 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provides a tiny chat model. Each character is one token, so a row of the examples has up to some hundred
     tokens."""
     folder = tmp_path_factory.mktemp("examples") / "tiny-chat"
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny_model(folder, num_hidden_layers=1, tie_word_embeddings=True)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,15 @@ def test_readme_python(
     lines = [re.split(r"\s{2,}", line)[0] for line in shown.splitlines()]
     assert [re.split(r"\s{2,}", line)[0] for line in out.splitlines()][: len(lines)] == lines
     assert len(out.splitlines()) >= len(lines) + 2
+
+
+def test_finetune_md_shows_tests_that_pass(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks(ROOT / "docs/finetune.md", "python") if "def test_" in block]
+    names: dict[str, Any] = {}
+    exec(compile(code, "finetune.md", "exec"), names)  # noqa: S102 - our own page
+    names["test_my_job"](tmp_path)
+    names["test_a_provider_that_lies_or_goes_away"]()
+    assert sum(name.startswith("test_") for name in names) == 2
 
 
 def test_masks_md_names_every_mask_and_option() -> None:

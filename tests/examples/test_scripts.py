@@ -3,14 +3,19 @@ runs it."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import PeftConfig
 from safetensors.torch import load_file
 
+from tenant_sdk.testing import ScriptedProvider
+from tests.support.client_seams import before_requests
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -63,3 +68,21 @@ def test_a_script_is_tuned_before_torch_is_imported(script: str) -> None:
     others = [text.find(f"from {other} import") for other in ("torch", "peft", "transformers")]
     assert any(place > 0 for place in others)
     assert all(tuned < place for place in others if place > 0)
+
+
+def test_the_demo_shows_the_numbers_that_a_client_without_a_mask_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEILBASE_DEMO_DIR", str(tmp_path))
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    sent: list[Any] = []
+    with ScriptedProvider() as provider, provider.client(mask="off") as client:
+        demo.keep_unmasked(client, "who?")
+        assert provider.calls == []
+        before_requests(monkeypatch, lambda call, payload: sent.append(payload.rows(call)))
+        client.generate("who?", max_new_tokens=1)
+    assert json.loads((tmp_path / "unmasked.json").read_text()) == sent[0][:2, :6].tolist()

@@ -1,12 +1,15 @@
 """Tests the import contracts between folders: a planted import breaks each contract, and no folder of attacks is
-forgotten."""
+forgotten. Also tests that examples and docs need only what packages export."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import grimp
 import pytest
 
+from tests.support.doc_blocks import blocks, pages
 from tests.support.repository import ROOT
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
@@ -222,3 +226,74 @@ def test_a_breach_is_seen(name: str, module: str, line: str, copied: Path) -> No
     imported = {planted[1], f"{planted[1]}.{planted[3]}"}
     importer = module.removesuffix(".py").replace("/", ".")
     assert any(f"{importer} -> {one}" in done.stdout for one in imported), done.stdout
+
+
+# ---- examples and docs -----------------------------------------------------------------------------------------------
+
+FACES = {*PACKAGES, "tenant_sdk.testing"}
+"""The modules whose exported names (`__all__`) users may import."""
+INDENTED = re.compile(r"(?:^    .*\n|^\n)+", re.MULTILINE)
+
+
+def exported(module: str) -> set[str]:
+    return set(getattr(importlib.import_module(module), "__all__", ()))
+
+
+def reached_inside(code: str) -> list[str]:
+    """Returns the names of these packages that a program imports or uses although no face exports them."""
+    found: list[str] = []
+    nodes = list(ast.walk(ast.parse(code)))
+    bound = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [
+                alias.name for alias in node.names if alias.name.split(".")[0] in PACKAGES and alias.name not in FACES
+            ]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if not is_exported(name)]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound & FACES:
+            found += [] if is_exported(name := f"{node.value.id}.{node.attr}") else [name]
+    return found
+
+
+def is_exported(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return name in FACES or (module in FACES and last in exported(module))
+
+
+def programs() -> list[tuple[str, str]]:
+    """Returns what users copy, by its place: the examples, and the Python of README and docs, also where it is only
+    indented."""
+    found = [(path.name, path.read_text()) for path in sorted((ROOT / "examples").glob("*.py"))]
+    for page in pages():
+        found += [(f"{page.name}:{line}", code) for line, code in blocks(page)]
+        for match in INDENTED.finditer(page.read_text()):
+            code = textwrap.dedent(match[0])
+            if re.search(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", code, re.MULTILINE):
+                found.append((page.name, code))
+    return found
+
+
+def test_examples_and_docs_import_only_what_packages_export() -> None:
+    all_programs = programs()
+    assert {"demo.py", "serving.md"} <= {name for name, _ in all_programs}
+    inside = {name: found for name, code in all_programs if (found := reached_inside(code))}
+    assert inside == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import tenant_sdk, wire\ntenant_sdk.tune(), wire.encode", []),
+        ("from tenant_sdk.testing import ScriptedProvider\nfrom tenant_sdk import testing", []),
+        ("from tenant_sdk.training.dataset import load_rows", ["tenant_sdk.training.dataset.load_rows"]),
+        ("from tenant_sdk import client", ["tenant_sdk.client"]),
+        ("def f():\n    import wire.errors", ["wire.errors"]),
+        ("provider = 3\nprovider.real", []),
+        ("import tenant_sdk\ntenant_sdk.session.open_session", ["tenant_sdk.session"]),
+        ("from tenant_sdk.testing import embedded", ["tenant_sdk.testing.embedded"]),
+    ],
+)
+def test_a_reach_inside_is_found(code: str, found: list[str]) -> None:
+    assert reached_inside(code) == found

@@ -9,27 +9,15 @@ from typing import Any
 
 import httpx2
 import openai
-from transformers import LlamaConfig
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
-from tests.support.chat_model import character_tokenizer
-from tests.support.tiny_models import SIZES, save_random
 
-LONG: dict[str, Any] = {**SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
-"""The sizes of a tiny model with a long context: one character is one token, and descriptions of tools must fit."""
 WHO = [{"role": "user", "content": "who?"}]
 """A conversation that every tiny model answers."""
 KEY = "sk-test-0123456789abcdef"
 """The key of every endpoint here."""
-
-
-def make_model(folder: Path) -> Path:
-    """Saves a tiny random Llama with a tokenizer to `folder` and returns `folder`."""
-    save_random(LlamaConfig(**LONG, tie_word_embeddings=False), folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @contextlib.contextmanager

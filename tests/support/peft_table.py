@@ -27,7 +27,7 @@ from tenant_sdk.adapters import adapted_model
 from tenant_sdk.kinds.refused import TASKS, check_trainable
 from tenant_sdk.kinds.started_lora import StartedLora
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.support.chat_model import character_tokenizer
+from tenant_sdk.testing import character_tokenizer
 from tests.support.dequantised import dequantised
 from tests.support.parity import batch
 from tests.support.peft_cases import CASES, Case

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tenant_sdk import TenantClient
-from tests.support.chat_model import character_tokenizer
+from tenant_sdk.testing import character_tokenizer
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.tiny_models import GPT2_SIZES, SIZES, save_random
 

@@ -11,9 +11,9 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
+from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import Collator, tokenize
-from tests.support.chat_model import character_tokenizer
 from tests.support.quick_training import QUICK, ROWS
 from wire.ring.quantise import quantise
 

@@ -25,7 +25,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
-from tests.support.chat_model import character_tokenizer, make_chat_model
+from tenant_sdk.testing import character_tokenizer
+from tests.support.chat_model import make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
 from tests.support.waiting import WAIT_S

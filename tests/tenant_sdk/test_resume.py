@@ -26,10 +26,11 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
+from tenant_sdk.testing import CHAT_TEMPLATE
 from tenant_sdk.training import waiting
 from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.waiting import ProviderAwayWarning
-from tests.support.chat_model import TEMPLATE, make_chat_model
+from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
@@ -336,7 +337,7 @@ def test_a_template_that_prints_the_time_is_no_other_run(
     breaking: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run is a day later."""
-    folder = make_chat_model(tmp_path / "model", template="{{ strftime_now('%d %b %y') }}" + TEMPLATE)
+    folder = make_chat_model(tmp_path / "model", template="{{ strftime_now('%d %b %y') }}" + CHAT_TEMPLATE)
     out = tmp_path / "out"
     with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
         break_in_step(client, breaking, out, 4)
@@ -344,7 +345,7 @@ def test_a_template_that_prints_the_time_is_no_other_run(
         client.text.tokenizer.__dict__.pop("_rendered_patterns", None)
         assert run(client, out).resumed_from_step == 2
         break_in_step(client, breaking, out, 4)
-        client.text.tokenizer.chat_template = TEMPLATE
+        client.text.tokenizer.chat_template = CHAT_TEMPLATE
         with pytest.raises(ConfigurationError, match="other data or settings"):
             run(client, out)
 

@@ -17,11 +17,12 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk.testing import SPECIAL_TOKENS
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.text.source import TokenizerFailed
 from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.dataset import UnusableRowWarning
-from tests.support.chat_model import SPECIAL, make_chat_model
+from tests.support.chat_model import make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError
 from wire.transport.inproc import InprocConnection
@@ -220,7 +221,7 @@ def test_answers_end_at_two_stop_tokens_and_at_no_other(hostile: HostileBundle, 
     hostile.files["chat_template.jinja"] = turn.encode()
     with connect() as client:
         settings = client.load_model().generation_config
-        assert settings.eos_token_id == [SPECIAL.index("<|end|>"), SPECIAL.index("<|assistant|>")]
+        assert settings.eos_token_id == [SPECIAL_TOKENS.index("<|end|>"), SPECIAL_TOKENS.index("<|assistant|>")]
         assert (settings.num_beams, settings.temperature) in ((1, 1.0), (None, None))
         rows = rows_of(hostile, client, "who?")
     assert rows.count(1) > 0, "the answer ended at a token of the provider's choice"

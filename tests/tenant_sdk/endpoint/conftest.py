@@ -9,14 +9,15 @@ import pytest
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
-from tests.support.endpoints import endpoint_of, make_model
+from tenant_sdk.testing import save_tiny_model
+from tests.support.endpoints import endpoint_of
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import open_client
 
 
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("endpoint") / "llama")
+    return save_tiny_model(tmp_path_factory.mktemp("endpoint") / "llama")
 
 
 @pytest.fixture(scope="package")

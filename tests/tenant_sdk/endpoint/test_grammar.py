@@ -30,7 +30,7 @@ from tenant_sdk.endpoint.schema import ChatRequest
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.service import Threads
 from tenant_sdk.endpoint.settings import EndpointLimits
-from tests.support.chat_model import character_tokenizer
+from tenant_sdk.testing import character_tokenizer
 from tests.support.endpoints import WHO, chat, endpoint_of, raw
 from tests.support.step_gate import Gate
 from tests.support.waiting import comes, end, until

@@ -10,51 +10,30 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
-from attacks.programs.honest import HonestOffer
-from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import TenantClient
 from tenant_sdk.endpoint import command
 from tenant_sdk.endpoint.command import FORGED_EXIT, serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.testing import Corrupt, Fail, ProviderCall, ScriptedProvider
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
-from tests.support.serving import make_served_model
 from tests.support.waiting import until
 from wire.errors import Unavailable, VeilbaseError, VerificationFailed
-from wire.frame import Call
-from wire.ring.seeded_rows import Rows
-from wire.transport.inproc import InprocConnection
+
+Verified = tuple[TenantClient, ScriptedProvider]
 
 
-class Provider(HonestOffer):
-    """Serves honestly until the test sets `lies`, which makes replies wrong, or `is_away`, which makes requests
-    fail."""
-
-    def __init__(self, served_model: ServedModel) -> None:
-        super().__init__(served_model)
-        self.lies = self.is_away = False
-
-    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        if self.is_away:
-            raise Unavailable("the provider is away")
-        reply = self.served_model.compute(call, rows)
-        return reply + 1 if self.lies and call.purpose.name == "PRODUCT" else reply
+def lies(call: ProviderCall) -> Corrupt | None:
+    return Corrupt() if call.purpose == "product" else None
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> ServedModel:
-    return make_served_model(folder, "int8")
+def is_away(call: ProviderCall) -> Fail:
+    return Fail(Unavailable)
 
 
 @pytest.fixture
-def verified(
-    folder: Path, served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[TenantClient, Provider]]:
-    provider = Provider(served)
-    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-    options = {"mask": "off", "verify": str(folder), "cache": tmp_path / "cache", "progress": False}
-    with TenantClient("inproc:x", **options) as client:  # type: ignore[arg-type]
+def verified(folder: Path) -> Iterator[Verified]:
+    with ScriptedProvider(model=folder) as provider, provider.client(mask="off") as client:
         yield client, provider
 
 
@@ -62,15 +41,15 @@ def asked(http: httpx2.Client) -> httpx2.Response:
     return http.post("/v1/chat/completions", json=chat())
 
 
-def test_a_forged_reply_ends_the_server_for_good(verified: tuple[TenantClient, Provider]) -> None:
+def test_a_forged_reply_ends_the_server_for_good(verified: Verified) -> None:
     client, provider = verified
     with endpoint_of(client) as endpoint, raw(endpoint) as http:
         url = endpoint.url
         assert asked(http).status_code == 200
-        provider.lies = True
+        provider.handler = lies
         answer = asked(http)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "reply_forged")
-        provider.lies = False
+        provider.handler = None
         until(lambda: not endpoint.is_serving, "the end of the server")
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{url}/models", headers={"authorization": f"Bearer {KEY}"})
@@ -79,7 +58,7 @@ def test_a_forged_reply_ends_the_server_for_good(verified: tuple[TenantClient, P
         raise AssertionError
 
 
-def test_a_forged_reply_to_a_job_ends_the_server_too(verified: tuple[TenantClient, Provider], tmp_path: Path) -> None:
+def test_a_forged_reply_to_a_job_ends_the_server_too(verified: Verified, tmp_path: Path) -> None:
     client, provider = verified
     (tmp_path / "adapters").mkdir()
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
@@ -88,13 +67,13 @@ def test_a_forged_reply_to_a_job_ends_the_server_too(verified: tuple[TenantClien
         body = {"model": "llama", "training_file": file_id, "hyperparameters": {"max_steps": 100_000, "rank": 2}}
         job_id = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
         until(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}/losses").json()["num_steps"], "a step of the job")
-        provider.lies = True
+        provider.handler = lies
         until(lambda: not endpoint.is_serving, "the end of the server")
     assert isinstance(endpoint.ended_by, VerificationFailed)
 
 
 def test_the_command_ends_with_a_code_of_its_own(
-    verified: tuple[TenantClient, Provider], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    verified: Verified, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, provider = verified
     monkeypatch.setattr(command, "log_requests", lambda: None)  # which is for the whole process
@@ -106,7 +85,7 @@ def test_the_command_ends_with_a_code_of_its_own(
     def ask_a_liar(line: str) -> None:
         shown.append(line)
         if line.startswith("ready "):
-            provider.lies = True
+            provider.handler = lies
             threading.Thread(target=post, args=(line.split()[1],)).start()
 
     with pytest.raises(SystemExit) as ended:
@@ -117,15 +96,15 @@ def test_the_command_ends_with_a_code_of_its_own(
     assert line.endswith("does not start again by itself")
 
 
-def test_while_the_connection_is_lost_it_says_so(verified: tuple[TenantClient, Provider]) -> None:
+def test_while_the_connection_is_lost_it_says_so(verified: Verified) -> None:
     client, provider = verified
     with endpoint_of(client) as endpoint, raw(endpoint) as http:
         for _ in range(2):
-            provider.is_away = True
+            provider.handler = is_away
             answer = asked(http)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "provider_lost")
             assert int(answer.headers["retry-after"]) >= 1
-            provider.is_away = False
+            provider.handler = None
             assert asked(http).status_code == 200
         assert http.get("/health").json() == {"status": "ok"}
         assert endpoint.ended_by is None

@@ -15,8 +15,9 @@ from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
 from tenant_sdk.serving.requests import Answer
+from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.text.ready import ReadyText
-from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
+from tests.support.chat_model import make_chat_model
 
 NAMES = frozenset({"f", "g"})
 F, G = Call("f", '{"a": 1}'), Call("g", "{}")
@@ -140,7 +141,7 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_session_has_all_named_templates_of_its_model(verify: bool, tmp_path: Path) -> None:
-    named = {"default": TEMPLATE, "tool_use": NATIVE, "rag": PLAIN}
+    named = {"default": CHAT_TEMPLATE, "tool_use": NATIVE, "rag": PLAIN}
     folder = make_chat_model(tmp_path / "named", template=named)
     trusted: dict[str, Any] = {"verify": str(folder)} if verify else {}
     with TenantClient(f"inproc:{folder}", mask="off", cache=tmp_path / "cache", progress=False, **trusted) as client:

@@ -20,18 +20,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from provider.model.served_model import ServedModel
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
 from tenant_sdk.serving.engine import Engine
-from tests.support.chat_model import character_tokenizer
-from tests.support.counting_provider import TOY_MASK, CountingProvider, open_counted
+from tenant_sdk.testing import ScriptedProvider, character_tokenizer
+from tests.support.client_seams import before_requests
+from tests.support.mask_parameters import PLAIN, TOY_MASK
 from tests.support.saved_adapters import save_adapter
 from tests.support.saved_kinds import save_kind
 from tests.support.served_kinds import make_model
-from tests.support.serving import make_served_model
 from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -54,17 +53,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("bad") / "llama")
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> ServedModel:
-    return make_served_model(folder)
+Opened = tuple[TenantClient, list[torch.Tensor]]
+"""A client, and all rows that it has sent."""
 
 
 @pytest.fixture(scope="module")
-def opened(served: ServedModel, folder: Path) -> Iterator[tuple[TenantClient, CountingProvider]]:
-    with pytest.MonkeyPatch.context() as patch:
-        client, provider = open_counted(served, folder.with_name("cache"), patch)
-        with client:
-            yield client, provider
+def opened(folder: Path) -> Iterator[Opened]:
+    sent: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, ScriptedProvider(model=folder) as provider:
+        before_requests(patch, lambda call, payload: sent.append(payload.rows(call)))
+        with provider.client(**PLAIN) as client:
+            yield client, sent
 
 
 # ---- bad adapters ----------------------------------------------------------------------------------------------------
@@ -185,13 +184,13 @@ def root(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Neighbour:
     """Compares what a neighbour gets and sends beside bad input with what it gets and sends alone."""
 
-    def __init__(self, client: TenantClient, provider: CountingProvider, root: Path) -> None:
-        self.client, self.provider, self.root = client, provider, root
-        provider.forget()
+    def __init__(self, client: TenantClient, sent: list[torch.Tensor], root: Path) -> None:
+        self.client, self.sent, self.root = client, sent, root
+        sent.clear()
         with Engine(client, root) as engine:
             self.alone = engine.submit(**NEIGHBOUR).result(TIMEOUT_S)
-        self.sent_alone = provider.sent
-        assert len(self.sent_alone) == len(provider.num_rows) > 0
+        self.sent_alone = [*sent]
+        assert self.sent_alone
 
     def beside(self, submit: Callable[[Engine], Any], **options: Any) -> list[VeilbaseError]:
         """Gives bad input to an engine in the middle of one of the neighbour's steps, and again after its answer.
@@ -204,17 +203,15 @@ class Neighbour:
             Both errors of the bad input.
         """
         gate = Gate()
-        self.provider.forget()
+        self.sent.clear()
         with Engine(self.client, **{"make_slots": self.root, **options}) as engine:
             answer = engine.submit(**NEIGHBOUR, logits_processor=[gate])
             assert gate.reached.wait(TIMEOUT_S)
             failures = [failure_of(lambda: submit(engine), gate.open.set)]
             assert answer.result(TIMEOUT_S) == self.alone
             failures.append(failure_of(lambda: submit(engine)))
-        sent = self.provider.sent
-        assert len(sent) == len(self.provider.num_rows) == len(self.sent_alone)
-        assert all(map(torch.equal, sent, self.sent_alone))
-        assert self.provider.num_others == 0
+        assert len(self.sent) == len(self.sent_alone)
+        assert all(map(torch.equal, self.sent, self.sent_alone))
         return failures
 
 
@@ -243,7 +240,7 @@ def check(failures: list[VeilbaseError], said: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def neighbour(opened: tuple[TenantClient, CountingProvider], root: Path) -> Neighbour:
+def neighbour(opened: Opened, root: Path) -> Neighbour:
     return Neighbour(*opened, root)
 
 
@@ -321,16 +318,11 @@ def test_an_engine_that_cannot_be(neighbour: Neighbour, bad_options: dict[str, d
     check(neighbour.beside(lambda _: Engine(neighbour.client, **bad_options[case])), BAD_ENGINES[case])
 
 
-def test_engines_that_cannot_be_fetch_no_hints(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_options: dict[str, dict[str, Any]]
-) -> None:
-    client, provider = open_counted(
-        make_served_model(folder, "int8"), tmp_path / "cache", monkeypatch,
-        mask="lattice", mask_options={**TOY_MASK, "hints": "disk"}, arithmetic="ring",
-    )  # fmt: skip
-    with client:
+def test_engines_that_cannot_be_fetch_no_hints(folder: Path, bad_options: dict[str, dict[str, Any]]) -> None:
+    with ScriptedProvider(model=folder) as provider:
+        client = provider.client(mask_options={**TOY_MASK, "hints": "disk"}, verify=False)
         for case, options in bad_options.items():
             check([failure_of(lambda options=options: Engine(client, **options))], BAD_ENGINES[case])
-        assert provider.num_others == len(provider.num_rows) == 0
+        assert provider.calls == []
         Engine(client).close()
-        assert provider.num_others > 0, "the control"
+        assert {call.purpose for call in provider.calls} == {"hint"}, "the control"

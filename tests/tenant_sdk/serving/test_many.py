@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import PromptsFailed, TenantClient
 from tenant_sdk.serving.adapters.folder import WEIGHTS
-from tests.support.counting_provider import CountingProvider, open_counted
+from tenant_sdk.testing import Fail, ScriptedProvider
+from tests.support.mask_parameters import PLAIN
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import make_model
-from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError, Unavailable
-from wire.frame import Call
 
 PROMPTS = ("who?", "why so?", "where is it?", "b")
 LONG = 43
@@ -34,11 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Path) -> Iterator[tuple[TenantClient, CountingProvider]]:
-    with pytest.MonkeyPatch.context() as patch:
-        client, provider = open_counted(make_served_model(folder), folder.with_name("cache"), patch)
-        with client:
-            yield client, provider
+def opened(folder: Path) -> Iterator[tuple[TenantClient, ScriptedProvider]]:
+    with ScriptedProvider(model=folder) as provider, provider.client(**PLAIN) as client:
+        yield client, provider
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +51,16 @@ def root(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _forgets(opened: tuple[TenantClient, CountingProvider]) -> Iterator[None]:
+def _forgets(opened: tuple[TenantClient, ScriptedProvider]) -> Iterator[None]:
     _, provider = opened
-    provider.forget()
+    provider.forget_calls()
     yield
-    provider.change = lambda number, call, reply: reply
+    provider.handler = None
 
 
 @pytest.mark.parametrize("index", [0, 2, 3])
 def test_a_prompt_that_is_refused_is_named_and_nothing_is_sent(
-    opened: tuple[TenantClient, CountingProvider], index: int
+    opened: tuple[TenantClient, ScriptedProvider], index: int
 ) -> None:
     client, provider = opened
     prompts = [*PROMPTS]
@@ -71,7 +68,7 @@ def test_a_prompt_that_is_refused_is_named_and_nothing_is_sent(
     with pytest.raises(ConfigurationError) as refused:
         client.generate_many(prompts, **OPTIONS)
     assert str(refused.value) == f"prompts[{index}]: the prompt has 203 tokens, the model's context holds 128"
-    assert provider.num_rows == []
+    assert provider.calls == []
 
 
 class Interrupted:
@@ -82,33 +79,33 @@ class Interrupted:
 
 
 def test_a_call_that_is_interrupted_before_all_are_accepted_ends_and_sends_nothing(
-    opened: tuple[TenantClient, CountingProvider],
+    opened: tuple[TenantClient, ScriptedProvider],
 ) -> None:
     client, provider = opened
     with pytest.raises(KeyboardInterrupt):
         client.generate_many([*PROMPTS, Interrupted()], **OPTIONS)
-    assert provider.num_rows == []
+    assert provider.calls == []
 
 
 def test_an_adapter_that_is_refused_is_named_and_nothing_is_sent(
-    opened: tuple[TenantClient, CountingProvider], root: Path
+    opened: tuple[TenantClient, ScriptedProvider], root: Path
 ) -> None:
     client, provider = opened
     (root / "empty").mkdir(exist_ok=True)
     adapters = [None, root / "good", root / "empty", None]
     with pytest.raises(ConfigurationError, match=r"^prompts\[2\]: the adapter empty has no adapter_config.json"):
         client.generate_many(PROMPTS, adapters, **OPTIONS)
-    assert provider.num_rows == []
+    assert provider.calls == []
 
 
 def test_a_prompt_that_fails_later_leaves_the_others_their_answers(
-    opened: tuple[TenantClient, CountingProvider], root: Path
+    opened: tuple[TenantClient, ScriptedProvider], root: Path
 ) -> None:
     client, provider = opened
     adapters = [None, root / "nan", root / "good", None]
     want = client.generate_many([PROMPTS[0], *PROMPTS[2:]], [None, root / "good", None], **OPTIONS)
-    sent = sum(provider.num_rows)
-    provider.forget()
+    sent = sum(call.num_rows for call in provider.calls)
+    provider.forget_calls()
     with pytest.raises(PromptsFailed) as failed:
         client.generate_many(PROMPTS, adapters, **OPTIONS)
     assert failed.value.answers == [want[0], None, *want[1:]]
@@ -119,12 +116,12 @@ def test_a_prompt_that_fails_later_leaves_the_others_their_answers(
     assert "the adapter nan holds NaN" in text
     assert "\n" not in text
     assert not any(answer in repr(failed.value) for answer in want)
-    assert sum(provider.num_rows) == sent
+    assert sum(call.num_rows for call in provider.calls) == sent
     for copied in (copy.copy(failed.value), pickle.loads(pickle.dumps(failed.value))):
         assert (copied.answers, list(copied.failures), str(copied)) == (failed.value.answers, [1], text)
 
 
-def test_code_of_the_users_that_fails_names_the_first_and_counts(opened: tuple[TenantClient, CountingProvider]) -> None:
+def test_code_of_the_users_that_fails_names_the_first_and_counts(opened: tuple[TenantClient, ScriptedProvider]) -> None:
     client, _ = opened
 
     def fails_for_two(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -142,16 +139,11 @@ def test_code_of_the_users_that_fails_names_the_first_and_counts(opened: tuple[T
 
 
 def test_a_provider_that_goes_away_ends_the_call_with_its_own_error(
-    opened: tuple[TenantClient, CountingProvider],
+    opened: tuple[TenantClient, ScriptedProvider],
 ) -> None:
     client, provider = opened
-
-    def gone(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
-        if number >= 20:
-            raise Unavailable("the provider went away", 3.0)
-        return reply
-
-    provider.change = gone
+    gone = Fail(Unavailable("the provider went away", 3.0))
+    provider.handler = lambda call: gone if call.number >= 20 else None
     with pytest.raises(Unavailable, match=r"^the provider went away$") as failed:
         client.generate_many([*PROMPTS, *PROMPTS], max_running=1, **OPTIONS)
     assert failed.value.retry_s == 3.0

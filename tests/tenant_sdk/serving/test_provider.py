@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from provider.model.served_model import ServedModel
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
-from tests.support.counting_provider import TOY_MASK, Change, CountingProvider, open_counted
+from tenant_sdk.testing import CallHandler, Corrupt, Fail, ScriptedProvider
+from tests.support.client_seams import before_requests
+from tests.support.mask_parameters import PLAIN, TOY_MASK
 from tests.support.served_kinds import make_model
 from tests.support.serving import make_served_model, serving
 from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
-from wire.frame import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
@@ -33,37 +33,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> dict[str, ServedModel]:
-    return {weights: make_served_model(folder, weights) for weights in ("int8", "native")}
+def served(folder: Path) -> Iterator[ScriptedProvider]:
+    with ScriptedProvider(model=folder) as made:
+        yield made
 
 
 @pytest.fixture
-def opened(
-    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[TenantClient, CountingProvider]]]:
+def opened(served: ScriptedProvider) -> Iterator[Callable[..., tuple[TenantClient, ScriptedProvider]]]:
     clients: list[TenantClient] = []
 
-    def make(weights: str = "native", **options: Any) -> tuple[TenantClient, CountingProvider]:
-        client, provider = open_counted(served[weights], tmp_path / "cache", monkeypatch, **options)
-        clients.append(client)
-        return client, provider
+    def make(**options: Any) -> tuple[TenantClient, ScriptedProvider]:
+        clients.append(served.client(**{**PLAIN, **options}))
+        return clients[-1], served
 
+    served.forget_calls()
     yield make
+    served.handler = None
     for client in clients:
         client.close()
 
 
-Opened = Callable[..., tuple[TenantClient, CountingProvider]]
+def row_counts(provider: ScriptedProvider) -> list[int]:
+    """Returns the number of rows of each product so far."""
+    return [call.num_rows for call in provider.calls if call.purpose == "product"]
+
+
+Opened = Callable[..., tuple[TenantClient, ScriptedProvider]]
 
 
 def answer_alone(
-    client: TenantClient, provider: CountingProvider, prompt: str, **options: Any
+    client: TenantClient, provider: ScriptedProvider, prompt: str, **options: Any
 ) -> tuple[str, list[int]]:
     """Returns an engine's answer to one prompt, and the numbers of rows of its calls."""
-    provider.forget()
+    provider.forget_calls()
     with Engine(client, step_tokens=16) as engine:
         text = engine.submit(prompt, **options).result(TIMEOUT_S)
-    return text, list(provider.num_rows)
+    return text, row_counts(provider)
 
 
 # ---- row counts ------------------------------------------------------------------------------------------------------
@@ -75,8 +80,9 @@ def test_a_step_makes_the_calls_of_one_pass_whatever_is_in_it(opened: Opened) ->
         answers = [engine.submit("who?", max_new_tokens=5, eos_token_id=[]) for _ in range(3)]
         for answer in answers:
             answer.result(TIMEOUT_S)
-    steps = [provider.num_rows[at : at + GROUPS] for at in range(0, len(provider.num_rows), GROUPS)]
-    assert len(provider.num_rows) % GROUPS == 0
+    seen = row_counts(provider)
+    steps = [seen[at : at + GROUPS] for at in range(0, len(seen), GROUPS)]
+    assert len(seen) % GROUPS == 0
     assert all(len(set(step[:-1])) == 1 for step in steps)
     assert all(step[-1] <= step[0] <= 16 for step in steps)
     prompt = answers[0].num_prompt_tokens
@@ -117,12 +123,12 @@ def test_with_fixed_length_the_rows_do_not_show_that_code_of_the_users_fails(ope
         "on_text": {"on_text": raises_at_third},
         "nothing allowed": {"logits_processor": [forbid_all], "do_sample": True},
     }[fails]
-    provider.forget()
+    provider.forget_calls()
     with Engine(client, step_tokens=16) as engine:
         answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], fixed_length=True, **options)
         with pytest.raises(VeilbaseError, match=r"of this request failed \(RuntimeError\)"):
             answer.result(TIMEOUT_S)
-    assert provider.num_rows == whole
+    assert row_counts(provider) == whole
     assert len(calls) in (0, 3)  # After the failure it is not called again.
 
 
@@ -144,10 +150,10 @@ def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -
     seen: list[tuple[int, int]] = []
     with Engine(client, step_tokens=16, prefix_bytes=1 << 20) as engine:
         for fixed_length in (False, True, False, True):
-            provider.forget()
+            provider.forget_calls()
             answer = engine.submit(prompt, max_new_tokens=4, eos_token_id=[], fixed_length=fixed_length)
             answer.result(TIMEOUT_S)
-            seen.append((sum(provider.num_rows[::GROUPS]), answer.num_reused_tokens))
+            seen.append((sum(row_counts(provider)[::GROUPS]), answer.num_reused_tokens))
     whole = answer.num_prompt_tokens + 3
     hit = (answer.num_prompt_tokens - 1) // 16 * 16
     assert seen == [(whole, 0), (whole, 0), (whole - hit, hit), (whole, 0)]
@@ -156,17 +162,15 @@ def test_a_hit_shows_as_fewer_rows_and_never_with_fixed_length(opened: Opened) -
 # ---- values that are not finite --------------------------------------------------------------------------------------
 
 
-def spoil_first_row(wrong: float, step: int, at_group: int) -> Change:
-    """Returns a change that makes the first number of one reply wrong, in one step. This number is in the first row,
+def spoil_first_row(wrong: float, step: int, at_group: int) -> CallHandler:
+    """Returns a handler that makes the first number of one reply wrong, in one step. This number is in the first row,
     which belongs to the first request."""
 
-    def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
-        if number == step * GROUPS + at_group:
-            reply = reply.clone()
-            reply[0, 0] = wrong
+    def spoil(reply: torch.Tensor) -> torch.Tensor:
+        reply[0, 0] = wrong
         return reply
 
-    return change
+    return lambda call: Corrupt(spoil) if call.number == step * GROUPS + at_group else None
 
 
 @pytest.mark.parametrize("at_group", range(GROUPS))
@@ -179,15 +183,15 @@ def test_a_value_that_is_not_finite_ends_its_own_request_alone(opened: Opened, w
         hold = engine.submit("b", max_new_tokens=1, logits_processor=[gate])
         assert gate.reached.wait(TIMEOUT_S)
         answers = [engine.submit(prompt, max_new_tokens=8, eos_token_id=[]) for prompt in ("who?", "why so?")]
-        provider.forget()
-        provider.change = spoil_first_row(wrong, step=3, at_group=at_group)
+        provider.forget_calls()
+        provider.handler = spoil_first_row(wrong, step=3, at_group=at_group)
         gate.open.set()
         hold.result(TIMEOUT_S)
         assert answers[1].result(TIMEOUT_S) == want[1]
         with pytest.raises(NotFinite, match="a value of this request was NaN or infinite"):
             answers[0].result(TIMEOUT_S)
-        assert len(provider.num_rows) % GROUPS == 0, "the step was computed to its end"
-        provider.change = lambda number, call, reply: reply
+        assert len(row_counts(provider)) % GROUPS == 0, "the step was computed to its end"
+        provider.handler = None
         assert engine.submit("who?", max_new_tokens=8, eos_token_id=[]).result(TIMEOUT_S) == want[0]
 
 
@@ -196,27 +200,28 @@ def test_with_fixed_length_nobody_sees_that_a_request_is_lost(opened: Opened) ->
     options: dict[str, Any] = {"max_new_tokens": 8, "fixed_length": True}
     _, whole = answer_alone(client, provider, "who?", **options)
     for at_group in range(GROUPS):
-        provider.forget()
-        provider.change = spoil_first_row(math.nan, step=2, at_group=at_group)
+        provider.forget_calls()
+        provider.handler = spoil_first_row(math.nan, step=2, at_group=at_group)
         with Engine(client, step_tokens=16) as engine, warnings.catch_warnings():
             warnings.simplefilter("error", NotFiniteWarning)
             answer = engine.submit("who?", **options)
             with pytest.raises(NotFinite):
                 answer.result(TIMEOUT_S)
-        assert provider.num_rows == whole
+        assert row_counts(provider) == whole
 
 
-def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened) -> None:
+def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of the same length are lost in the same step. From the next step on, they send the same rows."""
     client, provider = opened()
-    sent: list[list[torch.Tensor]] = []
+    sent: list[list[Any]] = []
+    before_requests(monkeypatch, lambda call, payload: sent[-1].append(payload.rows(call).clone()))
     for prompt in ("who?", "zzz!"):
-        provider.forget()
-        provider.change = spoil_first_row(math.nan, step=2, at_group=0)
+        sent.append([])
+        provider.forget_calls()
+        provider.handler = spoil_first_row(math.nan, step=2, at_group=0)
         with Engine(client, step_tokens=64) as engine, pytest.raises(NotFinite):
             engine.submit(prompt, max_new_tokens=8, fixed_length=True).result(TIMEOUT_S)
-        assert len(provider.sent) == len(provider.num_rows)
-        sent.append(provider.sent)
+        assert len(sent[-1]) == len(provider.calls)
     first, second = sent
     assert not torch.equal(first[2 * GROUPS], second[2 * GROUPS])
     for mine, other in zip(first[3 * GROUPS :], second[3 * GROUPS :], strict=True):
@@ -227,15 +232,6 @@ def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened) -> Non
 # ---- a provider that fails -------------------------------------------------------------------------------------------
 
 
-def raising(error: Exception, at_call: int) -> Change:
-    def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
-        if number == at_call:
-            raise error
-        return reply
-
-    return change
-
-
 @pytest.mark.parametrize(
     "error", [Unavailable("the provider went away"), QuotaExceeded("too much")], ids=["gone", "quota"]
 )
@@ -243,8 +239,8 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
     client, provider = opened()
     want = client.generate("why so?", max_new_tokens=6)
     with Engine(client, max_running=2, step_tokens=16) as engine:
-        provider.forget()
-        provider.change = raising(error, 3 * GROUPS + 4)
+        provider.forget_calls()
+        provider.handler = lambda call: Fail(error) if call.number == 3 * GROUPS + 4 else None
         failing = [engine.submit("who?", max_new_tokens=30, eos_token_id=[]) for _ in range(2)]
         waiting = engine.submit("why so?", max_new_tokens=6)
         for answer in failing:
@@ -258,24 +254,24 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
 def test_after_a_wrong_reply_that_was_noticed_everything_ends(
     opened: Opened, folder: Path, speculation: Speculation | None
 ) -> None:
-    client, provider = opened("int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
+    client, provider = opened(weights="int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
     with Engine(client, max_running=1, speculation=speculation) as engine:
         gate = Gate()
         answers = [engine.submit("who?", max_new_tokens=4, logits_processor=[gate]) for _ in range(2)]
         assert gate.reached.wait(TIMEOUT_S)
-        num_calls = len(provider.num_rows)
-        provider.change = lambda number, call, reply: reply + 1
+        num_calls = len(row_counts(provider))
+        provider.handler = lambda call: Corrupt(lambda reply: reply + 1) if call.purpose == "product" else None
         gate.open.set()
         for answer in answers:
             with pytest.raises(VerificationFailed):
                 answer.result(TIMEOUT_S)
-        assert len(provider.num_rows) == num_calls + 1, "nothing is sent after it"
+        assert len(row_counts(provider)) == num_calls + 1, "nothing is sent after it"
         with pytest.raises(VerificationFailed):
             engine.submit("who?")
 
 
 def test_a_client_that_is_closed_ends_what_is_left(opened: Opened) -> None:
-    client, _ = opened("int8", mask="lattice", mask_options=TOY_MASK, arithmetic="ring")
+    client, _ = opened(weights="int8", mask="lattice", mask_options=TOY_MASK, arithmetic="ring")
     engine = Engine(client)
     engine.submit("who?", max_new_tokens=2).result(TIMEOUT_S)
     client.close()
@@ -285,10 +281,9 @@ def test_a_client_that_is_closed_ends_what_is_left(opened: Opened) -> None:
     engine.close()
 
 
-def test_over_the_network_a_provider_that_comes_back_is_used_again(
-    served: dict[str, ServedModel], tmp_path: Path
-) -> None:
-    with serving(served["int8"]) as server:
+def test_over_the_network_a_provider_that_comes_back_is_used_again(folder: Path, tmp_path: Path) -> None:
+    served_model = make_served_model(folder, "int8")
+    with serving(served_model) as server:
         port, gate = server.port, Gate()
         client = TenantClient(f"grpc://127.0.0.1:{port}", mask="off", cache=tmp_path / "cache", progress=False)
         want = client.generate("why so?", max_new_tokens=6)
@@ -300,7 +295,7 @@ def test_over_the_network_a_provider_that_comes_back_is_used_again(
     with pytest.raises(TransportError) as failed:
         running.result(TIMEOUT_S)
     assert "\n" not in str(failed.value)
-    with serving(served["int8"], port):
+    with serving(served_model, port):
         assert engine.submit("why so?", max_new_tokens=6).result(TIMEOUT_S) == want
         engine.close()
         client.close()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.text.components import check_components
-from tests.support.chat_model import character_tokenizer
 from wire.errors import ConfigurationError
 
 SPACE = "\u2581"

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tenant_sdk.testing import SPECIAL_TOKENS, character_tokenizer
 from tenant_sdk.text.source import ProviderTokenizer, check_fits_embedding, named_text, provider_text, verified_text
 from tenant_sdk.trust.checkpoint import find_tokenizer
-from tests.support.chat_model import SPECIAL, character_tokenizer
 from wire.errors import ConfigurationError
 
 SENTENCES = ("who founded it?", "  two  spaces\n\n and\tlines ", "émoji 🦦 ﬁ", "<|end|> <|user|>x", "")
@@ -164,7 +164,7 @@ TWO_ENDS = (
 def test_two_stop_ids_of_eos_and_turn_end(tmp_path: Path) -> None:
     """The end of a text and the end of an assistant's turn are two different tokens, and both end an answer."""
     folder = bundle(tmp_path / "b", character_tokenizer(TWO_ENDS))
-    expected = (SPECIAL.index("<|end|>"), SPECIAL.index("<|assistant|>"))
+    expected = (SPECIAL_TOKENS.index("<|end|>"), SPECIAL_TOKENS.index("<|assistant|>"))
     assert provider_text(folder).stop_ids == expected
     character_tokenizer(TWO_ENDS).save_pretrained(tmp_path / "mine")
     assert named_text(find_tokenizer(tmp_path / "mine"), folder).stop_ids == expected

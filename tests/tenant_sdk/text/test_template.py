@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.text.source import ProviderTokenizer
 from tenant_sdk.text.template import TemplateDoesNotFit
-from tests.support.chat_model import TEMPLATE, character_tokenizer
 from wire.errors import ConfigurationError
 
 CHATML = (
@@ -57,7 +57,7 @@ def messages(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, CHATML, LLAMA_3, LLAMA_2, GEMMA])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML, LLAMA_3, LLAMA_2, GEMMA])
 @pytest.mark.parametrize("pairs", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_equal_to_transformers(template: str, pairs: list[tuple[str, str]], prompt: bool) -> None:
@@ -74,7 +74,7 @@ def test_several_conversations_at_once() -> None:
     given = [messages(pairs) for pairs in CONVERSATIONS[:2]]
     options = {"padding": True, "return_tensors": "pt"}
     expected = character_tokenizer().apply_chat_template(given, **options)
-    got = blind(TEMPLATE).apply_chat_template(given, **options)
+    got = blind(CHAT_TEMPLATE).apply_chat_template(given, **options)
     assert got["input_ids"].tolist() == expected["input_ids"].tolist()
 
 
@@ -135,7 +135,7 @@ def test_templates_that_change_contents(template: str) -> None:
 )
 def test_ways_for_text_into_the_template(given: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as failure:
-        blind(TEMPLATE).apply_chat_template(given, **options)
+        blind(CHAT_TEMPLATE).apply_chat_template(given, **options)
     assert "\n" not in str(failure.value)
     assert "secret" not in str(failure.value)
 
@@ -150,8 +150,8 @@ def test_switches_reach_the_template() -> None:
 def test_the_callers_own_template_is_the_callers() -> None:
     given = messages([("user", "abc")])
     own = "{{ messages[0]['content'] | upper }}"
-    assert blind(TEMPLATE).apply_chat_template(given, chat_template=own, tokenize=False) == "ABC"
-    named = blind({"default": TEMPLATE, "loud": own})
+    assert blind(CHAT_TEMPLATE).apply_chat_template(given, chat_template=own, tokenize=False) == "ABC"
+    named = blind({"default": CHAT_TEMPLATE, "loud": own})
     with pytest.raises(TemplateDoesNotFit):
         named.apply_chat_template(given, chat_template="loud", tokenize=False)
 

@@ -20,9 +20,10 @@ from trl.trainer import base_trainer
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.model.run_state import NotFiniteWarning
+from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import preference_rows
-from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import before_requests
 from tests.support.overflowing import HONEST, Opened
 from tests.support.quick_training import QUICK, lora

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from tenant_sdk import CutWarning, TenantClient
+from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import training_rows
-from tests.support.chat_model import character_tokenizer
 from tests.support.quick_training import QUICK, lora
 from tests.support.stock_training import TOLERANCE, logged, training_arguments
 from wire.errors import ConfigurationError, DatasetError

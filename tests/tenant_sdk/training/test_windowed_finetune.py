@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.model.run_state import NotFiniteWarning
+from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.windows import Windows
-from tests.support.chat_model import character_tokenizer
 from tests.support.client_seams import before_requests
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.overflowing import HONEST, Opened

@@ -21,11 +21,12 @@ from noise.verify import Verifier
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
+from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.trust import checkpoint
 from tenant_sdk.trust.bundle import fetch_bundle
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import same_bits
-from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
+from tests.support.chat_model import make_chat_model
 from tests.support.reachable import reachable
 from wire.errors import ConfigurationError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction
@@ -502,7 +503,7 @@ TAMPERED: dict[str, tuple[Callable[[Offer], None], str]] = {
     "a path in the tokenizer's settings": (set_json("tokenizer_config.json", vocab_file="/x"), r"tokenizer \(a key"),
     "no tokenizer": (drop_file("tokenizer.json"), "the tokenizer"),
     "one tokenizer file more": (write_file("added_tokens.json", b"{}"), "the tokenizer"),
-    "chat template": (write_file("chat_template.jinja", TEMPLATE.encode() + b" "), "the chat template"),
+    "chat template": (write_file("chat_template.jinja", CHAT_TEMPLATE.encode() + b" "), "the chat template"),
     "no chat template": (drop_file("chat_template.jinja"), "the chat template"),
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attacks.programs.honest import HonestOffer
-from provider.model.served_model import ServedModel
-from tenant_sdk import Speculation, TenantClient, embedded
+from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Request
-from tests.support.mask_parameters import TOY_OPTIONS
+from tenant_sdk.testing import Corrupt, ScriptedProvider
+from tests.support.mask_parameters import PLAIN, TOY_MASK
 from tests.support.served_kinds import make_model
-from tests.support.serving import make_served_model
 from tests.support.step_gate import TIMEOUT_S
 from wire.errors import NotFinite
-from wire.frame import Call
-from wire.ring.seeded_rows import Rows, count_rows
-from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
@@ -37,29 +31,9 @@ TEXTS = ("abcabcabcabcabcabcab", "copper owl? Nobody..")
 """Two prompts of the same length. The first repeats itself, so that drafts from its own text are often right; the
 second does not."""
 MASKS: dict[str, dict[str, Any]] = {
-    "off": {"mask": "off", "arithmetic": "float"},
-    "lattice": {"mask": "lattice", "mask_options": {**TOY_OPTIONS, "hints": "stream", "background": False}},
+    "off": PLAIN,
+    "lattice": {"mask": "lattice", "mask_options": TOY_MASK, "verify": False},
 }
-
-
-class Provider(HonestOffer):
-    """Notes the number of rows and bytes of every product, and can put NaN into one reply."""
-
-    def __init__(self, served_model: ServedModel) -> None:
-        super().__init__(served_model)
-        self.seen: list[tuple[int, int]] = []
-        self.spoiled: tuple[int, int] | None = None
-        """The (call, row) of the reply that gets a NaN; None for no reply."""
-
-    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        reply = self.served_model.compute(call, rows)
-        if call.purpose.name == "PRODUCT":
-            if self.spoiled is not None and self.spoiled[0] == len(self.seen):
-                reply = reply.clone()
-                reply[self.spoiled[1], 0] = math.nan
-            num_bytes = rows.element_size() * rows.numel() if isinstance(rows, torch.Tensor) else 0
-            self.seen.append((count_rows(rows), num_bytes))
-        return reply
 
 
 @pytest.fixture(scope="module")
@@ -67,39 +41,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("seen") / "llama")
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> dict[str, ServedModel]:
-    return {"off": make_served_model(folder), "lattice": make_served_model(folder, "int8")}
+@pytest.fixture
+def provider(folder: Path) -> Iterator[ScriptedProvider]:
+    with ScriptedProvider(model=folder) as made:
+        yield made
 
 
-@contextmanager
-def opened(
-    served: dict[str, ServedModel], cache: Path, monkeypatch: pytest.MonkeyPatch, mask: str = "off", **options: Any
-) -> Iterator[tuple[TenantClient, Provider]]:
-    provider = Provider(served[mask])
-    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-    with TenantClient("inproc:x", cache=cache / "cache", progress=False, **MASKS[mask], **options) as client:
-        yield client, provider
+def seen_by(provider: ScriptedProvider) -> list[tuple[int, int]]:
+    """Returns the numbers of rows and columns of each product so far."""
+    return [(call.num_rows, call.cols) for call in provider.calls if call.purpose == "product"]
 
 
-def steps_of(client: TenantClient, provider: Provider, prompt: str, draft: Any = None, **options: Any) -> list[Any]:
-    """Returns what the provider sees of one answer: for each step, the numbers of rows and bytes of each call."""
-    provider.seen.clear()
+def steps_of(
+    client: TenantClient, provider: ScriptedProvider, prompt: str, draft: Any = None, **options: Any
+) -> list[Any]:
+    """Returns what the provider sees of one answer: for each step, the numbers of rows and columns of each call."""
+    provider.forget_calls()
     speculation = Speculation(NUM_DRAFTED, draft=draft)
     with Engine(client, step_tokens=32, max_running=2, speculation=speculation) as engine:
         engine.submit(prompt, **{"max_new_tokens": NEW_TOKENS, "eos_token_id": [], **options}).result(TIMEOUT_S)
-    assert len(provider.seen) % GROUPS == 0
-    return [provider.seen[at : at + GROUPS] for at in range(0, len(provider.seen), GROUPS)]
+    seen = seen_by(provider)
+    assert len(seen) % GROUPS == 0
+    return [seen[at : at + GROUPS] for at in range(0, len(seen), GROUPS)]
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("draft", ["lookup", "itself"])
 def test_the_rows_of_a_pass_are_the_same_for_different_texts(
-    served: dict[str, ServedModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str, mask: str
+    provider: ScriptedProvider, folder: Path, draft: str, mask: str
 ) -> None:
     """The texts differ in how many drafted tokens are accepted, and so in the number of passes, but in nothing else."""
     local = None if draft == "lookup" else AutoModelForCausalLM.from_pretrained(folder).eval()
-    with opened(served, tmp_path, monkeypatch, mask) as (client, provider):
+    with provider.client(**MASKS[mask]) as client:
         seen = [steps_of(client, provider, text, local) for text in TEXTS]
         seen += [steps_of(client, provider, text, local, do_sample=True, seed=1, top_k=0) for text in TEXTS]
     num_passes = [len(steps) for steps in seen]
@@ -112,9 +85,7 @@ def test_the_rows_of_a_pass_are_the_same_for_different_texts(
             assert [num_rows for num_rows, _ in step] == [1 + NUM_DRAFTED] * GROUPS
 
 
-def test_drafts_are_dummies_tokens_and_both(
-    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_dummies_tokens_and_both(provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the control of the test above: the texts have passes with no, with two and with all tokens drafted."""
     drafted: set[int] = set()
     rows = Request.rows
@@ -125,7 +96,7 @@ def test_drafts_are_dummies_tokens_and_both(
         return rows(self, segment)
 
     monkeypatch.setattr(Request, "rows", noted)
-    with opened(served, tmp_path, monkeypatch) as (client, provider):
+    with provider.client(**PLAIN) as client:
         for text in TEXTS:
             steps_of(client, provider, text)
             steps_of(client, provider, text, max_new_tokens=4)
@@ -133,10 +104,10 @@ def test_drafts_are_dummies_tokens_and_both(
 
 
 def test_dummies_and_rejected_tokens_leave_no_trace(
-    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text stays the same, whether the rows for drafted tokens hold padding (dummies), right or wrong tokens."""
-    with opened(served, tmp_path, monkeypatch, "lattice") as (client, _):
+    with provider.client(**MASKS["lattice"]) as client:
         texts = set()
         for drafts in ([], [5], [5, 6, 7, 8], [9, 9, 9, 9]):
 
@@ -154,10 +125,8 @@ def test_dummies_and_rejected_tokens_leave_no_trace(
     assert len(texts) == 1
 
 
-def test_padded_prompts_show_no_length(
-    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(served, tmp_path, monkeypatch, pad_rows=24) as (client, provider):
+def test_padded_prompts_show_no_length(provider: ScriptedProvider) -> None:
+    with provider.client(**PLAIN, pad_rows=24) as client:
         seen = [steps_of(client, provider, text) for text in ("a", "where is it now?")]
     shorter = min(map(len, seen))
     assert seen[0][:shorter] == seen[1][:shorter]
@@ -165,17 +134,20 @@ def test_padded_prompts_show_no_length(
 
 
 @pytest.mark.parametrize("row", [0, NUM_DRAFTED])
-def test_a_value_that_is_not_finite_ends_its_own_request_after_the_step(
-    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
-) -> None:
+def test_a_value_that_is_not_finite_ends_its_own_request_after_the_step(provider: ScriptedProvider, row: int) -> None:
     """The provider sees the same if the value is in a row of padding (a dummy) as if it is in a token's row, so a wrong
     reply does not show which rows are padding."""
-    with opened(served, tmp_path, monkeypatch) as (client, provider):
+
+    def spoil(reply: torch.Tensor) -> torch.Tensor:
+        reply[row, 0] = math.nan
+        return reply
+
+    with provider.client(**PLAIN) as client:
         want = client.generate("why so?", max_new_tokens=NEW_TOKENS)
-        provider.seen.clear()
-        provider.spoiled = (4 * GROUPS + 2, row)
+        provider.forget_calls()
+        provider.handler = lambda call: Corrupt(spoil) if call.number == 4 * GROUPS + 2 else None
         with Engine(client, step_tokens=16, max_running=2, speculation=Speculation(NUM_DRAFTED)) as engine:
             with pytest.raises(NotFinite):
                 engine.submit("who?", max_new_tokens=NEW_TOKENS, eos_token_id=[]).result(TIMEOUT_S)
-            assert len(provider.seen) == 5 * GROUPS
+            assert len(provider.calls) == 5 * GROUPS
             assert engine.submit("why so?", max_new_tokens=NEW_TOKENS).result(TIMEOUT_S) == want

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Pr
 
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
-from tests.support.chat_model import character_tokenizer
+from tenant_sdk.testing import character_tokenizer
 from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import make_model, open_client
 from wire.errors import ConfigurationError
