@@ -16,7 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tenant_sdk.training.settings import FinetuneResult
+from tenant_sdk.plain_values import WrongOption
+from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.tuning import NotTunedWarning, tune
 from wire.errors import (
     AccessError,
@@ -88,6 +89,7 @@ __all__ = [
     "EndpointSettings",
     "Engine",
     "FewLayersWarning",
+    "FinetuneOptions",
     "FinetuneResult",
     "ForkedConnection",
     "InvalidTensor",
@@ -128,6 +130,7 @@ __all__ = [
     "VerificationFailed",
     "VersionMismatch",
     "WeakParameters",
+    "WrongOption",
     "WrongPeer",
     "adapted_model",
     "check_run",

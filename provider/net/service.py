@@ -132,7 +132,7 @@ class ProviderService:
         """
         self._windows, self._refusals = windows, refusals or RefusalLog()
         self._expired: set[str] = set()
-        self._look_at_dates_at = 0.0
+        self.look_at_dates_at = 0.0
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
         self.meter = Meter()
@@ -376,18 +376,18 @@ class ProviderService:
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
             self._refusals.look()
-            self._name_expired(time.monotonic())
+            self.name_expired(time.monotonic())
             for session in self.sessions:
                 try:
                     session.sweep(time.monotonic())
                 except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
                     _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
 
-    def _name_expired(self, now: float) -> None:
+    def name_expired(self, now: float) -> None:
         """Logs each tenant whose certificate has expired, once. TLS refuses such a tenant before it has a name."""
-        if self._revocations is None or now < self._look_at_dates_at:
+        if self._revocations is None or now < self.look_at_dates_at:
             return
-        self._look_at_dates_at = now + _DATES_S
+        self.look_at_dates_at = now + _DATES_S
         try:
             expired = self._revocations.expired_names()
         except RegistryUnreadable:

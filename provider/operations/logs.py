@@ -3,7 +3,7 @@ the lines about refusals.
 
 Guarantees of `RefusalLog`: whatever peers do, the log has at most one line of a tenant and a reason every `QUIET_S`
 seconds, and what was left out is counted. No line holds anything that a peer sent, besides the name in a certificate
-that the provider's own authority has signed. Memory is bounded, since only `_MOST_KEYS` pairs are told apart.
+that the provider's own authority has signed. Memory is bounded, since only `MOST_KEYS` pairs are told apart.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
 QUIET_S = 10.0
 """The seconds for which, after a line about a refusal, further refusals of this tenant for this reason are counted and
 not written. So a tenant that is refused all the time makes less than 2 MB of log a day for each reason."""
-_MOST_KEYS = 1000
+MOST_KEYS = 1000
 _OTHERS = "other tenants"
 _LOGGER = logging.getLogger(__name__)
 
@@ -92,6 +92,11 @@ class RefusalLog:
         self._alike: dict[tuple[str | None, str], tuple[float, int]] = {}
         """By tenant and reason: when its last line was written, and the number of refusals since."""
 
+    @property
+    def num_kept(self) -> int:
+        """Returns the number of pairs of a tenant and a reason that are kept."""
+        return len(self._alike)
+
     def add(self, tenant: str | None, reason: str, **named: object) -> None:
         """Writes a line about a refusal, or only counts it if a line of this tenant and reason was written lately.
 
@@ -103,7 +108,7 @@ class RefusalLog:
         """
         key = (tenant, reason)
         with self._lock:
-            if key not in self._alike and len(self._alike) >= _MOST_KEYS:
+            if key not in self._alike and len(self._alike) >= MOST_KEYS:
                 key, named = (_OTHERS, reason), {}
             if key in self._alike:
                 since, count = self._alike[key]

@@ -57,11 +57,11 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None]]:
 def test_a_certificate_that_expired_is_named_once(
     provider: Provider, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    provider.service._look_at_dates_at = float("inf")  # so the sweep does not look meanwhile
+    provider.service.look_at_dates_at = float("inf")  # so the sweep does not look meanwhile
     expired_identity(tmp_path, provider)
     provider.identity("honest")
     for _ in range(2):
-        provider.service._name_expired(float("inf"))
+        provider.service.name_expired(float("inf"))
     said = [one.getMessage() for one in caplog.records if "has expired" in one.getMessage()]
     assert said == ["refused since the certificate has expired, until they are enrolled again: late"]
 

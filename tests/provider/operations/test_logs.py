@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from provider.operations.logs import _MOST_KEYS, QUIET_S, JsonFormatter, RefusalLog, TextFormatter
+from provider.operations.logs import MOST_KEYS, QUIET_S, JsonFormatter, RefusalLog, TextFormatter
 
 
 class Clock:
@@ -72,16 +72,16 @@ def test_tenants_and_reasons_do_not_hide_each_other(clock: Clock, caplog: pytest
 
 def test_any_number_of_names_takes_bounded_memory_and_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     log = RefusalLog(clock)
-    for number in range(3 * _MOST_KEYS):
+    for number in range(3 * MOST_KEYS):
         log.add(f"t{number}", "one", stream="ab", request=number)
     found = lines(caplog)
-    assert len(log._alike) == len(found) == _MOST_KEYS + 1
+    assert log.num_kept == len(found) == MOST_KEYS + 1
     assert found[-1] == ("refused: one", "other tenants")
     clock.now += QUIET_S
     log.look()
-    assert lines(caplog) == [(f"refused: one ({2 * _MOST_KEYS - 1} more in {QUIET_S:.0f} s)", "other tenants")]
+    assert lines(caplog) == [(f"refused: one ({2 * MOST_KEYS - 1} more in {QUIET_S:.0f} s)", "other tenants")]
     log.look(is_last=True)
-    assert not log._alike
+    assert log.num_kept == 0
 
 
 def test_a_line_names_the_tenant_in_both_formats(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
