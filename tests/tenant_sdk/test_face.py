@@ -27,7 +27,7 @@ PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
     *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
-    "printable",
+    *("printable", "FinetuneOptions"),
 }
 NAMES = {
     *NO_ERRORS,
@@ -40,7 +40,7 @@ NAMES = {
     *("MaskError", "MaskReused", "MaskOverflow", "SlotsExhausted", "SeedExhausted", "WeakParameters"),
     "VerificationFailed",
     *("ConfigurationError", "RemoteWeightError", "TokenizerFailed", "TemplateDoesNotFit", "TemplateRefuses"),
-    *("DatasetError", "StorageError", "PromptsFailed", "NotServed"),
+    *("DatasetError", "StorageError", "PromptsFailed", "NotServed", "WrongOption"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
     *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning", "FewLayersWarning"),

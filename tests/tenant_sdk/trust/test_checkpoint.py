@@ -252,7 +252,7 @@ def test_environments_that_share_a_cache_do_not_make_each_others_store_anew(
 ) -> None:
     offer, seen = honest["gpt2"], []
     for version in ("1", "2", "1", "2"):
-        monkeypatch.setattr(checkpoint, "_version", lambda name, version=version: f"{name} {version}")
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: f"{name} {version}")
         TrustedCheckpoint.open(folders["gpt2"]).check_provider(offer.manifest, offer.bundle, Verifier(), cache=tmp_path)
         seen.append({path.name: path.stat().st_ino for path in (tmp_path / "prepared").iterdir()})
     assert [len(stores) for stores in seen] == [1, 2, 2, 2]
