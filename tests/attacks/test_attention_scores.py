@@ -8,24 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attacks.adversaries import attention, attention_scores, closed_form
-from attacks.controls import adapted_traffic
-from attacks.report.finding import Finding
+from attacks.adversaries import attention, closed_form
+from attacks.controls import unmasked
+from attacks.report.table import Finding
 from attacks.seen.adversary import StolenDelta
 from attacks.seen.public_model import Block
-from attacks.truth.judge_adapters import judge_deltas
+from attacks.truth.judge import judge_deltas
 
 
-def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
+def findings(traffic: unmasked.PromptTraffic) -> dict[str, Finding]:
     """Attacks the traffic by the closed form, and returns the judge's findings about relative errors, by kind of
     layer."""
-    claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
+    claims = closed_form.CLOSED_FORM.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     return {one.module: one for one in judge_deltas(deltas, truth) if one.metric == "relative error"}
 
 
-def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
+def known(traffic: unmasked.PromptTraffic) -> dict[str, torch.Tensor]:
     """Returns the true ΔW of every layer by name, zero for a layer without an adapter. Parts of a fused layer have
     their own entries."""
     found = {}
@@ -49,7 +49,7 @@ def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
     ],
 )
 def test_llama_with_an_adapter_on_some_projections(targets: list[str], wanted: set[str], tmp_path: Path) -> None:
-    found = findings(adapted_traffic.make(tmp_path, "llama", targets))
+    found = findings(unmasked.prompt_traffic(tmp_path, "llama", targets))
     assert found.keys() == wanted
     for module, finding in found.items():
         assert finding.value < 1e-3, module
@@ -57,8 +57,8 @@ def test_llama_with_an_adapter_on_some_projections(targets: list[str], wanted: s
 
 def test_q_alone_is_found_itself(tmp_path: Path) -> None:
     """If only q has an adapter, k is public. ΔW_q itself is then recovered, and not only the product of q and k."""
-    traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj"])
-    claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
+    traffic = unmasked.prompt_traffic(tmp_path, "llama", ["q_proj"])
+    claims = closed_form.CLOSED_FORM.attack(traffic.view, traffic.public, None)
     for claim in claims:
         assert isinstance(claim, StolenDelta)
         if claim.layer in traffic.deltas:
@@ -67,7 +67,7 @@ def test_q_alone_is_found_itself(tmp_path: Path) -> None:
 
 
 def test_gpt2_with_an_adapter_on_the_fused_layer(tmp_path: Path) -> None:
-    found = findings(adapted_traffic.make(tmp_path, "gpt2", ["c_attn"]))
+    found = findings(unmasked.prompt_traffic(tmp_path, "gpt2", ["c_attn"]))
     assert found.keys() == {"q·k", "v_proj"}
     assert found["q·k"].value < 1e-3
     assert found["v_proj"].value < 1e-2
@@ -82,7 +82,7 @@ def softmax_of(num_keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("num_keys", [2, 8, 9])
 def test_probabilities_of_up_to_head_dim_and_one_keys(num_keys: int) -> None:
     values, share = softmax_of(num_keys)
-    found, stretched = attention_scores.probabilities(values, (share[:, None] @ values)[:, 0])
+    found, stretched = attention.probabilities(values, (share[:, None] @ values)[:, 0])
     assert float((found - share).abs().max()) < 1e-9
     assert bool(stretched.isfinite().all())
 
@@ -90,7 +90,7 @@ def test_probabilities_of_up_to_head_dim_and_one_keys(num_keys: int) -> None:
 def test_probabilities_of_a_token_that_comes_twice_are_open() -> None:
     values, share = softmax_of(5)
     values[3, 1] = values[3, 4]
-    _, stretched = attention_scores.probabilities(values, (share[:, None] @ values)[:, 0])
+    _, stretched = attention.probabilities(values, (share[:, None] @ values)[:, 0])
     assert bool(stretched[3].isinf().all())
     assert bool(stretched[[0, 1, 2, 4]].isfinite().all())
 
@@ -100,7 +100,7 @@ def test_probabilities_are_not_negative() -> None:
     keeps all of them at or above zero would bring the mixture nearer."""
     values, share = softmax_of(4)
     outputs = (share[:, None] @ values)[:, 0] * 3
-    found, _ = attention_scores.probabilities(values, outputs)
+    found, _ = attention.probabilities(values, outputs)
     assert float(found.min()) == 0.0
     size = values.norm(dim=(1, 2))
     missed = torch.cat([(found[:, None] @ values)[:, 0] - outputs, (size * (found.sum(1) - 1))[:, None]], dim=1)
@@ -110,7 +110,7 @@ def test_probabilities_are_not_negative() -> None:
     assert float((slopes / scale)[found == 0].min()) > -1e-6, "and the others would have to be negative"
 
 
-def rows_of(traffic: adapted_traffic.Traffic, block: Block) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def rows_of(traffic: unmasked.PromptTraffic, block: Block) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     given, outputs = (
         [one.request().to(torch.float64) for one in traffic.view.messages if one.group == group]
         for group in (block.q.group, block.o.group)
@@ -120,32 +120,32 @@ def rows_of(traffic: adapted_traffic.Traffic, block: Block) -> tuple[list[torch.
 
 @pytest.mark.slow
 def test_outputs_that_no_attention_made_are_not_explained(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj", "k_proj"])
+    traffic = unmasked.prompt_traffic(tmp_path, "llama", ["q_proj", "k_proj"])
     block = traffic.public.blocks[0]
     given, outputs = rows_of(traffic, block)
-    solved = attention_scores.solve(block, traffic.public, block.v.weight, given, outputs)
+    solved = attention.solve_scores(block, traffic.public, block.v.weight, given, outputs)
     assert solved is not None
     assert attention.tried(block, traffic.public, (*solved, block.v.weight), given, outputs).error < 1e-5
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in outputs]
-    assert attention_scores.solve(block, traffic.public, block.v.weight, given, noise) is None, "too few are positive"
+    assert attention.solve_scores(block, traffic.public, block.v.weight, given, noise) is None, "too few are positive"
     others = [*outputs[1:], outputs[0]]
-    solved = attention_scores.solve(block, traffic.public, block.v.weight, given, others)
+    solved = attention.solve_scores(block, traffic.public, block.v.weight, given, others)
     if solved is not None:
         assert attention.tried(block, traffic.public, (*solved, block.v.weight), given, others).error > 0.1
 
 
 def test_too_few_prompts_give_nothing(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj", "k_proj"])
+    traffic = unmasked.prompt_traffic(tmp_path, "llama", ["q_proj", "k_proj"])
     block = traffic.public.blocks[0]
     given, outputs = rows_of(traffic, block)
-    assert attention_scores.solve(block, traffic.public, block.v.weight, given[:20], outputs[:20]) is None
+    assert attention.solve_scores(block, traffic.public, block.v.weight, given[:20], outputs[:20]) is None
 
 
 def test_the_judge_compares_what_a_softmax_sees_where_a_layer_norm_hides_the_rest(tmp_path: Path) -> None:
     """A claim may differ from the true weights and give the same attention. Here q and k are expressed in another
     basis, and a change of q is balanced by the layer norm's bias. The judge must find no error."""
-    traffic = adapted_traffic.make(tmp_path, "gpt2", ["c_attn"])
+    traffic = unmasked.prompt_traffic(tmp_path, "gpt2", ["c_attn"])
     deltas, claimed = known(traffic), {}
     for block in traffic.public.blocks:
         q, k = block.q.weight + deltas[block.q.name], block.k.weight + deltas[block.k.name]

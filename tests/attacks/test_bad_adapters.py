@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from attacks.seen.public_model import describe
 from attacks.truth.secrets import adapted_copy
-from attacks.victim import quick_model
+from attacks.victim import models
 from provider.model.load import load, resolve
 from provider.model.weights import serve_model
 from wire.errors import ConfigurationError
@@ -21,7 +21,7 @@ from wire.errors import ConfigurationError
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    path = quick_model.make("tiny-llama", tmp_path / "model")
+    path = models.make("tiny-llama", tmp_path / "model")
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(tmp_path / "adapter")
     return Path(path), tmp_path / "adapter"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks.adversaries.collusion import ADVERSARY, collude
+from attacks.adversaries.collusion import COLLUSION, collude
 from attacks.controls import collusion
-from attacks.controls.collusion import Traffic, make
-from attacks.controls.known_mask import public_of
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.controls.collusion import SharesTraffic, shares_traffic
+from attacks.controls.float_masks import public_of
+from attacks.seen.view import Exchange, write_recording
 from wire.errors import ConfigurationError
 
 NUM_PROMPTS = 24
@@ -21,11 +21,11 @@ CHI_SQUARE_255 = 363.0
 
 
 @pytest.fixture(scope="module")
-def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
-    return make(tmp_path_factory.mktemp("shares"), NUM_PROMPTS)
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> SharesTraffic:
+    return shares_traffic(tmp_path_factory.mktemp("shares"), NUM_PROMPTS)
 
 
-def masked(traffic: Traffic) -> tuple[torch.Tensor, torch.Tensor]:
+def masked(traffic: SharesTraffic) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the numbers that the first provider received, and the same numbers without a mask, both flattened."""
     messages = traffic.view_1.messages
     rows = torch.cat([message.request().flatten() for message in messages])
@@ -37,31 +37,31 @@ def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_two_together_win() -> None:
-    result = collusion.control()
+    result = collusion.collusion_control()
     assert result.wins
     assert result.value == 0.0
 
 
-def test_all_messages_are_opened_exactly(traffic: Traffic) -> None:
+def test_all_messages_are_opened_exactly(traffic: SharesTraffic) -> None:
     stolen = {claim.seq: claim.rows for claim in collude(traffic.view_1, traffic.view_2)}
     assert stolen.keys() == traffic.truth.keys()
     assert all(torch.equal(stolen[seq], rows) for seq, rows in traffic.truth.items())
 
 
-def test_one_view_alone_claims_nothing(traffic: Traffic) -> None:
+def test_one_view_alone_claims_nothing(traffic: SharesTraffic) -> None:
     for view in (traffic.view_1, traffic.view_2):
-        assert ADVERSARY.attack(view, public_of("llama"), None) == []
+        assert COLLUSION.attack(view, public_of("llama"), None) == []
         assert collude(view, view) == []
 
 
-def test_the_first_view_alone_is_at_baseline(traffic: Traffic) -> None:
+def test_the_first_view_alone_is_at_baseline(traffic: SharesTraffic) -> None:
     rows, truth = masked(traffic)
     bound = 4.5 / len(rows) ** 0.5  # in standard deviations; exceeded once in 150,000 times
     assert abs(correlation(rows, truth)) < bound
     assert abs(correlation(rows.abs(), truth.abs())) < bound
 
 
-def test_the_first_views_bytes_look_uniform(traffic: Traffic) -> None:
+def test_the_first_views_bytes_look_uniform(traffic: SharesTraffic) -> None:
     rows, truth = masked(traffic)
     assert chi_square(rows) < CHI_SQUARE_255
     assert chi_square(truth.to(torch.int32)) > 10 * CHI_SQUARE_255, "the test sees rows that are not hidden"
@@ -73,7 +73,7 @@ def chi_square(rows: torch.Tensor) -> float:
     return float(((counts - expected).square() / expected).sum())
 
 
-def test_the_second_view_alone_does_not_depend_on_the_data(traffic: Traffic) -> None:
+def test_the_second_view_alone_does_not_depend_on_the_data(traffic: SharesTraffic) -> None:
     """The seeds are fresh, so the rows that they expand to do not depend on the data."""
     seeds = [message.seeded_rows() for message in traffic.view_2.messages]
     assert len({each.seed for each in seeds}) == len(seeds)
@@ -83,15 +83,15 @@ def test_the_second_view_alone_does_not_depend_on_the_data(traffic: Traffic) -> 
     assert abs(correlation(expanded, truth)) < 4.5 / len(truth) ** 0.5
 
 
-def test_the_wrong_seeds_open_nothing(traffic: Traffic, tmp_path: Path) -> None:
+def test_the_wrong_seeds_open_nothing(traffic: SharesTraffic, tmp_path: Path) -> None:
     """With the seeds of another session of the same shape, the result is uniform again."""
-    other = make(tmp_path, NUM_PROMPTS)
+    other = shares_traffic(tmp_path, NUM_PROMPTS)
     stolen = torch.cat([claim.rows.flatten() for claim in collude(traffic.view_1, other.view_2)])
     _, truth = masked(traffic)
     assert abs(correlation(stolen, truth)) < 4.5 / len(truth) ** 0.5
 
 
-def test_views_of_different_models_are_refused(traffic: Traffic, tmp_path: Path) -> None:
+def test_views_of_different_models_are_refused(traffic: SharesTraffic, tmp_path: Path) -> None:
     manifest = traffic.view_1.manifest
     fewer = manifest.model_copy(update={"groups": manifest.groups[:1]})
     zeros = torch.zeros(1, manifest.groups[0].in_features, dtype=torch.int32)

@@ -7,40 +7,39 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attacks.adversaries.gradient_equations import ADVERSARY, last_down
-from attacks.controls import gradient_equations
-from attacks.controls.gradient_equations import errors
-from attacks.controls.gradient_view import Traffic, make
+from attacks.adversaries.gradients import GRADIENT_EQUATIONS, last_down
+from attacks.controls import unmasked
+from attacks.controls.unmasked import StepTraffic, down_errors, step_traffic
 from attacks.seen.adversary import Adversary, StolenDelta
 from attacks.seen.forward_passes import Opened
 from attacks.seen.view import View
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
-def traffic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traffic:
-    return make(tmp_path_factory.mktemp("equations"), request.param)
+def traffic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StepTraffic:
+    return step_traffic(tmp_path_factory.mktemp("equations"), request.param)
 
 
-def claimed(traffic: Traffic, opened: Opened | None = None, adversary: Adversary = ADVERSARY) -> set[str]:
+def claimed(traffic: StepTraffic, opened: Opened | None = None, adversary: Adversary = GRADIENT_EQUATIONS) -> set[str]:
     claims = adversary.attack(traffic.view, traffic.public, opened)
     return {claim.layer for claim in claims if isinstance(claim, StolenDelta)}
 
 
-def as_sent(traffic: Traffic) -> dict[int, torch.Tensor]:
+def as_sent(traffic: StepTraffic) -> dict[int, torch.Tensor]:
     return {message.seq: message.request().to(torch.float64) for message in traffic.view.messages}
 
 
 def test_wins_on_its_control() -> None:
-    assert gradient_equations.control().wins
+    assert unmasked.gradient_equations_control().wins
 
 
-def test_every_down_proj_the_last_one_too(traffic: Traffic) -> None:
-    found = errors(traffic)
+def test_every_down_proj_the_last_one_too(traffic: StepTraffic) -> None:
+    found = down_errors(traffic)
     assert len(found) == 2
     assert max(found.values()) < 1e-4
 
 
-def test_rows_under_one_time_masks_give_nothing(traffic: Traffic) -> None:
+def test_rows_under_one_time_masks_give_nothing(traffic: StepTraffic) -> None:
     generator = torch.Generator().manual_seed(0)
     noise = {
         seq: torch.randint(-(2**31), 2**31, rows.shape, generator=generator).to(torch.float64)
@@ -50,7 +49,7 @@ def test_rows_under_one_time_masks_give_nothing(traffic: Traffic) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_half_of_a_step_under_masks_gives_nothing(traffic: Traffic, direction: str) -> None:
+def test_half_of_a_step_under_masks_gives_nothing(traffic: StepTraffic, direction: str) -> None:
     opened, generator = as_sent(traffic), torch.Generator().manual_seed(1)
     for message in traffic.view.select("product", direction):
         rows = opened[message.seq]
@@ -58,14 +57,14 @@ def test_half_of_a_step_under_masks_gives_nothing(traffic: Traffic, direction: s
     assert claimed(traffic, opened) == set()
 
 
-def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic) -> None:
+def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: StepTraffic) -> None:
     opened, generator = as_sent(traffic), torch.Generator().manual_seed(2)
     for rows in opened.values():
         rows += 1e-7 * rows.abs().max() * torch.randn(rows.shape, generator=generator)
-    assert max(errors(traffic, opened).values()) < 1e-3
+    assert max(down_errors(traffic, opened).values()) < 1e-3
 
 
-def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: Traffic) -> None:
+def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: StepTraffic) -> None:
     """The gradients of gate and up are exactly those of the public weights W, as with a fresh adapter. The adversary
     must claim nothing."""
     opened = as_sent(traffic)
@@ -84,14 +83,14 @@ def test_gradients_of_a_layer_that_nobody_changed_give_nothing(traffic: Traffic)
     assert claimed(traffic, opened) == set()
 
 
-def test_fewer_gradients_than_outputs_give_nothing(traffic: Traffic) -> None:
+def test_fewer_gradients_than_outputs_give_nothing(traffic: StepTraffic) -> None:
     opened = as_sent(traffic)
     for message in traffic.view.select("product", "backward"):
         opened[message.seq][20:] = 0
     assert claimed(traffic, opened) == set()
 
 
-def test_the_last_layer_is_taken_from_a_step_of_the_same_adapter_only(traffic: Traffic) -> None:
+def test_the_last_layer_is_taken_from_a_step_of_the_same_adapter_only(traffic: StepTraffic) -> None:
     stolen = {}
     for name in traffic.public.layers():
         module, _, part = name.partition("[")
@@ -109,13 +108,13 @@ def test_the_last_layer_is_taken_from_a_step_of_the_same_adapter_only(traffic: T
     assert last_down(traffic.view, traffic.public, None, {**stolen, last.layer: wanted}) is None, "it is known already"
 
 
-def test_ring_rows_have_a_secret_factor_each(traffic: Traffic) -> None:
+def test_ring_rows_have_a_secret_factor_each(traffic: StepTraffic) -> None:
     messages = tuple(replace(message, arithmetic="ring") for message in traffic.view.messages)
     ring = replace(traffic, view=View(traffic.view.manifest, messages))
     assert claimed(traffic)
     assert claimed(ring) == set()
 
 
-def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
+def test_traffic_without_training_gives_nothing(traffic: StepTraffic) -> None:
     inference = View(traffic.view.manifest, traffic.view.messages[: len(traffic.view.manifest.groups)])
     assert claimed(replace(traffic, view=inference)) == set()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attacks.adversaries.gradient_view import (
-    ADVERSARY,
+from attacks.adversaries.gradients import (
+    GRADIENT_VIEW,
     LABELS,
     NO_LABEL,
     TOKENS,
@@ -19,13 +19,12 @@ from attacks.adversaries.gradient_view import (
     batch_tokens,
     weight_gradient,
 )
-from attacks.controls import gradient_view
-from attacks.controls.gradient_view import Traffic, make, share_right
+from attacks.controls import unmasked
+from attacks.controls.unmasked import StepTraffic, share_right, step_traffic
 from attacks.programs import active
 from attacks.seen.forward_passes import ForwardPass, forward_passes
 from attacks.seen.public_model import describe
-from attacks.seen.view import View
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, View, write_recording
 from tenant_sdk import TenantClient, embedded
 from tests.support.quick_training import lora
 from tests.support.wrapped_model import WrappedModel
@@ -38,28 +37,28 @@ BY_CHANCE = 0.3
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])
-def traffic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traffic:
-    return make(tmp_path_factory.mktemp("gradients"), request.param)
+def traffic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StepTraffic:
+    return step_traffic(tmp_path_factory.mktemp("gradients"), request.param)
 
 
-def training(traffic: Traffic) -> ForwardPass:
+def training(traffic: StepTraffic) -> ForwardPass:
     (step,) = [one for one in forward_passes(traffic.view) if one.is_training]
     return step
 
 
 def test_wins_on_its_control() -> None:
-    assert gradient_view.control().wins
+    assert unmasked.gradient_view_control().wins
 
 
-def test_every_token_of_the_batch(traffic: Traffic) -> None:
+def test_every_token_of_the_batch(traffic: StepTraffic) -> None:
     assert share_right(traffic, TOKENS) == 1.0
 
 
-def test_labels_where_the_provider_has_the_head(traffic: Traffic) -> None:
+def test_labels_where_the_provider_has_the_head(traffic: StepTraffic) -> None:
     assert share_right(traffic, LABELS) == (0.0 if traffic.public.head_group is None else 1.0)
 
 
-def test_the_full_gradient_of_every_layer_that_has_both_directions(traffic: Traffic) -> None:
+def test_the_full_gradient_of_every_layer_that_has_both_directions(traffic: StepTraffic) -> None:
     step = training(traffic)
     assert len(step.backward) == len(step.forward) - 1, "all but the first: it is the lowest adapted layer"
     for group in step.backward:
@@ -69,7 +68,7 @@ def test_the_full_gradient_of_every_layer_that_has_both_directions(traffic: Traf
     assert weight_gradient(step, traffic.public.blocks[0].q.group) is None
 
 
-def test_rows_scaled_one_by_one_keep_tokens_and_labels(traffic: Traffic) -> None:
+def test_rows_scaled_one_by_one_keep_tokens_and_labels(traffic: StepTraffic) -> None:
     """The rows are scaled one by one, as in ring arithmetic without a mask. Tokens and labels are still read
     correctly."""
     step, generator = training(traffic), torch.Generator().manual_seed(0)
@@ -85,20 +84,20 @@ def test_rows_scaled_one_by_one_keep_tokens_and_labels(traffic: Traffic) -> None
         assert NO_LABEL in traffic.labels
 
 
-def test_rows_under_a_one_time_mask_give_no_more_than_guessing(traffic: Traffic) -> None:
+def test_rows_under_a_one_time_mask_give_no_more_than_guessing(traffic: StepTraffic) -> None:
     generator = torch.Generator().manual_seed(1)
     opened = {
         message.seq: torch.randint(-(2**31), 2**31, message.request().shape, generator=generator).to(torch.float64)
         for message in traffic.view.messages
     }
     wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}
-    for claim in ADVERSARY.attack(traffic.view, traffic.public, opened):
+    for claim in GRADIENT_VIEW.attack(traffic.view, traffic.public, opened):
         named = [int(part) for part in claim.value.split(",")]  # type: ignore[union-attr]
         right = sum(one == other for one, other in zip(named, wanted[claim.name], strict=True))  # type: ignore[union-attr]
         assert right / len(named) < BY_CHANCE
 
 
-def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic) -> None:
+def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: StepTraffic) -> None:
     """After a mask was removed, rows that should be zero (padding, positions without a label) are small noise. Tokens
     and labels are still read correctly."""
     step, generator = training(traffic), torch.Generator().manual_seed(2)
@@ -112,7 +111,7 @@ def test_rows_that_were_opened_with_a_little_left_of_the_noise(traffic: Traffic)
         assert batch_labels(opened(step.backward[traffic.public.head_group].request())).tolist() == traffic.labels
 
 
-def test_padding_whose_embedding_is_zero(traffic: Traffic) -> None:
+def test_padding_whose_embedding_is_zero(traffic: StepTraffic) -> None:
     if traffic.public.positions is not None:
         return  # a position is added to each row, so no row is zero
     padding = int(traffic.public.embedding.norm(dim=1).argmin())
@@ -122,9 +121,9 @@ def test_padding_whose_embedding_is_zero(traffic: Traffic) -> None:
     assert ids == [*traffic.token_ids[:5], *[padding] * 3, *traffic.token_ids[8:]]
 
 
-def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
+def test_traffic_without_training_gives_nothing(traffic: StepTraffic) -> None:
     inference = View(traffic.view.manifest, traffic.view.messages[: len(traffic.view.manifest.groups)])
-    assert ADVERSARY.attack(inference, traffic.public, None) == []
+    assert GRADIENT_VIEW.attack(inference, traffic.public, None) == []
 
 
 # ---- fine-tuning by the SDK -----------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ def read_by_the_provider(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: st
     tokenizer = AutoTokenizer.from_pretrained(site.model)
     return {
         claim.name: tokenizer.decode([int(part) for part in claim.value.split(",") if int(part) != NO_LABEL])  # type: ignore[union-attr]
-        for claim in ADVERSARY.attack(view, public, None)
+        for claim in GRADIENT_VIEW.attack(view, public, None)
     }
 
 

@@ -16,11 +16,10 @@ import pytest
 import attacks
 from attacks import extract_lora, recover_prompts
 from attacks.report import command_line, plots, verdict
-from attacks.report.catalogue import MODULES, NOT_IN_QUICK
-from attacks.report.finding import FAILED, SHARE_TRIED, Finding, unclaimed
-from attacks.report.table import Result
-from attacks.victim import check, quick_model
-from attacks.victim.check import Check
+from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK
+from attacks.report.table import FAILED, SHARE_TRIED, Finding, Result, unclaimed
+from attacks.victim import draws, models
+from attacks.victim.draws import Check
 from tests.support.attack_report import read
 
 
@@ -29,13 +28,13 @@ def check_files(folder: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
-    assert len(report["controls"]) == len(MODULES) - len(NOT_IN_QUICK)
+    assert len(report["controls"]) == len(CATALOGUE) - len(NOT_IN_QUICK)
     told = (folder / "report.md").read_text()
     assert told.count("\n| ") > len(report["results"])
     for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
         bars = [one for one in ElementTree.parse(folder / plot).iter() if one.tag.endswith("}path")]  # noqa: S314
         assert len(bars) > 10, plot
-    answer = str(quick_model.FACTS[0]["completion"]).strip()
+    answer = str(models.FACTS[0]["completion"]).strip()
     stolen = folder / "stolen" / "off-float-closed-form"
     assert (stolen / "adapter_model.safetensors").stat().st_size > 0
     assert json.loads((stolen / "answers.json").read_text())[0]["stolen"].strip() == answer
@@ -417,4 +416,4 @@ def test_the_gate_says_what_was_drawn_wrongly() -> None:
         "lattice, from inside: errors outside of their support: 3 times, which cannot be",
         "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",
     ]
-    assert check.from_json(json.loads(json.dumps(check.to_json([fine, outside])))) == [fine, outside]
+    assert draws.checks_from_json(json.loads(json.dumps(draws.checks_to_json([fine, outside])))) == [fine, outside]

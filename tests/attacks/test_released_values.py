@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attacks.adversaries.released_values import ADVERSARY, seek_error
-from attacks.controls import released_values as played
-from attacks.controls.lattice_traffic import no_model, toy
+from attacks.adversaries.collusion import RELEASED_VALUES, seek_error
+from attacks.controls import collusion as played
+from attacks.controls.lattice import no_model, toy
 from attacks.report import catalogue
 
 TOY = toy(16, 2, 3.2)
@@ -25,9 +25,9 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_control_wins_at_the_parameters_that_clients_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(played, "NUM_KNOWN", 32)
     for _ in range(2):  # fresh secrets each time
-        assert played.control().wins
-    (control,) = catalogue.controls(ADVERSARY.name)
-    assert control is played.control
+        assert played.released_values_control().wins
+    (control,) = catalogue.controls(RELEASED_VALUES.name)
+    assert control is played.released_values_control
 
 
 def test_unrounded_results_open_the_block_of_a_toy() -> None:
@@ -60,4 +60,4 @@ def test_the_error_itself_is_found() -> None:
 
 
 def test_it_claims_nothing_on_a_recording() -> None:
-    assert ADVERSARY.attack(None, no_model(), None) == []  # type: ignore[arg-type]
+    assert RELEASED_VALUES.attack(None, no_model(), None) == []  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from attacks import extract_lora
-from attacks.victim import quick_model
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, write_recording
+from attacks.victim import models
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
@@ -28,7 +28,7 @@ Record = Callable[..., Path]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return Path(quick_model.make("tiny-llama", tmp_path / "model"))
+    return Path(models.make("tiny-llama", tmp_path / "model"))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_mask_that_nobody_names_may_be_a_private_one(
 ) -> None:
     """Mask rows are used twice in a recording whose mask is not named. This counts, since the mask may be a private
     one."""
-    model = quick_model.make("tiny-llama", tmp_path / "model")
+    model = models.make("tiny-llama", tmp_path / "model")
     manifest = serve_model(load(resolve(str(model)))).manifest
     widths = [group.in_features for group in manifest.groups]
     mask = torch.randint(-(2**31), 2**31, (6, widths[0]), dtype=torch.int32)
@@ -141,6 +141,6 @@ def test_an_empty_one_is_one_line(record: Record, model: Path, capsys: pytest.Ca
 
 
 def test_one_of_another_model_is_one_line(record: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = Path(quick_model.make("tiny-gpt2", tmp_path / "other"))
+    other = Path(models.make("tiny-gpt2", tmp_path / "other"))
     assert attack(record(), other) == 2
     assert "another model" in capsys.readouterr().err

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from attacks.report.finding import Finding
-from attacks.report.table import Result
+from attacks.report.table import Finding, Result
 
 
 def read(folder: Path) -> list[Result]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.programs.honest import HonestOffer
+from attacks.programs.providers import HonestOffer
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tests.support.mask_parameters import TOY_OPTIONS

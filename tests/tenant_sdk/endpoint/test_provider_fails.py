@@ -12,7 +12,7 @@ import httpx2
 import pytest
 import torch
 
-from attacks.programs.honest import HonestOffer
+from attacks.programs.providers import HonestOffer
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.endpoint import command

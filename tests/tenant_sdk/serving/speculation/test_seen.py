@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attacks.programs.honest import HonestOffer
+from attacks.programs.providers import HonestOffer
 from provider.model.served_model import ServedModel
 from tenant_sdk import Speculation, TenantClient, embedded
 from tenant_sdk.serving.engine import Engine
