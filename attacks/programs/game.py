@@ -130,8 +130,6 @@ def _inputs(model: Any, token_ids: torch.Tensor, block: int) -> torch.Tensor:
     return seen[0].reshape(-1, seen[0].shape[-1])  # (sequences, tokens, hidden) to (rows, hidden)
 
 
-# ---- the game -------------------------------------------------------------------------------------------------------
-
 CONFIDENCE = 0.999
 NEEDED_HALF_WIDTH = 0.03
 FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
