@@ -259,7 +259,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
     return [StolenFact(FACT, ", ".join(faults)), *claims] if faults else claims
 
 
-ADVERSARY = Adversary(
+BYTE_STATISTICS = Adversary(
     "byte-statistics",
     "ring rows that are not uniform, or neighbours that correlate: a mask that is missing, too narrow or used again",
     _attack,

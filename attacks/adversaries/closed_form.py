@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from attacks.adversaries import attention, attention_scores, gradient_equations, mlp, residual, ring_scales
-from attacks.adversaries.layer0_lookup import lookup
+from attacks.adversaries import attention, gradients, mlp, residual, ring_scales
+from attacks.adversaries.prompt_inversion import lookup
 from attacks.seen.adversary import Adversary, Claim, StolenDelta
 from attacks.seen.forward_passes import Opened, Prompt, prompts
 from attacks.seen.public_model import Block, Layer, Norm, PublicModel
@@ -63,7 +63,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
         except (_Stop, LinAlgError):
             pass
         stolen = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
-        last = gradient_equations.last_down(view, model, opened, stolen)
+        last = gradients.last_down(view, model, opened, stolen)
         claims += [] if last is None else [last]
     return claims
 
@@ -333,7 +333,7 @@ def _fit_scores(
     block: Block, model: PublicModel, v: torch.Tensor | None, given: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> attention.Heads:
     """Fits q and k from the probabilities of the softmax; the returned error is infinite if that is not possible."""
-    solved = None if v is None else attention_scores.solve(block, model, v, given, outputs)
+    solved = None if v is None else attention.solve_scores(block, model, v, given, outputs)
     if v is None or solved is None:
         return attention.Heads(block.q.weight, block.k.weight, block.v.weight, float("inf"))
     return attention.tried(block, model, (*solved, v), given, outputs)
@@ -356,4 +356,4 @@ def _steal_mlp(
         yield StolenDelta(layer.name, weight - layer.weight)
 
 
-ADVERSARY = Adversary("closed-form", "every base layer's ΔW from plain activations, block after block", _attack)
+CLOSED_FORM = Adversary("closed-form", "every base layer's ΔW from plain activations, block after block", _attack)

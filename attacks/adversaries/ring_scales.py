@@ -20,8 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from attacks.adversaries.columns import columns
-from attacks.adversaries.residual import Fit
+from attacks.adversaries.residual import Fit, columns
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3

@@ -180,7 +180,7 @@ def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Ten
     return None
 
 
-ADVERSARY = Adversary(
+SEED_SEARCH = Adversary(
     "seed-search",
     "masks, or a lattice mask's secrets, from a torch.Generator with a small or time-like seed: tries them all",
     attack,

@@ -184,6 +184,6 @@ def _is_small(difference: torch.Tensor) -> torch.Tensor:
     return centred(difference).abs() < SMALL
 
 
-ADVERSARY = Adversary(
+SLOT_REUSE = Adversary(
     "slot-reuse", "one mask slot used twice: small differences mod 2^32; yields differences of activations", attack
 )

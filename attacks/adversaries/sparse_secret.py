@@ -162,7 +162,7 @@ def _keys(numbers: Numbers) -> Keys:
     return keys
 
 
-ADVERSARY = Adversary(
+SPARSE_SECRET = Adversary(
     "sparse-secret",
     "a lattice mask whose secrets have at most four trits: meets in the middle on any row; opens the block",
     attack,

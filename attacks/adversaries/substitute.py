@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import normalize
 
 from attacks.adversaries import attention, mlp
-from attacks.adversaries.layer0_lookup import lookup
+from attacks.adversaries.prompt_inversion import lookup
 from attacks.seen.adversary import Adversary, Claim, StolenDelta
 from attacks.seen.forward_passes import Opened, forward_passes, places
 from attacks.seen.public_model import Layer, PublicModel
@@ -361,4 +361,4 @@ def _is_known(seen: torch.Tensor) -> torch.Tensor:
     return seen.any(-1)
 
 
-ADVERSARY = Adversary("substitute", "a copy of the adapter by training, from the directions of rows alone", _attack)
+SUBSTITUTE = Adversary("substitute", "a copy of the adapter by training, from the directions of rows alone", _attack)

@@ -272,7 +272,7 @@ def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-ADVERSARY = Adversary(
+TRAFFIC_SHAPE = Adversary(
     "traffic-shape",
     "sizes, order and directions alone: lengths, training rows, PEFT kind, lowest adapted layer",
     _attack,

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from attacks.adversaries.byte_statistics import ADVERSARY, FACT, STEPS, Uniformity, look
-from attacks.controls.control import ControlResult
-from attacks.controls.lattice_traffic import Traffic, manifest, no_model
+from attacks.adversaries.byte_statistics import BYTE_STATISTICS, FACT, STEPS, Uniformity, look
+from attacks.controls import ControlResult
+from attacks.controls.lattice import LatticeTraffic, manifest, no_model
 from attacks.seen.adversary import StolenFact
-from attacks.seen.view import View
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, View, write_recording
 from noise.params import PARAMETERS
 from wire.ring import coding
 
@@ -82,7 +81,7 @@ def cases(seed: int = 0) -> Mapping[str, Case]:
 
 def _under_lattice(generator: torch.Generator) -> torch.Tensor:
     """Draws a block of activations and masks it with a lattice mask of the shipped parameters; int64."""
-    mask = Traffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
+    mask = LatticeTraffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
     return activations(len(mask), generator) + mask
 
 
@@ -105,15 +104,15 @@ def is_right(found: Uniformity, group: int, case: Case) -> bool:
     return words >= case.shows_in if case.shows_in else not words
 
 
-def control() -> ControlResult:
+def byte_statistics_control() -> ControlResult:
     """Computes the share of cases that the adversary judges correctly; 0 if the adversary does not claim the faults
     that its function `look` finds."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)
-        found, claims = look(view), ADVERSARY.attack(view, no_model(), None)
+        found, claims = look(view), BYTE_STATISTICS.attack(view, no_model(), None)
     right = sum(is_right(found, group, case) for group, case in enumerate(sent.values())) / len(sent)
     if StolenFact(FACT, ", ".join(found.faults())) not in claims:
         right = 0.0
     setting = f"{sum(bool(case.shows_in) for case in sent.values())} faults of masks, a full mask, the lattice's"
-    return ControlResult(ADVERSARY.name, setting, "faults named for what they are, others not", right, 1.0, False)
+    return ControlResult(BYTE_STATISTICS.name, setting, "faults named for what they are, others not", right, 1.0, False)

@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 
 from attacks.programs import row_counts
-from attacks.programs.honest import HonestOffer
+from attacks.programs.providers import HonestOffer
 from attacks.report.exit_status import exit_status
-from attacks.victim import quick_model
+from attacks.victim import models
 from noise import sampling
 from noise.verify import FAILED
 from provider.embedded import serve_in_process
@@ -258,10 +258,10 @@ class Site:
 
 def site(folder: Path) -> Site:
     """Makes the model and its provider below `folder`."""
-    model = quick_model.make("tiny-llama", folder / "model")
+    model = models.make("tiny-llama", folder / "model")
     served_model = serve_in_process(str(model))
     head = next(group for group in served_model.manifest().groups if group.layers[0].name == "lm_head")
-    return Site(folder, model, served_model, head.id, quick_model.SPECIAL.index("<|end|>"))
+    return Site(folder, model, served_model, head.id, models.SPECIAL.index("<|end|>"))
 
 
 @dataclass(frozen=True)

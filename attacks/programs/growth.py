@@ -2,9 +2,9 @@
 ones.
 
 The program prints the measurements, the line through them, and the line's value at the dimensions of the shipped
-parameter sets beside the published estimates. The line is an illustration and not an estimate;
-attacks/adversaries/lattice_growth.py says why. A tenant makes masks of such small dimensions only if its flag for toy
-parameters is set.
+parameter sets beside the published estimates. The line is an illustration and not an estimate, as
+attacks/adversaries/lattice_reduction.py explains. A tenant makes masks of such small dimensions only if its flag for
+toy parameters is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from attacks.adversaries.lattice_growth import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
+from attacks.adversaries.lattice_reduction import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
 from attacks.report.exit_status import exit_status
 from noise.params import PARAMETERS
 

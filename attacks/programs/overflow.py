@@ -35,10 +35,9 @@ from unittest import mock
 import torch
 from safetensors.torch import load, save
 
-from attacks.programs.honest import HonestOffer
-from attacks.programs.hostile_bundle import HostileBundle
+from attacks.programs.providers import HonestOffer, HostileBundle
 from attacks.report.exit_status import exit_status
-from attacks.victim import quick_model
+from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
@@ -168,9 +167,9 @@ class LetterReader(HostileBundle):
         """Changes the honest bundle's embeddings and first norm."""
         super().__init__(served_model)
         tensors = load(self.files["model.safetensors"])
-        embeddings, number = tensors["model.embed_tokens.weight"], len(quick_model.SPECIAL)
+        embeddings, number = tensors["model.embed_tokens.weight"], len(models.SPECIAL)
         embeddings[:, 0] = 0
-        embeddings[number + quick_model.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
+        embeddings[number + models.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
         tensors["model.layers.0.input_layernorm.weight"][0] = HUGE  # the letter's row is √32 there after the norm
         self.files["model.safetensors"] = save(tensors)
         self.announce()
@@ -279,7 +278,7 @@ class Site:
 
 def site(folder: Path, num_layers: int = NUM_LAYERS) -> Site:
     """Makes the model and its provider below `folder`."""
-    return Site(folder, serve_in_process(str(quick_model.make("tiny-llama", folder / "model", num_layers))))
+    return Site(folder, serve_in_process(str(models.make("tiny-llama", folder / "model", num_layers))))
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from attacks.programs.hostile_bundle import HostileBundle
-from attacks.victim import quick_model
+from attacks.programs.providers import HostileBundle
+from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
@@ -160,7 +160,7 @@ def measure(folder: Path) -> list[Leak]:
     Args:
         folder: an empty folder.
     """
-    model = quick_model.make("tiny-llama", folder / "model")
+    model = models.make("tiny-llama", folder / "model")
     served_model = serve_in_process(str(model))
     leaks: list[Leak] = []
     for name, jobs in BUNDLES.items():

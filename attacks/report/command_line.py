@@ -24,11 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attacks.controls.control import Control, ControlResult
+from attacks.controls import Control, ControlResult
 from attacks.report.catalogue import adversaries, controls, quick
 from attacks.report.exit_status import exit_status
 from attacks.seen.adversary import Adversary
-from attacks.victim import quick_model
+from attacks.victim import models
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
@@ -86,7 +86,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
                 print(f"python -m {module:19} {summary}")
             return 0
         names = default if options.adversaries is None else options.adversaries
-        if names is None and options.view is None and _model(options) in quick_model.NAMES:
+        if names is None and options.view is None and _model(options) in models.NAMES:
             names = quick()
         return exit_status(options.out, lambda: _run(options, names))
     finally:
@@ -180,7 +180,7 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # left by an earlier run
     model = _model(options)
-    is_tiny = model in quick_model.NAMES
+    is_tiny = model in models.NAMES
     if is_tiny:
         torch.set_num_threads(1)  # with several threads, batches of small systems took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
@@ -310,9 +310,9 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     from attacks.seen.view import open_view
     from attacks.truth.secrets import Truth
     from attacks.victim import profiles
-    from attacks.victim.checkpoint import load_public
+    from attacks.victim.models import load_public
 
-    if options.model is None or options.model in quick_model.NAMES:
+    if options.model is None or options.model in models.NAMES:
         raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
     known = dict.fromkeys((*profiles.MASKS, *verdict.PRIVATE_MASKS))
     if options.masks is not None and options.masks not in known:
@@ -349,10 +349,10 @@ def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Nam
     """
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
-    from attacks.truth.gain import PrivateTask
     from attacks.truth.secrets import Truth, read_batches
-    from attacks.victim import check, harness, profiles
-    from attacks.victim.checkpoint import load_public
+    from attacks.truth.stolen_adapter import PrivateTask
+    from attacks.victim import draws, harness, profiles
+    from attacks.victim.models import load_public
 
     runs = profiles.runs(options.masks or MASKS)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
@@ -374,7 +374,7 @@ def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Nam
         seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
         drawn = []
         if job.watched and run.mask == "lattice":
-            drawn = check.from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
-            notes.append(f"{run.label}: {check.total_tests(drawn)} tests of what its masks are made of, from inside")
+            drawn = draws.checks_from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
+            notes.append(f"{run.label}: {draws.total_tests(drawn)} tests of what its masks are made of, from inside")
         cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
     return cases, notes

@@ -8,20 +8,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attacks.adversaries import byte_statistics, shared_error, slot_reuse
-from attacks.report.finding import FAILED, KL, Finding, unclaimed, verdict_on
-from attacks.report.table import Result
+from attacks.adversaries import byte_statistics, lattice_equations, slot_reuse
+from attacks.report.table import FAILED, KL, Finding, Result, unclaimed, verdict_on
 from attacks.report.verdict import METADATA
 from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.seen.forward_passes import Opened
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
-from attacks.truth.gain import Gain, PrivateTask, Worth
-from attacks.truth.judge import judge
-from attacks.truth.judge_facts import in_words
+from attacks.truth.judge import in_words, judge
 from attacks.truth.secrets import Batch, Truth
-from attacks.truth.stolen_adapter import write
-from attacks.victim.check import Check
+from attacks.truth.stolen_adapter import Gain, PrivateTask, Worth, write_adapter
+from attacks.victim.draws import Check
 from wire.errors import ConfigurationError
 
 _CERTAIN: dict[str, tuple[str, ...]] = {
@@ -32,7 +29,7 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "lattice-reduction": (),
     "seed-search": (),
     "sparse-secret": (),
-    "shared-error": (shared_error.SHARED,),
+    "shared-error": (lattice_equations.SHARED,),
 }
 """The adversaries that check each claim before they make it, so that less than one claim in 2^40 is a mistake. Each is
 mapped to the names of those of its facts that count in the verdict; its claims of other kinds always count."""
@@ -149,7 +146,7 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
         findings += _unjudged(claims, {one.module for one in findings}, _CERTAIN.get(name, ()))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
-    stolen = write(deltas, case.public, folder) if deltas else None
+    stolen = write_adapter(deltas, case.public, folder) if deltas else None
     _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
     if stolen is not None and case.task is not None:
         findings += _worth(case.task.measure(stolen), folder)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attacks.report.finding import NO_CLAIM, SHARE_TRIED
-from attacks.report.table import Result
+from attacks.report.table import NO_CLAIM, SHARE_TRIED, Result
 from attacks.report.verdict import PRIVATE_MASKS, UNKNOWN
 
 ERROR, RATE = "relative error", "recovery rate"

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.report.finding import FAILED, KL, NO_CLAIM, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
-from attacks.report.table import Result
-from attacks.victim.check import Check, alarms
+from attacks.report.table import FAILED, KL, NO_CLAIM, OVERLAP, SHARE_CLAIMED, SHARE_TRIED, Result
+from attacks.victim.draws import Check, alarms
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 UNKNOWN = "unknown"
@@ -155,7 +154,7 @@ def in_three_lines(results: Sequence[Result], num_controls: int, num_lost: int, 
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:
-    """Returns a line for each alarm about the random numbers in a victim's masks (attacks/victim/draws_statistics.py).
+    """Returns a line for each alarm about the random numbers in a victim's masks (attacks/victim/draws.py).
     Each line begins with `label`, the run's name."""
     return [f"{label}, from inside: {said}" for said in alarms(checks)]
 

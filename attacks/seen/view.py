@@ -4,12 +4,15 @@ A view holds the manifest and the recorded bytes, and nothing that only the tena
 damaged is refused with a `ConfigurationError`. Tensors are read only when a method needs them, so a damaged tensor is
 noticed only then. If the recorder reached its size limit, later messages have no tensors, and `is_truncated` is True.
 If the recorder did not end properly, `is_ended` is False.
+
+`write_recording` makes such a recording from given tensors, for controls and tests.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +20,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.manifest import Manifest, parse_manifest
@@ -235,3 +239,43 @@ def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[
         widths if fields.direction == "forward" else widths[::-1],
     )  # fmt: skip
     return message, fields.answered
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Holds one request and its reply, in the form in which `Message` returns them."""
+
+    group: int
+    request: torch.Tensor
+    reply: torch.Tensor
+    direction: str = "forward"
+    purpose: str = "product"
+
+
+def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchange], tenant: str = "victim") -> View:
+    """Writes a recording and opens it.
+
+    Args:
+        folder: the folder to make; it must not exist.
+        manifest: the manifest; its `groups` must hold every group that the exchanges name.
+        exchanges: requests and replies in order. A float32 reply makes a float message, any other makes a ring message.
+    """
+    folder.mkdir(parents=True)
+    (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    with (folder / INDEX_NAME).open("w", encoding="utf-8") as index:
+        for seq, one in enumerate(exchanges):
+            name = f"{seq:08d}.safetensors"
+            save_file({"request": one.request.contiguous(), "reply": one.reply.contiguous()}, folder / name)
+            line = {
+                "seq": seq,
+                "tenant": tenant,
+                "layer": one.group,
+                "direction": one.direction,
+                "arithmetic": "float" if one.reply.dtype == torch.float32 else "ring",
+                "purpose": one.purpose,
+                "rows": one.reply.shape[0],
+                "file": name,
+                "truncated": False,
+            }
+            index.write(json.dumps(line) + "\n")
+    return open_view(folder)

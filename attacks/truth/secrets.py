@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attacks.adversaries.gradient_view import NO_LABEL
+from attacks.adversaries.gradients import NO_LABEL
 from attacks.seen.public_model import PublicModel
 from wire.errors import ConfigurationError
 from wire.manifest import Manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attacks.victim import quick_model
+from attacks.victim import models
 from attacks.victim.tenant import Job, Run
 from wire.errors import ConfigurationError
 
@@ -72,7 +72,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
-    if model in quick_model.NAMES:
+    if model in models.NAMES:
         return quick(folder, model, adapter, peft_kind)
     if peft_kind != "lora":
         raise ConfigurationError("the full profile trains LoRA; --peft is for the tiny models")
@@ -82,19 +82,19 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
 def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
     """Returns the profile of a tiny random model. All of its layers are recorded, and all adversaries finish within a
     minute."""
-    model = quick_model.make(name, folder / "model")
+    model = models.make(name, folder / "model")
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
 
     def characters(count: int) -> list[int]:
-        low = len(quick_model.SPECIAL)
-        return [generator.randrange(low, low + len(quick_model.CHARACTERS)) for _ in range(count)]
+        low = len(models.SPECIAL)
+        return [generator.randrange(low, low + len(models.CHARACTERS)) for _ in range(count)]
 
-    firsts = generator.sample(range(len(quick_model.SPECIAL), len(quick_model.SPECIAL) + 95), 64)
+    firsts = generator.sample(range(len(models.SPECIAL), len(models.SPECIAL) + 95), 64)
     prompts = [[first, *characters(5)] for first in firsts] + [characters(8) for _ in range(4)]
-    job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
+    job = _job(str(model), adapter, list(models.FACTS), prompts, folder / "truth").model_copy(
         update={
             "train_steps": 150,
-            "continued_rows": len(quick_model.FACTS),
+            "continued_rows": len(models.FACTS),
             "learning_rate": 5e-3,
             "peft_kind": peft_kind,
             "peft": _peft(name, peft_kind),

@@ -131,13 +131,13 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
 def _watched(file: Path) -> Iterator[None]:
     """Tests the lattice masks with default parameters that are made within the block, and writes the result. The result
     holds no sample."""
-    from attacks.victim import check, draws, draws_statistics
+    from attacks.victim import draws
 
-    statistics = draws_statistics.Statistics(draws.DEFAULT)
+    statistics = draws.Statistics(draws.DEFAULT)
     watch = draws.Watch(draws.DEFAULT, statistics.keep)
     with watch():
         yield
-    file.write_text(json.dumps(check.to_json(statistics.checks(watch))))
+    file.write_text(json.dumps(draws.checks_to_json(statistics.checks(watch))))
 
 
 @contextmanager

@@ -12,11 +12,10 @@ import torch
 
 from attacks.adversaries import byte_statistics as statistics
 from attacks.controls import byte_statistics as control
-from attacks.controls.lattice_traffic import manifest, no_model
+from attacks.controls.lattice import manifest, no_model
 from attacks.seen.adversary import StolenFact
-from attacks.seen.view import View, open_view
-from attacks.victim import quick_model
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, View, open_view, write_recording
+from attacks.victim import models
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
@@ -124,7 +123,7 @@ def test_the_bound_grows_with_what_was_looked_at() -> None:
 def test_groups_with_too_few_numbers_are_counted(tmp_path: Path) -> None:
     short, long = uniform(10, 50), uniform(100, 50)
     view = seen(tmp_path, (short, long, short), num_groups=3)
-    (claim,) = statistics.ADVERSARY.attack(view, no_model(), None)
+    (claim,) = statistics.BYTE_STATISTICS.attack(view, no_model(), None)
     assert isinstance(claim, StolenFact)
     assert claim.name == statistics.SUMMARY
     assert "1 groups and directions, 5,000 numbers; 2 skipped for fewer than 4,096 numbers (1,000 together)" in str(
@@ -157,13 +156,13 @@ def test_one_row_has_no_neighbour_below(tmp_path: Path) -> None:
 
 
 def test_float_messages_are_none_of_its_business(tmp_path: Path) -> None:
-    assert statistics.ADVERSARY.attack(seen(tmp_path, [torch.randn(100, 50)]), no_model(), None) == []
+    assert statistics.BYTE_STATISTICS.attack(seen(tmp_path, [torch.randn(100, 50)]), no_model(), None) == []
 
 
 @pytest.mark.parametrize(("mask", "is_fault"), [("lattice", False), ("pad", False), ("off", True)])
 def test_real_training(mask: str, is_fault: bool, tmp_path: Path) -> None:
     """The traffic is that of two steps of the tiny model, by the code of the real tenant and provider."""
-    model = quick_model.make("tiny-llama", tmp_path / "model")
+    model = models.make("tiny-llama", tmp_path / "model")
     served = serve_model(load(resolve(str(model))), recording=True)
     served_model = ServedModel(served, Recorder(tmp_path / "seen", served.manifest))
     options = {"verify": model, "cache": tmp_path / "cache", "progress": False}
@@ -171,9 +170,7 @@ def test_real_training(mask: str, is_fault: bool, tmp_path: Path) -> None:
         serving(served_model) as server,
         TenantClient(f"grpc://127.0.0.1:{server.port}", mask=mask, arithmetic="ring", **options) as client,
     ):
-        client.finetune(
-            list(quick_model.FACTS), output_dir=tmp_path / "adapter", max_steps=2, progress=False, resume=False
-        )
+        client.finetune(list(models.FACTS), output_dir=tmp_path / "adapter", max_steps=2, progress=False, resume=False)
     served_model.close()
     found = statistics.look(open_view(tmp_path / "seen"))
     assert len(found.looked_at) > 10

@@ -10,29 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from attacks.adversaries import (
-    averaging,
-    differencing,
-    known_mask,
-    low_bits,
-    principal_components,
-    seed_search,
-    sphere_fit,
-    subspace,
-    which_of_k,
-)
-from attacks.controls import averaging as averaging_control
-from attacks.controls import differencing as differencing_control
-from attacks.controls import known_mask as traffic_of
-from attacks.controls import low_bits as low_bits_control
-from attacks.controls import principal_components as principal_components_control
-from attacks.controls import seed_search as seed_search_control
-from attacks.controls import sphere_fit as sphere_fit_control
-from attacks.controls import subspace as subspace_control
-from attacks.controls import which_of_k as which_of_k_control
-from attacks.controls.control import Control
-from attacks.controls.known_mask import (
-    Traffic,
+from attacks.adversaries import float_masks, seed_search
+from attacks.controls import Control
+from attacks.controls import float_masks as controls
+from attacks.controls.float_masks import (
+    MaskedTraffic,
     difference_errors,
     exchange,
     inputs_of,
@@ -43,22 +25,17 @@ from attacks.controls.known_mask import (
     uniform_traffic,
 )
 from attacks.seen.adversary import Adversary, StolenDifference, StolenRows
-from attacks.seen.view import View
-from attacks.victim.synthetic import Exchange
+from attacks.seen.view import Exchange, View
 
 ADVERSARIES = [
-    module.ADVERSARY
-    for module in (
-        known_mask, which_of_k, sphere_fit, differencing, averaging, principal_components, subspace, low_bits,
-        seed_search,
-    )
+    float_masks.KNOWN_MASK, float_masks.WHICH_OF_K, float_masks.SPHERE_FIT, float_masks.DIFFERENCING,
+    float_masks.AVERAGING, float_masks.PRINCIPAL_COMPONENTS, float_masks.SUBSPACE, float_masks.LOW_BITS,
+    seed_search.SEED_SEARCH,
 ]  # fmt: skip
 CONTROLS = [
-    module.control
-    for module in (
-        traffic_of, which_of_k_control, sphere_fit_control, differencing_control, averaging_control,
-        principal_components_control, subspace_control, low_bits_control, seed_search_control,
-    )
+    controls.known_mask_control, controls.which_of_k_control, controls.sphere_fit_control,
+    controls.differencing_control, controls.averaging_control, controls.principal_components_control,
+    controls.subspace_control, controls.low_bits_control, controls.seed_search_control,
 ]  # fmt: skip
 CHANCE = 0.08
 """A bound on correlations: more than four standard deviations for the fewest independent elements, which are the 3,400
@@ -70,7 +47,7 @@ by_name = pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary
 on_both = pytest.mark.parametrize("kind", ["llama", "gpt2"])
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__module__.rsplit(".")[-1])
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_wins_on_its_control(control: Control) -> None:
     result = control()
     assert result.wins, result
@@ -82,14 +59,14 @@ def test_every_control_is_of_its_adversary() -> None:
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
-def one_time(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traffic:
+def one_time(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MaskedTraffic:
     """Returns the traffic of 40 prompts under fresh uniform masks, 320 messages. The first prompt is sent 20 times."""
     inputs = inputs_of(request.param, 21, 12)
     return uniform_traffic(request.param, str(tmp_path_factory.mktemp("uniform")), [inputs[0]] * 19 + inputs)
 
 
 @by_name
-def test_stays_at_its_baseline_on_one_time_masks(adversary: Adversary, one_time: Traffic) -> None:
+def test_stays_at_its_baseline_on_one_time_masks(adversary: Adversary, one_time: MaskedTraffic) -> None:
     wins, guessed, wanted = 0, [], []
     for claim in adversary.attack(one_time.view, one_time.public, None):
         if isinstance(claim, StolenRows):
@@ -106,8 +83,8 @@ def test_stays_at_its_baseline_on_one_time_masks(adversary: Adversary, one_time:
         assert abs(float(alike)) < CHANCE
 
 
-def test_low_bits_of_one_time_masks_are_chance(one_time: Traffic) -> None:
-    rows = [(claim.rows, one_time.truth[claim.seq]) for claim in _rows_of(low_bits.ADVERSARY, one_time)]
+def test_low_bits_of_one_time_masks_are_chance(one_time: MaskedTraffic) -> None:
+    rows = [(claim.rows, one_time.truth[claim.seq]) for claim in _rows_of(float_masks.LOW_BITS, one_time)]
     guess, truth = (torch.cat([pair[side].flatten() for pair in rows]) for side in (0, 1))
     spacing = 2.0**16
     off = (guess - truth) / spacing
@@ -132,14 +109,14 @@ def test_knows_nothing_of_masks_that_do_not_fit(adversary: Adversary, tmp_path: 
     assert all(error > BASELINE - CHANCE for error in errors.values())
 
 
-@pytest.mark.parametrize("adversary", [known_mask.ADVERSARY, which_of_k.ADVERSARY], ids=lambda one: one.name)
+@pytest.mark.parametrize("adversary", [float_masks.KNOWN_MASK, float_masks.WHICH_OF_K], ids=lambda one: one.name)
 @on_both
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.3])
 def test_opens_normed_inputs_under_a_pool(adversary: Adversary, kind: str, sigma: float, tmp_path: Path) -> None:
-    inputs = traffic_of.decode_steps(inputs_of(kind, 2, 12), 3)
-    traffic = traffic_of.pool_traffic(kind, str(tmp_path), sigma, inputs)
+    inputs = controls.decode_steps(inputs_of(kind, 2, 12), 3)
+    traffic = controls.pool_traffic(kind, str(tmp_path), sigma, inputs)
     errors = row_errors(adversary.attack(traffic.view, traffic.public, None), traffic.truth)
-    groups = traffic_of.normed_groups(traffic.public)
+    groups = controls.normed_groups(traffic.public)
     wanted = [message.seq for message in traffic.view.select("product") if message.group in groups]
     assert max(errors.get(seq, 1.0) for seq in wanted) < 1e-4
 
@@ -156,7 +133,7 @@ def test_known_mask_opens_gradients(tmp_path: Path) -> None:
         (exchange("llama", 1, masked, direction="forward"), rows),
     ]
     traffic = record("llama", str(tmp_path), sent)
-    errors = row_errors(known_mask.attack(traffic.view, traffic.public, None), traffic.truth)
+    errors = row_errors(float_masks.attack_known_mask(traffic.view, traffic.public, None), traffic.truth)
     assert list(errors) == [1]
     assert errors[1] < 1e-5
 
@@ -164,22 +141,22 @@ def test_known_mask_opens_gradients(tmp_path: Path) -> None:
 def test_known_mask_needs_effects(tmp_path: Path) -> None:
     rows = inputs_of("llama", 1, 12)[0]
     traffic = record("llama", str(tmp_path), [(exchange("llama", group, rows[group]), rows[group]) for group in rows])
-    assert known_mask.attack(traffic.view, traffic.public, None) == []
-    assert which_of_k.attack(traffic.view, traffic.public, None) == []
+    assert float_masks.attack_known_mask(traffic.view, traffic.public, None) == []
+    assert float_masks.attack_which_of_k(traffic.view, traffic.public, None) == []
 
 
 def test_sphere_fit_of_layer_norms(tmp_path: Path) -> None:
     """GPT-2's rows are recovered to 1e-3, and not better, because its norm adds an eps of 1e-5 to the small variances
     of the tiny model."""
-    traffic = sphere_fit_control.fixed_mask_traffic("gpt2", str(tmp_path), traffic_of.public_of("gpt2"), 10)
-    errors = row_errors(sphere_fit.attack(traffic.view, traffic.public, None), traffic.truth)
+    traffic = controls.fixed_mask_traffic("gpt2", str(tmp_path), controls.public_of("gpt2"), 10)
+    errors = row_errors(float_masks.attack_sphere_fit(traffic.view, traffic.public, None), traffic.truth)
     assert max(errors[seq] for seq in traffic.truth) < 1e-3
 
 
 @pytest.mark.slow
 def test_seed_search_misses_a_seed_out_of_its_range(tmp_path: Path) -> None:
     for ring in (False, True):
-        traffic = seed_search_control.seeded_traffic(str(tmp_path / str(ring)), ring, 0x5EED0100)
+        traffic = controls.seeded_traffic(str(tmp_path / str(ring)), ring, 0x5EED0100)
         assert seed_search.attack(traffic.view, traffic.public, None) == []
         found = seed_search.search(traffic.view, traffic.public, range(0x5EED00FB, 0x5EED0105))
         assert max(row_errors(found, traffic.truth).values()) < 1e-4
@@ -187,8 +164,8 @@ def test_seed_search_misses_a_seed_out_of_its_range(tmp_path: Path) -> None:
 
 
 def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win(tmp_path: Path) -> None:
-    traffic = principal_components_control.traffic_under_one_mask(str(tmp_path))
-    rows = row_errors(averaging.ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+    traffic = controls.traffic_under_one_mask(str(tmp_path))
+    rows = row_errors(float_masks.AVERAGING.attack(traffic.view, traffic.public, None), traffic.truth)
     assert min(rows.values()) > 10, "the mean is the mask"
     plain, found = (
         [
@@ -196,7 +173,7 @@ def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win
             for error in difference_errors(one.attack(traffic.view, traffic.public, None), traffic.truth)
             if error < 1e6  # the rows are of two different prompts
         ]
-        for one in (differencing.ADVERSARY, principal_components.ADVERSARY)
+        for one in (float_masks.DIFFERENCING, float_masks.PRINCIPAL_COMPONENTS)
     )
     assert min(plain) > 1.0, "worse than a guess of zero"
     assert max(found) < 0.25
@@ -210,7 +187,9 @@ def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> Non
     inputs = [to_ring(one[4]) for one in inputs_of("llama", 3, 12)] * 7
     pad = uniform(inputs[0].shape, generator)
     traffic = record("llama", str(tmp_path), [(exchange("llama", 4, rows + pad), rows) for rows in inputs])
-    errors = difference_errors(principal_components.ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+    errors = difference_errors(
+        float_masks.PRINCIPAL_COMPONENTS.attack(traffic.view, traffic.public, None), traffic.truth
+    )
     assert len(errors) == 8
     assert max(errors) < 1e-6
 
@@ -219,7 +198,7 @@ def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> Non
 def test_principal_components_of_equal_messages_are_none(number: float, tmp_path: Path) -> None:
     rows = torch.full((12, 32), number)
     traffic = record("llama", str(tmp_path), [(exchange("llama", 0, rows), None)] * 20)
-    assert principal_components.ADVERSARY.attack(traffic.view, traffic.public, None) == []
+    assert float_masks.PRINCIPAL_COMPONENTS.attack(traffic.view, traffic.public, None) == []
 
 
 def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:
@@ -255,7 +234,7 @@ def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:
 @pytest.mark.slow
 @by_name
 def test_raises_on_no_view(adversary: Adversary, tmp_path: Path) -> None:
-    public = traffic_of.public_of("llama")
+    public = controls.public_of("llama")
     for name, view in _odd_views(tmp_path):
         claims = adversary.attack(view, public, None)
         assert isinstance(claims, list), name
@@ -263,6 +242,6 @@ def test_raises_on_no_view(adversary: Adversary, tmp_path: Path) -> None:
             assert claims == []
 
 
-def _rows_of(adversary: Adversary, traffic: Traffic) -> list[StolenRows]:
+def _rows_of(adversary: Adversary, traffic: MaskedTraffic) -> list[StolenRows]:
     claims = adversary.attack(traffic.view, traffic.public, None)
     return [claim for claim in claims if isinstance(claim, StolenRows)]

@@ -1,5 +1,6 @@
 """Tests the quick profile from end to end: what must be broken is broken, what must hold holds, and bad input gives one
-line."""
+line.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +20,29 @@ from transformers import AutoModelForCausalLM
 import attacks
 from attacks import extract_lora, recover_prompts
 from attacks.report import command_line, plots, verdict
-from attacks.report.catalogue import MODULES, NOT_IN_QUICK
+from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK
 from attacks.report.exit_status import exit_status
-from attacks.report.finding import FAILED, SHARE_TRIED, Finding, unclaimed
-from attacks.report.table import Result
-from attacks.victim import check, quick_model
-from attacks.victim.check import Check
-from tests.support.attack_report import read
+from attacks.report.table import FAILED, SHARE_TRIED, Finding, Result, unclaimed
+from attacks.victim import draws, models
+from attacks.victim.draws import Check
+
+
+def read(folder: Path) -> list[Result]:
+    """Returns the results in the report.json of a folder. A value of null in this file stands for infinity."""
+    results = json.loads((folder / "report.json").read_text())["results"]
+    return [
+        Result(
+            one["mask"], one["arithmetic"], one["adversary"],
+            Finding(
+                one["module"], one["metric"], float("inf") if one["value"] is None else one["value"],
+                one["baseline"], tuple(one["interval"]), one["verdict"],
+            ),
+        )
+        for one in results
+    ]  # fmt: skip
+
+
+# ---- the quick profile ----------------------------------------------------------------------------------------------
 
 
 def check_files(folder: Path) -> None:
@@ -33,13 +50,13 @@ def check_files(folder: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
-    assert len(report["controls"]) == len(MODULES) - len(NOT_IN_QUICK)
+    assert len(report["controls"]) == len(CATALOGUE) - len(NOT_IN_QUICK)
     told = (folder / "report.md").read_text()
     assert told.count("\n| ") > len(report["results"])
     for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
         bars = [one for one in ElementTree.parse(folder / plot).iter() if one.tag.endswith("}path")]  # noqa: S314
         assert len(bars) > 10, plot
-    answer = str(quick_model.FACTS[0]["completion"]).strip()
+    answer = str(models.FACTS[0]["completion"]).strip()
     stolen = folder / "stolen" / "off-float-closed-form"
     assert (stolen / "adapter_model.safetensors").stat().st_size > 0
     assert json.loads((stolen / "answers.json").read_text())[0]["stolen"].strip() == answer
@@ -138,7 +155,7 @@ def test_what_libraries_say_is_not_shown(tmp_path: Path, capsys: pytest.CaptureF
     """Saving a model shows a progress bar, and PEFT uses a name that transformers is about to drop."""
 
     def work() -> int:
-        model = AutoModelForCausalLM.from_pretrained(quick_model.make("tiny-llama", tmp_path / "model"))
+        model = AutoModelForCausalLM.from_pretrained(models.make("tiny-llama", tmp_path / "model"))
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
         return 7
 
@@ -436,4 +453,61 @@ def test_the_gate_says_what_was_drawn_wrongly() -> None:
         "lattice, from inside: errors outside of their support: 3 times, which cannot be",
         "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",
     ]
-    assert check.from_json(json.loads(json.dumps(check.to_json([fine, outside])))) == [fine, outside]
+    assert draws.checks_from_json(json.loads(json.dumps(draws.checks_to_json([fine, outside])))) == [fine, outside]
+
+
+# ---- --peft: each kind is stolen without a mask, and not through the lattice mask -----------------------------------
+
+
+def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> dict[str, float]:
+    here = [one for one in results if (one.mask, one.arithmetic, one.finding.metric) == (mask, arithmetic, metric)]
+    return {one.finding.module: one.finding.value for one in here}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ia3", "oft", "boft"])
+def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, no_controls: None) -> None:
+    """All three adapters change v and either q or k. IA3's change of the input of down_proj is found as an equal change
+    of up_proj."""
+    options = ["--peft", kind, "--masks", "off,lattice", "--adversaries", "closed-form", "--out", str(tmp_path)]
+    assert extract_lora.main(options) == 0
+    results = read(tmp_path)
+    errors = values(results, "off", "float", "relative error")
+    assert errors["v_proj"] < 1e-5
+    assert errors["q·k"] < 0.02
+    assert values(results, "off", "ring", "relative error")["v_proj"] < 0.1
+    for arithmetic in ("float", "ring"):
+        assert values(results, "off", arithmetic, "stolen task gain")["adapter"] > 0.95
+    base = {one.finding.baseline for one in results if one.finding.metric == "agreement of answers"}
+    assert values(results, "lattice", "ring", "agreement of answers").get("adapter", 0.0) < max(base) + 0.1
+    assert all(error > 0.9 for error in values(results, "lattice", "ring", "relative error").values())
+    assert verdict.weakened(results) == []
+
+
+# ---- a model whose output head stays with the tenant ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_gpt2_model_is_stolen_whole(tmp_path: Path, no_controls: None) -> None:
+    thieves = "closed-form,gradient-equations"
+    options = ["--model", "tiny-gpt2", "--masks", "off", "--adversaries", thieves, "--out", str(tmp_path)]
+    assert extract_lora.main(options) == 0
+    found = {
+        (one["adversary"], one["arithmetic"], one["module"], one["metric"]): one
+        for one in json.loads((tmp_path / "report.json").read_text())["results"]
+    }
+
+    def value(adversary: str, module: str, metric: str, arithmetic: str = "float") -> float:
+        return float(found[adversary, arithmetic, module, metric]["value"])
+
+    for module in ("o_proj", "down_proj", "v_proj", "up_proj", "q·k"):
+        assert value("closed-form", module, "relative error") <= 1e-3, module
+        assert ("closed-form", "float", f"{module} (1 of 2 layers)", "relative error") not in found
+    assert value("closed-form", "adapter", "stolen task gain") >= 0.9
+    assert value("gradient-equations", "down_proj", "relative error") <= 1e-3
+    assert 0.1 < value("gradient-equations", "adapter", "stolen task gain") < 0.9, "down_proj is not all of it"
+    low, high = found["closed-form", "float", "adapter", "stolen task gain"]["spread"]
+    assert 0.9 <= low <= high
+    # In ring arithmetic the last down_proj stays hidden, and the table must say so.
+    assert found["closed-form", "ring", "down_proj (1 of 2 layers)", "relative error"]["verdict"] == "no claim"
+    assert found["gradient-equations", "ring", "–", "–"]["verdict"] == "no claim"

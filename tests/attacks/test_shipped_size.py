@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attacks.adversaries import shared_error, sparse_secret
+from attacks.adversaries import lattice_equations, sparse_secret
+from attacks.adversaries.lattice_equations import SHARED, distances, undone
 from attacks.adversaries.ring_lwe import PublicMatrix
-from attacks.adversaries.shared_error import SHARED, distances, undone
-from attacks.controls import shared_error as shared_error_control
-from attacks.controls import sparse_secret as sparse_secret_control
-from attacks.controls.lattice_traffic import ACTIVATION, Traffic, no_model
-from attacks.controls.weak_lattice import WEAKNESSES
+from attacks.controls import Control
+from attacks.controls import lattice as controls
+from attacks.controls.lattice import ACTIVATION, LatticeTraffic, no_model
 from attacks.programs import weakenings
+from attacks.programs.weakenings import WEAKNESSES
 from attacks.report.evaluate import Case, attack
 from attacks.report.verdict import weakened
 from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFact, StolenRows
@@ -26,9 +26,9 @@ DEFAULT = PARAMETERS["default"]
 ERROR = 21 / ACTIVATION
 
 
-@pytest.mark.parametrize("module", [sparse_secret_control, shared_error_control], ids=lambda one: one.__name__[17:])
-def test_they_win_on_their_controls(module: object) -> None:
-    result = module.control()  # type: ignore[attr-defined]
+@pytest.mark.parametrize("control", [controls.sparse_secret_control, controls.shared_error_control])
+def test_they_win_on_their_controls(control: Control) -> None:
+    result = control()
     assert result.wins, result
 
 
@@ -38,7 +38,7 @@ def test_they_win_on_their_controls(module: object) -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_sparse_secrets_of_every_parameter_set(name: str) -> None:
     parameters = PARAMETERS[name]
-    traffic = Traffic(parameters, 32)
+    traffic = LatticeTraffic(parameters, 32)
     for places in ((3,), (0, 700), (5, 600, parameters.dimension - 1)):
         secret = torch.zeros(1, parameters.rank, parameters.ring_degree, dtype=torch.int8)
         secret.view(-1)[list(places)] = torch.tensor([1, -1, 1], dtype=torch.int8)[: len(places)]
@@ -50,28 +50,28 @@ def test_sparse_secrets_of_every_parameter_set(name: str) -> None:
 
 
 def test_four_trits_are_found_on_a_few_rows() -> None:
-    traffic = sparse_secret_control.traffic((4,))
+    traffic = controls.sparse_secret_traffic((4,))
     assert traffic.relative_error(traffic.attacked(sparse_secret.attack)) < ERROR
 
 
 def test_any_row_of_a_block_will_do() -> None:
     """The attacker sees only rows from the middle of a block. It finds the block's secret multiplied by a power of X,
     which also unmasks the block's other rows."""
-    traffic = Traffic(DEFAULT, 32)
-    mask = traffic.block(sparse_secret_control.sparse(3))
+    traffic = LatticeTraffic(DEFAULT, 32)
+    mask = traffic.block(controls.sparse(3))
     for rows in (mask[300:340], mask[340:400]):
         traffic.send(traffic.activations(len(rows)), rows)
     assert traffic.relative_error(traffic.attacked(sparse_secret.attack)) < ERROR
 
 
 def test_sparse_secret_says_nothing_of_honest_secrets() -> None:
-    traffic = sparse_secret_control.traffic((0,) * 8)
+    traffic = controls.sparse_secret_traffic((0,) * 8)
     assert traffic.attacked(sparse_secret.attack) == []
 
 
 def test_sparse_secret_says_nothing_where_chance_would_do() -> None:
-    traffic = Traffic(DEFAULT, sparse_secret.LEAST_FEATURES - 1)
-    traffic.send(traffic.activations(40), traffic.block(sparse_secret_control.sparse(2))[:40])
+    traffic = LatticeTraffic(DEFAULT, sparse_secret.LEAST_FEATURES - 1)
+    traffic.send(traffic.activations(40), traffic.block(controls.sparse(2))[:40])
     assert traffic.attacked(sparse_secret.attack) == []
 
 
@@ -79,19 +79,19 @@ def test_sparse_secret_says_nothing_where_chance_would_do() -> None:
 
 
 def test_two_blocks_with_one_error_give_all_their_differences() -> None:
-    traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
-    claims = traffic.attacked(shared_error.attack)
+    traffic = controls.shared_error_traffic(share_blocks=True, share_pieces=False)
+    claims = traffic.attacked(lattice_equations.attack_shared_error)
     assert StolenFact(SHARED, "1, 9") in claims
-    assert shared_error_control.differences_error(traffic, claims) == 0.0, "the error cancels: exact"
+    assert controls.differences_error(traffic, claims) == 0.0, "the error cancels: exact"
     assert not [one for one in claims if isinstance(one, StolenRows)]
 
 
 def test_known_rows_of_one_block_give_those_of_the_other(tmp_path: Path) -> None:
-    traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
+    traffic = controls.shared_error_traffic(share_blocks=True, share_pieces=False)
     view = traffic.view(tmp_path / "recording")
     # All rows of the first block are known, and of the second block those of the prompt that both hold.
     known = {seq: traffic.truth[seq].to(torch.float64) for seq in (*range(1, 9), 9)}  # type: ignore[union-attr]
-    claims = shared_error.attack(view, no_model(), known)
+    claims = lattice_equations.attack_shared_error(view, no_model(), known)
     opened = {one.seq: one.rows for one in claims if isinstance(one, StolenRows)}
     assert set(opened) == set(range(10, 17))
     for seq, rows in opened.items():
@@ -99,8 +99,8 @@ def test_known_rows_of_one_block_give_those_of_the_other(tmp_path: Path) -> None
 
 
 def test_pieces_with_one_error_give_their_block() -> None:
-    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=True)
-    claims = traffic.attacked(shared_error.attack)
+    traffic = controls.shared_error_traffic(share_blocks=False, share_pieces=True)
+    claims = traffic.attacked(lattice_equations.attack_shared_error)
     assert len([one for one in claims if isinstance(one, StolenRows)]) == 16
     assert traffic.relative_error(claims) < ERROR
 
@@ -108,7 +108,7 @@ def test_pieces_with_one_error_give_their_block() -> None:
 def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
     """On a layer of 1,600 features, two prompts have the same first row and the same error. From this pair alone, the
     adversary finds the shared error and the exact difference of the two prompts' rows."""
-    traffic = Traffic(DEFAULT, 1600)
+    traffic = LatticeTraffic(DEFAULT, 1600)
     error = torch.randint(-21, 22, (1, 512, 1600), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     traffic.error = lambda shape: error
     first = traffic.activations(1)
@@ -116,7 +116,7 @@ def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
         mask = traffic.block()
         rows = torch.cat((first, traffic.activations(511)))
         traffic.send(rows, mask, "forward")
-    claims = shared_error.attack(traffic.view(tmp_path / "recording"), no_model())
+    claims = lattice_equations.attack_shared_error(traffic.view(tmp_path / "recording"), no_model())
     (fact, difference) = claims
     assert fact == StolenFact(SHARED, "1, 2")
     assert isinstance(difference, StolenDifference)
@@ -129,15 +129,15 @@ def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
 def test_shared_error_says_nothing_of_honest_blocks() -> None:
     """One prompt is sent several times, each time under a fresh mask. The adversary must not take this for a shared
     error."""
-    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=3)
-    assert traffic.attacked(shared_error.attack) == []
+    traffic = controls.shared_error_traffic(share_blocks=False, share_pieces=False, num_blocks=3)
+    assert traffic.attacked(lattice_equations.attack_shared_error) == []
 
 
 def test_shared_error_says_nothing_of_messages_sent_again() -> None:
-    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=1)
+    traffic = controls.shared_error_traffic(share_blocks=False, share_pieces=False, num_blocks=1)
     traffic.exchanges += traffic.exchanges[1:]
     traffic.truth += traffic.truth[1:]
-    assert traffic.attacked(shared_error.attack) == []
+    assert traffic.attacked(lattice_equations.attack_shared_error) == []
 
 
 @pytest.mark.parametrize("distance", [64, 74, 128, 171, 256, 448])
@@ -158,7 +158,7 @@ def test_a_secret_comes_back_from_its_difference(distance: int) -> None:
 
 def test_distances_are_those_of_blocks_and_pieces() -> None:
     found = distances(512, 49)
-    assert len(found) == len(set(found)) <= shared_error.MOST_DISTANCES
+    assert len(found) == len(set(found)) <= lattice_equations.MOST_DISTANCES
     assert {64, 128, 171, 256, 512, 1024} <= set(found)
 
 

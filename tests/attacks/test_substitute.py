@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attacks.adversaries import closed_form, substitute
-from attacks.controls import adapted_traffic
+from attacks.controls import unmasked
 from attacks.seen.adversary import StolenDelta
 from attacks.seen.forward_passes import Opened
 from attacks.seen.view import View
@@ -22,8 +22,8 @@ LAST_DOWN = ("model.layers.1.mlp.down_proj", "transformer.h.1.mlp.c_proj")
 seen."""
 
 
-def stolen(traffic: adapted_traffic.Traffic, opened: Opened | None = None) -> dict[str, torch.Tensor]:
-    claims = substitute.ADVERSARY.attack(traffic.view, traffic.public, opened)
+def stolen(traffic: unmasked.PromptTraffic, opened: Opened | None = None) -> dict[str, torch.Tensor]:
+    claims = substitute.SUBSTITUTE.attack(traffic.view, traffic.public, opened)
     return {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
 
 
@@ -31,7 +31,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def scores(traffic: adapted_traffic.Traffic, deltas: dict[str, torch.Tensor], place: int) -> torch.Tensor:
+def scores(traffic: unmasked.PromptTraffic, deltas: dict[str, torch.Tensor], place: int) -> torch.Tensor:
     """Returns the change of W_q W_kᵀ per head, shape (num_heads, hidden, hidden). Only this product is determined by q
     and k."""
     public, block = traffic.public, traffic.public.blocks[place]
@@ -47,8 +47,8 @@ def scores(traffic: adapted_traffic.Traffic, deltas: dict[str, torch.Tensor], pl
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path)
-    opened = adapted_traffic.scaled(traffic.view) if is_scaled else None
+    traffic = unmasked.prompt_traffic(tmp_path)
+    opened = unmasked.scaled(traffic.view) if is_scaled else None
     found = stolen(traffic, opened)
     assert found
     assert set(traffic.deltas) - set(found) == {LAST_DOWN[0]}
@@ -58,7 +58,7 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
     for place in range(2):
         assert error(scores(traffic, found, place), scores(traffic, traffic.deltas, place)) < 0.1
     if is_scaled:  # if the scales are hidden, the closed form fails
-        claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, opened)
+        claims = closed_form.CLOSED_FORM.attack(traffic.view, traffic.public, opened)
         o_proj = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}[
             "model.layers.0.self_attn.o_proj"
         ]
@@ -67,8 +67,8 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
 
 @pytest.mark.parametrize("is_scaled", [True])
 def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path, "gpt2")
-    found = stolen(traffic, adapted_traffic.scaled(traffic.view) if is_scaled else None)
+    traffic = unmasked.prompt_traffic(tmp_path, "gpt2")
+    found = stolen(traffic, unmasked.scaled(traffic.view) if is_scaled else None)
     judged = 0
     for layer, wanted in traffic.deltas.items():
         if layer in LAST_DOWN:
@@ -89,7 +89,7 @@ def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> Non
 
 
 def test_only_the_layers_that_have_an_adapter_are_changed(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path, "llama", ["v_proj", "down_proj"])
+    traffic = unmasked.prompt_traffic(tmp_path, "llama", ["v_proj", "down_proj"])
     found = stolen(traffic)
     assert found
     for layer, delta in found.items():
@@ -100,8 +100,8 @@ def test_only_the_layers_that_have_an_adapter_are_changed(tmp_path: Path) -> Non
 
 
 def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path)
-    opened = adapted_traffic.scaled(traffic.view)
+    traffic = unmasked.prompt_traffic(tmp_path)
+    opened = unmasked.scaled(traffic.view)
     generator = torch.Generator().manual_seed(3)
     block = traffic.public.blocks[0]
     for group, prompts in ((block.o.group, (4, 30)), (block.down.group, (11, 17, 40)), (block.q.group, (2,))):
@@ -114,7 +114,7 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
             assert error(delta, traffic.deltas[layer]) < 0.05, layer
 
 
-def masked(traffic: adapted_traffic.Traffic, from_group: int) -> Opened:
+def masked(traffic: unmasked.PromptTraffic, from_group: int) -> Opened:
     """Returns the rows of each message. The rows of group `from_group` and all later groups are replaced by uniform
     noise."""
     generator = torch.Generator().manual_seed(5)
@@ -128,7 +128,7 @@ def masked(traffic: adapted_traffic.Traffic, from_group: int) -> Opened:
 
 @pytest.mark.parametrize(("kind", "from_group"), [("llama", 0), ("llama", 1), ("gpt2", 0), ("gpt2", 1)])
 def test_masked_rows_are_given_up_cheaply(kind: str, from_group: int, tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path, kind)
+    traffic = unmasked.prompt_traffic(tmp_path, kind)
     opened = masked(traffic, from_group)
     began = time.process_time()
     assert stolen(traffic, opened) == {}
@@ -136,7 +136,7 @@ def test_masked_rows_are_given_up_cheaply(kind: str, from_group: int, tmp_path: 
 
 
 def test_too_little_traffic(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path)
+    traffic = unmasked.prompt_traffic(tmp_path)
     few = View(traffic.view.manifest, traffic.view.messages[: 8 * 4])
     assert stolen(replace(traffic, view=few)) == {}
 
@@ -146,7 +146,7 @@ def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: py
     """The recording has no messages of one layer group. Nothing is claimed about the layers whose effect only these
     messages, or later ones, would show."""
     monkeypatch.setattr(substitute, "_STEPS", (10, 10))
-    traffic = adapted_traffic.make(tmp_path)
+    traffic = unmasked.prompt_traffic(tmp_path)
     messages = tuple(message for message in traffic.view.messages if message.group != missing)
     found = stolen(replace(traffic, view=View(traffic.view.manifest, messages)))
     if missing == 0:
@@ -160,7 +160,7 @@ def test_a_view_that_lacks_a_group(missing: int, tmp_path: Path, monkeypatch: py
 
 def test_odd_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(substitute, "_STEPS", (10, 10))
-    traffic = adapted_traffic.make(tmp_path)
+    traffic = unmasked.prompt_traffic(tmp_path)
     everything = traffic.view.messages
     for messages in ((), everything[:1], everything[::3], everything[5:] + everything[:5], everything[::-1]):
         stolen(replace(traffic, view=View(traffic.view.manifest, tuple(messages))))
@@ -175,7 +175,7 @@ def test_training_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The limit on computing time is too short to train all layers. Training stops, and the layers that were trained
     until then are claimed."""
     monkeypatch.setattr(substitute, "_MAX_S", 0.2)
-    traffic = adapted_traffic.make(tmp_path)
+    traffic = unmasked.prompt_traffic(tmp_path)
     began = time.process_time()
     found = stolen(traffic)
     assert time.process_time() - began < 4

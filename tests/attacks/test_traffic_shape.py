@@ -12,28 +12,27 @@ import pytest
 import torch
 
 from attacks.adversaries.traffic_shape import (
-    ADVERSARY,
     KIND,
     KIND_IF_FINETUNE,
     KINDS,
     LOWEST,
+    TRAFFIC_SHAPE,
     Training,
     changed_members,
     num_calls,
 )
-from attacks.controls import peft_traffic
+from attacks.controls import traffic_shape
 from attacks.controls import traffic_shape as control
-from attacks.controls.lattice_traffic import manifest, no_model
+from attacks.controls.lattice import manifest, no_model
 from attacks.seen.adversary import StolenFact
 from attacks.seen.forward_passes import prompts
-from attacks.seen.view import Message, View, open_view
-from attacks.victim import harness, quick_model
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, Message, View, open_view, write_recording
+from attacks.victim import harness, models
 from attacks.victim.tenant import Job, Run
 
 
 def facts(view: View) -> dict[str, object]:
-    claims = ADVERSARY.attack(view, no_model(), None)
+    claims = TRAFFIC_SHAPE.attack(view, no_model(), None)
     assert all(isinstance(claim, StolenFact) for claim in claims)
     return {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
 
@@ -43,9 +42,9 @@ def rows(num_rows: int, group: int, direction: str = "forward", dtype: torch.dty
 
 
 def test_wins_on_its_control() -> None:
-    result = control.control()
+    result = control.traffic_shape_control()
     assert result.wins, result
-    assert result.adversary == ADVERSARY.name == "traffic-shape"
+    assert result.adversary == TRAFFIC_SHAPE.name == "traffic-shape"
 
 
 @pytest.mark.parametrize("changes_inputs", [False, True])
@@ -93,15 +92,15 @@ def test_gradients_at_the_first_group_name_the_first_group(tmp_path: Path) -> No
 def test_claims_nothing_without_messages(tmp_path: Path) -> None:
     view = control.record(tmp_path / "seen", False)
     assert facts(View(view.manifest, ())) == {}
-    assert ADVERSARY.attack(view, no_model(), {0: torch.zeros(1, 2)}) == []
+    assert TRAFFIC_SHAPE.attack(view, no_model(), {0: torch.zeros(1, 2)}) == []
 
 
 @pytest.mark.slow
 def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     """A LoRA of the second block's q_proj sends no gradient of its own group, but it is still recognised."""
-    model = quick_model.make("tiny-llama", tmp_path / "model")
+    model = models.make("tiny-llama", tmp_path / "model")
     job = Job(
-        model=str(model), adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
+        model=str(model), adapter=None, rows=list(models.FACTS), train_steps=1, traffic_steps=2,
         learning_rate=1e-3, batch_size=4, traffic_rows=4, questions=[], peft_kind="lora",
         peft={"r": 2, "target_modules": r".*layers\.1\.self_attn\.q_proj"},
         prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]], num_answered=1, answer_tokens=4, truth=tmp_path / "truth",
@@ -125,9 +124,9 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[object, ...], dict[str, object]]]:
     """Returns metadata and claims for each adapter of tiny-llama that the real tenant trained and used at a real
     provider."""
-    site = peft_traffic.Site(tmp_path_factory.mktemp("kinds"))
+    site = traffic_shape.Site(tmp_path_factory.mktemp("kinds"))
     found = {}
-    for name, example in peft_traffic.LLAMA.items():
+    for name, example in traffic_shape.LLAMA.items():
         view = site.view(example)
         shape = tuple((one.purpose, one.direction, one.group, one.num_rows) for one in view.messages)
         found[name] = shape, dict(control.claimed(view, site.public))
@@ -135,31 +134,31 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[obje
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", peft_traffic.LLAMA)
+@pytest.mark.parametrize("name", traffic_shape.LLAMA)
 def test_facts_of_real_adapters(name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]) -> None:
-    right, total = peft_traffic.right_facts(peft_traffic.LLAMA[name], seen[name][1])
+    right, total = traffic_shape.right_facts(traffic_shape.LLAMA[name], seen[name][1])
     assert right == total >= 4, seen[name][1]
 
 
-@pytest.mark.parametrize("name", peft_traffic.LLAMA)
+@pytest.mark.parametrize("name", traffic_shape.LLAMA)
 def test_a_claim_names_the_kinds_whose_traffic_is_the_same(
     name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]
 ) -> None:
     """Adapters whose messages are all alike must be named together, and no others."""
     shape, claims = seen[name]
-    alike = {peft_traffic.LLAMA[other].kind for other in seen if seen[other][0] == shape}
+    alike = {traffic_shape.LLAMA[other].kind for other in seen if seen[other][0] == shape}
     named = claims.get(KIND_IF_FINETUNE, claims[KIND])
     assert named == tuple(kind for kind in KINDS if kind in alike)
     assert set(named) <= set(claims[KIND])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", peft_traffic.GPT2)
+@pytest.mark.parametrize("name", traffic_shape.GPT2)
 def test_a_model_whose_groups_have_one_layer(name: str, tmp_path: Path) -> None:
-    site = peft_traffic.Site(tmp_path, "tiny-gpt2")
-    example = peft_traffic.GPT2[name]
+    site = traffic_shape.Site(tmp_path, "tiny-gpt2")
+    example = traffic_shape.GPT2[name]
     claims = control.claimed(site.view(example), site.public)
-    right, total = peft_traffic.right_facts(example, claims)
+    right, total = traffic_shape.right_facts(example, claims)
     assert right == total >= 4, claims
     assert not {"OFT", "BOFT"} & set(claims[KIND]), "PEFT has none for a Conv1D"
 
@@ -169,8 +168,8 @@ def test_a_model_whose_groups_have_one_layer(name: str, tmp_path: Path) -> None:
 def test_gradient_checkpointing_hides_nothing(
     name: str, tmp_path: Path, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]
 ) -> None:
-    site = peft_traffic.Site(tmp_path)
-    view = site.view(peft_traffic.LLAMA[name], gradient_checkpointing=True)
+    site = traffic_shape.Site(tmp_path)
+    view = site.view(traffic_shape.LLAMA[name], gradient_checkpointing=True)
     assert len(view.messages) > len(seen[name][0])
     assert dict(control.claimed(view, site.public)) == seen[name][1]
 

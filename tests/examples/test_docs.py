@@ -29,7 +29,7 @@ from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import deadline_s
 from wire.ring import coding
 
-ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "attacks/README.md")
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "wire" / "SPEC.md"]
 """The pages about the present code. The change log is left out, since it names files by earlier names."""
@@ -154,6 +154,15 @@ def test_finetune_md_shows_tests_that_pass(tmp_path: Path) -> None:
     names["test_my_job"](tmp_path)
     names["test_a_provider_that_lies_or_goes_away"]()
     assert sum(name.startswith("test_") for name in names) == 2
+
+
+def test_the_theft_of_the_attacks_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(ROOT / "attacks/README.md", "python")
+    exec(compile(code, "attacks/README.md", "exec"), {})  # noqa: S102 - our own page
+    found = dict(re.findall(r"^(\w+): cosine with the adapter (-?[\d.]+)$", capsys.readouterr().out, re.MULTILINE))
+    assert found["off"] == "1.000"
+    assert abs(float(found["lattice"])) < 0.25  # uniform masks gave 0.195 at most, in 20,000 runs
+    assert set(found) == {"off", "lattice"}
 
 
 def test_masks_md_names_every_mask_and_option() -> None:

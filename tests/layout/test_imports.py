@@ -52,7 +52,7 @@ PLANTED = [
     ("ring arithmetic knows nothing of transports", "wire/ring/product.py", "from wire.transport import inproc"),
     (
         "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
-        "attacks/adversaries/averaging.py",
+        "attacks/adversaries/float_masks.py",
         "from noise.sampling import error",
     ),
     (
@@ -62,12 +62,12 @@ PLANTED = [
     ),
     (
         "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
-        "attacks/adversaries/averaging.py",
+        "attacks/adversaries/float_masks.py",
         "from attacks.extract_lora import main",
     ),
     (
         "what only the judge may know is read by the judge and the report alone",
-        "attacks/controls/averaging.py",
+        "attacks/controls/float_masks.py",
         "from attacks.truth.secrets import Truth",
     ),
     (
@@ -87,7 +87,7 @@ PLANTED = [
     ),
     (
         "the provider's code is used to load its checkpoint, to lie to a tenant, and by controls with real layers",
-        "attacks/victim/checkpoint.py",
+        "attacks/victim/models.py",
         "from provider.net import server",
     ),
     (
@@ -97,7 +97,7 @@ PLANTED = [
     ),
     (
         "masks are made, or watched, by the victim, programs and controls; adversaries know parameters only",
-        "attacks/adversaries/averaging.py",
+        "attacks/adversaries/float_masks.py",
         "from noise.scheme import GroupSpec",
     ),
     (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import load, save
 
-from attacks.programs.hostile_bundle import HostileBundle
+from attacks.programs.providers import HostileBundle
 from provider.model.served_model import ServedModel
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attacks.programs.hostile_bundle import HostileBundle
+from attacks.programs.providers import HostileBundle
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attacks.adversaries.distinguisher import SCORES, Seen
-from attacks.programs import game, game_choice
+from attacks.programs import game
 from noise import sampling
 from noise.blocks.pool import MaskPool
 from noise.params import PARAMETERS
@@ -31,7 +31,7 @@ def one_thread() -> None:
 # ---- the game -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("secret", game_choice.SECRETS)
+@pytest.mark.parametrize("secret", game.SECRETS)
 def test_lattice_is_at_chance(secret: str) -> None:
     """A quick game misses by chance once in a thousand. A game that misses is played again, so that the test fails by
     chance once in a million."""
@@ -78,7 +78,7 @@ def test_other_masks_can_be_played(mask: str) -> None:
 # ---- the adversary knows what it should -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("secret", game_choice.SECRETS)
+@pytest.mark.parametrize("secret", game.SECRETS)
 def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,10 +110,10 @@ def test_candidates_are_exactly_what_the_mask_hides(
 def test_the_two_inputs_are_a_block_each() -> None:
     """Both inputs have as many rows as a block, which is all the rows under one secret. With two adapters on one text,
     the inputs differ by less than their own size."""
-    first, second = game_choice.choice("adapter").inputs
+    first, second = game.choice("adapter").inputs
     assert first.shape == second.shape == (DEFAULT.ring_degree, 32)
     assert 0 < float((first - second).norm()) < float(first.norm())
-    assert game_choice.choice("prompt").inputs[0].shape == first.shape
+    assert game.choice("prompt").inputs[0].shape == first.shape
 
 
 def test_the_public_matrix_is_the_one_that_the_provider_was_told(tmp_path: Path) -> None:

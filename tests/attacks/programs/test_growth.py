@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attacks.adversaries.lattice_growth import HARD_SIGMA, Growth
+from attacks.adversaries.lattice_reduction import HARD_SIGMA, Growth
 from attacks.programs import growth
 from noise.params import PARAMETERS
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attacks.adversaries import layer0_lookup, slot_reuse
-from attacks.controls import adapted_traffic
-from attacks.controls.lattice_traffic import manifest as manifest_of
-from attacks.controls.lattice_traffic import no_model
-from attacks.controls.tiny import tiny_manifest, tiny_model
+from attacks.adversaries import prompt_inversion, slot_reuse
+from attacks.controls import unmasked
+from attacks.controls.lattice import manifest as manifest_of
+from attacks.controls.lattice import no_model
 from attacks.seen.adversary import StolenDifference
 from attacks.seen.forward_passes import forward_passes, places, prompts
 from attacks.seen.public_model import describe
-from attacks.seen.view import open_view
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.seen.view import Exchange, open_view, write_recording
+from attacks.victim.models import tiny_manifest, tiny_model
 from provider.operations.recording import Recorder
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
@@ -27,7 +26,7 @@ from wire.frame import Arithmetic, Call, Direction
 
 @pytest.fixture
 def seen(tmp_path: Path) -> Path:
-    adapted_traffic.make(tmp_path)
+    unmasked.prompt_traffic(tmp_path)
     return tmp_path / "seen"
 
 
@@ -196,7 +195,7 @@ def test_prompts_and_their_answers_are_put_together(tmp_path: Path) -> None:
 
 
 def test_opened_rows_take_the_place_of_recorded_ones(tmp_path: Path) -> None:
-    traffic = adapted_traffic.make(tmp_path)
+    traffic = unmasked.prompt_traffic(tmp_path)
     first = traffic.view.messages[0]
-    claims = layer0_lookup.ADVERSARY.attack(traffic.view, traffic.public, {first.seq: first.request().double()})
+    claims = prompt_inversion.LAYER0_LOOKUP.attack(traffic.view, traffic.public, {first.seq: first.request().double()})
     assert len(claims) == 1

@@ -15,11 +15,10 @@ import torch
 
 from attacks.report import evaluate, plots, table, verdict
 from attacks.report.evaluate import Case, attack
-from attacks.report.finding import KL, NO_CLAIM, Finding, unclaimed
-from attacks.report.table import Result
+from attacks.report.table import KL, NO_CLAIM, Finding, Result, unclaimed
 from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenFact
-from attacks.truth.gain import Gain, Question
-from attacks.truth.judge_adapters import _overlap_of, judge_deltas
+from attacks.truth.judge import _overlap_of, judge_deltas
+from attacks.truth.stolen_adapter import Gain, Question
 
 BASE, VICTIM = 5.0, 1.0
 """The losses per token of the base model and of the victim's adapter."""
@@ -93,7 +92,7 @@ def worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Gain], l
         results = results_of([StolenDelta("o_proj", torch.zeros(1, 1))], tmp_path, lambda adapter: gain)
         return [one.finding for one in results if one.finding.module == "adapter"]
 
-    monkeypatch.setattr(evaluate, "write", make)
+    monkeypatch.setattr(evaluate, "write_adapter", make)
     return found
 
 

@@ -10,16 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from attacks.adversaries.gradient_view import LABELS, NO_LABEL, TOKENS, batch_tokens
+from attacks.adversaries.gradients import LABELS, NO_LABEL, TOKENS, batch_tokens
 from attacks.seen.adversary import StolenDelta, StolenFact, StolenRows, StolenTokens
 from attacks.seen.public_model import describe
-from attacks.seen.view import View
-from attacks.truth.judge import Finding, judge
-from attacks.truth.judge_adapters import judge_deltas
-from attacks.truth.judge_facts import judge_tokens
+from attacks.seen.view import Exchange, View, write_recording
+from attacks.truth.judge import Finding, judge, judge_deltas, judge_tokens
 from attacks.truth.secrets import Batch, Truth
-from attacks.victim import quick_model
-from attacks.victim.synthetic import Exchange, write_recording
+from attacks.victim import models
 from provider.model.load import load, resolve
 from provider.model.weights import serve_model
 from wire.ring import coding
@@ -46,7 +43,7 @@ class Site:
 @pytest.fixture(scope="module", params=["float", "ring"])
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("judge")
-    path = quick_model.make("tiny-llama", folder / "model")
+    path = models.make("tiny-llama", folder / "model")
     model = AutoModelForCausalLM.from_pretrained(path)
     fresh = get_peft_model(
         AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

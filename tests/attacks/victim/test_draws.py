@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks.controls.weak_lattice import WEAKNESSES, Weakness, changed
-from attacks.victim import check
-from attacks.victim.check import Check
-from attacks.victim.draws import Errors, Watch
-from attacks.victim.draws_statistics import Lags, Statistics, pair_lags, sequence_lags
+from attacks.programs.weakenings import WEAKNESSES, Weakness, changed
+from attacks.victim import draws
+from attacks.victim.draws import Check, Errors, Lags, Statistics, Watch, pair_lags, sequence_lags
 from noise import sampling
 from noise.hints.store import HintStore
 from noise.lattice import Lattice
@@ -91,7 +89,7 @@ def test_an_honest_tenant_passes(
     if not compiled:
         monkeypatch.setattr(kernels, "available", lambda: False)
     watch, checks = look(tmp_path, in_pieces=in_pieces)
-    assert check.alarms(checks) == []
+    assert draws.alarms(checks) == []
     num_blocks = 2 * len(WIDTHS) * 2  # each group gets 603 rows, which is more than one block and less than two
     assert len(watch.secrets) == num_blocks
     assert (len(watch.units) > num_blocks) is in_pieces
@@ -104,7 +102,7 @@ def test_an_honest_tenant_passes(
 @pytest.mark.parametrize("name", ["conservative", "lean"])
 def test_so_do_the_other_parameter_sets(name: str, tmp_path: Path) -> None:
     _, checks = look(tmp_path, parameters=PARAMETERS[name])
-    assert check.alarms(checks) == []
+    assert draws.alarms(checks) == []
 
 
 EXPECTED = {
@@ -339,7 +337,7 @@ def test_a_mask_that_is_not_made_of_a_known_secret_is_an_alarm(tmp_path: Path) -
 
 def test_where_nothing_is_seen_nothing_passes() -> None:
     statistics = Statistics(DEFAULT)
-    (alarm,) = check.alarms(statistics.checks(Watch(DEFAULT, statistics.keep)))
+    (alarm,) = draws.alarms(statistics.checks(Watch(DEFAULT, statistics.keep)))
     assert alarm.startswith("masks made where nobody looked")
 
 
@@ -353,7 +351,7 @@ def test_what_is_written_holds_no_sample(tmp_path: Path) -> None:
     """For each of some forty kinds of test, the file has a name, a count, two numbers, a unit and a verdict, and
     nothing else."""
     watch, checks = look(tmp_path)
-    text = json.dumps(check.to_json(checks))
+    text = json.dumps(draws.checks_to_json(checks))
     assert sum(secret.numel() for secret in watch.secrets) > 15_000
     assert len(text) < 12_000
     assert len(checks) < 60

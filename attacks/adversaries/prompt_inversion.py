@@ -1,11 +1,7 @@
-"""Recovers prompts from a deeper layer: from the second block's input, without the first layer's rows.
+"""Implements `layer-0 lookup` and `deep-state inversion`, which read the tokens of prompts from unmasked rows.
 
-Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
-first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
-little, so the true token stays the nearest. Rows need to be known only up to a factor, so the attack also works on rows
-in ring arithmetic. `_BUDGET` and `_MAX_PROMPTS` bound the number of tokens that are tried and claimed. The report shows
-two shares: how many of the tried tokens are right, and how many tokens were tried.
-Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
+The first needs the first layer's input and knows every token at once. The second needs a deeper layer's input, and
+finds one token after the other.
 """
 
 from __future__ import annotations
@@ -22,6 +18,64 @@ from attacks.seen.adversary import Adversary, Claim, StolenTokens
 from attacks.seen.forward_passes import Opened, prompts
 from attacks.seen.public_model import Block, Layer, PublicModel
 from attacks.seen.view import View
+
+# ---- layer-0 lookup -------------------------------------------------------------------------------------------------
+#
+# Recovers every prompt token from the first layer's input, whose rows each depend on one token only (and on its
+# position).
+#
+# Each row is compared with the normed embedding of every token, up to a factor. So the attack also works on rows in
+# ring arithmetic, whose scale is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
+
+_ROWS = 256
+
+
+def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
+    """Returns, for each row, the id of the token whose normed embedding has the largest cosine with the row; shape
+    (num_tokens,). If the model has learned positions, rows beyond the last position get the id 0.
+
+    Args:
+        rows: the first layer's input for one sequence, shape (num_tokens, hidden), each row up to a positive factor.
+    """
+    norm = model.blocks[0].attention_norm
+    if model.positions is None:
+        table = _unit(norm(model.embedding)).T
+        return torch.cat([(_unit(some) @ table).argmax(dim=1) for some in rows.split(_ROWS)])
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64)  # the model has no embedding for later positions
+    for position, row in enumerate(_unit(rows[: model.positions.shape[0]])):
+        ids[position] = (_unit(norm(model.embedding + model.positions[position])) @ row).argmax()
+    return ids
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def _attack_layer0_lookup(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    group = model.blocks[0].q.group
+    claims: list[Claim] = []
+    for prompt in prompts(view.with_tensors(), opened, {group}):
+        rows = prompt.rows.get(group)
+        if rows is not None:
+            claims.append(StolenTokens(prompt.number, tuple(lookup(rows, model).tolist())))
+    return claims
+
+
+LAYER0_LOOKUP = Adversary(
+    "layer-0 lookup", "the first layer's input names every token of a prompt", _attack_layer0_lookup
+)
+
+
+# ---- deep-state inversion -------------------------------------------------------------------------------------------
+#
+# Recovers prompts from a deeper layer: from the second block's input, without the first layer's rows.
+#
+# Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
+# first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
+# little, so the true token stays the nearest. Rows need to be known only up to a factor, so the attack also works on
+# rows in ring arithmetic. `_BUDGET` and `_MAX_PROMPTS` bound the number of tokens that are tried and claimed. The
+# report shows two shares: how many of the tried tokens are right, and how many tokens were tried.
+# Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 
 _BUDGET = 2_000_000_000_000
 """The most multiplications that are spent on one view; a token of SmolLM2 takes 1.7e11."""
@@ -101,7 +155,7 @@ def _heads(layer: Layer, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return layer(rows).view(rows.shape[0], -1, head_dim).transpose(0, 1)
 
 
-def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_deep_state(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     if len(model.blocks) < 2 or not is_known(model.activation):
         return []
     group = model.blocks[1].q.group
@@ -129,4 +183,6 @@ def _beginning(model: PublicModel) -> PublicModel:
     return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)
 
 
-ADVERSARY = Adversary("deep-state inversion", "the second block's input, token by token over the vocabulary", _attack)
+DEEP_STATE = Adversary(
+    "deep-state inversion", "the second block's input, token by token over the vocabulary", _attack_deep_state
+)

@@ -1,22 +1,6 @@
-"""Implements `gradient-equations`, which recovers what an adapter adds to down_proj from the gradients of a training
-step.
+"""Implements `gradient-view` and `gradient-equations`, which read one training step of unmasked rows and gradients.
 
-The provider receives the gradient g of down_proj's output and computes g·Wᵀ. The tenant itself adds g·ΔWᵀ, which the
-provider does not receive. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
-sends the results to the provider as the gradients of gate and up:
-
-    g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
-
-These equations are linear in ΔW, and can be solved for one input of down_proj at a time. gate and up with their own
-adapters follow from the same step's forward rows (mlp.py). The attack needs as many tokens with a gradient as down_proj
-has outputs. It also works for the last down_proj, about which forward rows say nothing if the output head stays with
-the tenant. The claim is about the adapter of the latest step that shows one. A fresh adapter changes nothing, so
-nothing is claimed about a fresh adapter.
-
-The attack does not recover o_proj, whose gradient comes back through a softmax. Nor does it recover q, k, v, gate and
-up. Their gradients come back through a norm that divides each token by its size, and the step does not show this size.
-In ring arithmetic the attack recovers nothing, because each row has a secret factor.
-Source: our derivation, from the chain rule.
+The first recovers the step's batch: its tokens and labels. The second recovers what the adapter adds to down_proj.
 """
 
 from __future__ import annotations
@@ -28,11 +12,149 @@ from dataclasses import dataclass, replace
 import torch
 
 from attacks.adversaries import mlp
-from attacks.adversaries.gradient_view import rows_of
-from attacks.seen.adversary import Adversary, Claim, StolenDelta
+from attacks.adversaries.prompt_inversion import lookup
+from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenFact
 from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import Block, Layer, PublicModel
-from attacks.seen.view import View
+from attacks.seen.view import Message, View
+
+# ---- gradient-view --------------------------------------------------------------------------------------------------
+#
+# Implements `gradient-view`, which recovers the batch of a training step from the step's activations x and gradients g.
+#
+# Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, which is
+# softmax minus one-hot. The only negative number of a row is at the label. A row without a negative number was not
+# trained on. If the recording has x and g of a layer in float arithmetic, xᵀg is the full gradient of the layer's
+# weight in that step. In ring arithmetic each row has a secret factor. It does not affect tokens and labels, but it
+# hides the sum xᵀg.
+#
+# Limits: labels are not visible if the output head stays with the tenant. The lowest layer to which LoRA was added has
+# no backward call, since nothing below it is trained.
+# Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here the view holds both factors of the
+# gradient.
+
+TOKENS = "training tokens"
+LABELS = "training labels"
+NO_LABEL = -100
+"""The label that transformers gives to a position that is not trained on."""
+_NOTHING = 1e-3
+"""A row whose size is below this share of the largest row's counts as zero. Normed rows all have about the same size;
+in ring arithmetic the sizes differ by a small factor."""
+_SINGLE = 0.25
+"""A row has a label if the magnitude of its lowest number is more than this share of the sum of all magnitudes of the
+row. Softmax minus one-hot sums to zero, so its one negative number has half of the sum. Noise has many negative
+numbers."""
+
+
+def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
+    """Returns the weight gradient xᵀg of one group (layers that read the same input) in one training pass, float64,
+    shape (in_features, out_features); None if x or g is missing, or if their numbers of rows differ.
+
+    Args:
+        step: a training pass of float messages.
+        group: the group's id in the manifest.
+        opened: rows to use in place of the recorded ones.
+    """
+    inputs, gradients = rows_of(step.forward.get(group), opened), rows_of(step.backward.get(group), opened)
+    if inputs is None or gradients is None or inputs.shape[0] != gradients.shape[0]:
+        return None
+    return inputs.t() @ gradients
+
+
+def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
+    """Returns the token ids of a whole batch, shape (num_rows,). The sequences, padded to one length, follow each
+    other.
+
+    Args:
+        rows: the first layer's input, shape (num_rows, hidden), each row up to a positive factor.
+    """
+    if model.positions is None:
+        sizes = rows.norm(dim=1)
+        # many models have a zero embedding for padding: its row is zero, or nearly zero after a mask was removed
+        nothing = model.embedding.norm(dim=1).argmin()
+        return torch.where(sizes > _NOTHING * sizes.max(), lookup(rows, model), nothing)
+    lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
+    guesses = [
+        torch.cat([lookup(part, model) for part in rows.split(length)])
+        for length in lengths
+        if length <= len(model.positions)
+    ]
+    fits = [_same_rows(rows, ids, length, model) for ids, length in zip(guesses, lengths, strict=False)]
+    return guesses[int(torch.tensor(fits).argmax())]
+
+
+def _same_rows(rows: torch.Tensor, ids: torch.Tensor, length: int, model: PublicModel) -> float:
+    """Returns the mean cosine of the rows with the first layer's input for these tokens in sequences of one length."""
+    starts = torch.cat([model.residual_start(part) for part in ids.split(length)])
+    return float(torch.cosine_similarity(model.blocks[0].attention_norm(starts), rows, dim=-1).mean())
+
+
+def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
+    """Returns each row's label, shape (num_rows,), from the head's gradient, shape (num_rows, vocab); NO_LABEL for rows
+    of zeros or noise."""
+    least, labels = gradients.min(dim=-1)
+    labels[-least <= _SINGLE * gradients.abs().sum(dim=-1)] = NO_LABEL
+    return labels
+
+
+def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
+    """Returns the rows of a message's request, float64: the recorded ones or, if `opened` is given, those in `opened`.
+    Returns None if `message` is None, or if `opened` does not hold its rows."""
+    if message is None:
+        return None
+    return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
+
+
+def attack_gradient_view(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Claims the tokens and the labels of the first training pass, each as comma-separated text, row by row. What the
+    pass does not show is not claimed."""
+    step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
+    if step is None:
+        return []
+    claims: list[Claim] = []
+    rows = rows_of(step.forward.get(model.blocks[0].q.group), opened)
+    if rows is not None:
+        claims.append(StolenFact(TOKENS, _listed(batch_tokens(rows, model))))
+    head = None if model.head_group is None else step.backward.get(model.head_group)
+    gradients = rows_of(head, opened)
+    labels = None if gradients is None else batch_labels(gradients)
+    if labels is not None and bool((labels != NO_LABEL).any()):
+        claims.append(StolenFact(LABELS, _listed(labels)))
+    return claims
+
+
+def _listed(ids: torch.Tensor) -> str:
+    return ",".join(map(str, ids.tolist()))
+
+
+GRADIENT_VIEW = Adversary(
+    "gradient-view",
+    "first rows and last gradients of a training step; yields the batch's tokens and labels",
+    attack_gradient_view,
+)
+
+
+# ---- gradient-equations ---------------------------------------------------------------------------------------------
+#
+# Implements `gradient-equations`, which recovers what an adapter adds to down_proj from the gradients of a training
+# step.
+#
+# The provider receives the gradient g of down_proj's output and computes g·Wᵀ. The tenant itself adds g·ΔWᵀ, which the
+# provider does not receive. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
+# sends the results to the provider as the gradients of gate and up:
+#
+#     g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
+#
+# These equations are linear in ΔW, and can be solved for one input of down_proj at a time. gate and up with their own
+# adapters follow from the same step's forward rows (mlp.py). The attack needs as many tokens with a gradient as
+# down_proj has outputs. It also works for the last down_proj, about which forward rows say nothing if the output head
+# stays with the tenant. The claim is about the adapter of the latest step that shows one. A fresh adapter changes
+# nothing, so nothing is claimed about a fresh adapter.
+#
+# The attack does not recover o_proj, whose gradient comes back through a softmax. Nor does it recover q, k, v, gate and
+# up. Their gradients come back through a norm that divides each token by its size, and the step does not show this
+# size. In ring arithmetic the attack recovers nothing, because each row has a secret factor.
+# Source: our derivation, from the chain rule.
 
 _UNCHANGED = 1e-5
 """The relative error up to which public weights explain the gradients, as in closed_form.py."""
@@ -42,7 +164,7 @@ less, masked rows 0.1 or more."""
 _RANK = 1e-5
 """A direction of the gradients counts only if its singular value is above this share of the largest one. Float32
 rounding is at 1e-7."""
-_NOTHING = 1e-3
+_NO_GRADIENT = 1e-3
 """A token counts as having no gradient if its gradient's norm is below this share of the largest one. Removing a mask
 leaves 1e-7 for a token without a gradient."""
 _COLUMNS = 64
@@ -70,7 +192,7 @@ class _Rows:
     of_down: torch.Tensor
 
 
-def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_gradient_equations(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     deadline = time.monotonic() + _MAX_S
     for step in _steps(view):
         claims: list[Claim] = []
@@ -194,7 +316,7 @@ class _Equations:
 
     def __init__(self, up: tuple[Layer, ...], down: Layer, activation: str, rows: _Rows) -> None:
         sizes = rows.of_down.norm(dim=1)
-        used = sizes > _NOTHING * sizes.max()
+        used = sizes > _NO_GRADIENT * sizes.max()
         scale = 1 / sizes[used, None]
         terms = [layer(rows.given[used]).requires_grad_() for layer in up]
         slopes = torch.autograd.grad(mlp.predict(activation, terms).sum(), terms)  # elementwise
@@ -227,6 +349,8 @@ class _Equations:
         return torch.cat(found)
 
 
-ADVERSARY = Adversary(
-    "gradient-equations", "g (W + ΔW)ᵀ of a training step, through the activation; yields every down_proj's ΔW", _attack
+GRADIENT_EQUATIONS = Adversary(
+    "gradient-equations",
+    "g (W + ΔW)ᵀ of a training step, through the activation; yields every down_proj's ΔW",
+    _attack_gradient_equations,
 )

@@ -1,4 +1,4 @@
-"""Implements a provider that serves an honest provider's model with changed bundle files."""
+"""Implements what the lying providers of this package share: an honest offer, and a bundle with changed files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from provider.model.served_model import ServedModel
 from wire.frame import Call
 from wire.manifest import BundleFile, Manifest
 from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import Handler
+
+
+@dataclass
+class HonestOffer:
+    """Gives a tenant the manifest and the files of an honest provider. A subclass decides which products the tenant
+    gets.
+
+    Attributes:
+        served_model: the honest provider's model.
+    """
+
+    served_model: ServedModel
+
+    def manifest(self) -> Manifest:
+        """Returns the manifest that the honest provider offers."""
+        return self.served_model.manifest()
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """Returns a file of the honest bundle, in chunks."""
+        return self.served_model.read_file(file_name)
 
 
 class HostileBundle:
