@@ -24,8 +24,8 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 
 from benchmarks.adapter_loading import smollm2_shapes
+from runtime.loading import quiet_transformers
 from tenant_sdk.serving.adapters import AdapterStore
-from wire.loading import quiet_transformers
 
 ROWS, ROUNDS = 16, 7
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

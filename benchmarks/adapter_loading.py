@@ -85,7 +85,7 @@ def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[
     """Returns how long PEFT takes to load an adapter and make it the active one, for each load."""
     from peft import PeftModel
 
-    from wire.loading import quiet_transformers
+    from runtime.loading import quiet_transformers
 
     with quiet_transformers():
         adapted, times = PeftModel.from_pretrained(model, str(root / names[0]), adapter_name="first"), []

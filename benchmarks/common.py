@@ -128,7 +128,7 @@ def local_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from wire.loading import quiet_transformers
+    from runtime.loading import quiet_transformers
 
     file = _model_file()
     with quiet_transformers():
@@ -145,7 +145,7 @@ def local_tokenizer() -> Any:
     """
     from transformers import AutoTokenizer
 
-    from wire.loading import quiet_transformers
+    from runtime.loading import quiet_transformers
 
     file = _model_file()
     with quiet_transformers():

@@ -16,7 +16,7 @@ import typer
 
 from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
-from wire.command_line import Command, show_version
+from runtime.command_line import Command, show_version
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 

@@ -5,7 +5,6 @@ A flag takes precedence over an environment variable, which takes precedence ove
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import Collection
@@ -25,8 +24,9 @@ from pydantic_settings import (
 
 from provider.flags import SHOWN
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
-from wire.command_line import instead
+from runtime.command_line import instead
 from wire.errors import ConfigurationError, os_cause
+from wire.transport.address import is_loopback
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX = "VEILBASE_PROVIDER_"
@@ -321,17 +321,6 @@ GROUPS = {
     "Watching": ("metrics_port", "health_port", "log_format", "record", "record_limit", "record_layers"),
 }  # fmt: skip
 """The settings by the heading under which the help lists their flags; the model, its weights and --config have none."""
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether an address reaches this machine only; false for all names but localhost, since a name
-    could resolve to any address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def load_settings(flags: dict[str, Any], config: Path | None = None) -> ProviderSettings:

@@ -10,9 +10,9 @@ from provider.engine.replica import ReplicaLost
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import PreparedModel, WeightsKind, serve_model
+from runtime.loading import quiet_transformers
 from wire.errors import ConfigurationError, RemoteFault
 from wire.frame import Call
-from wire.loading import quiet_transformers
 from wire.ring.seeded_rows import Rows
 
 

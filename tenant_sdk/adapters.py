@@ -40,6 +40,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from runtime.loading import loading
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
@@ -75,7 +76,6 @@ from tenant_sdk.serving.adapters.targets import (
 from tenant_sdk.session_protocol import ModelSource
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, VeilbaseError
-from wire.loading import loading
 
 _REMEDY = "change base_model_name_or_path in its adapter_config.json"
 _NEVER = {

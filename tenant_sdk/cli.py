@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from runtime.command_line import Command, show_version
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
-from wire.command_line import Command, show_version
 from wire.errors import VeilbaseError, printable
 
 if TYPE_CHECKING:

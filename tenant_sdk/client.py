@@ -305,7 +305,6 @@ class TenantClient:
         from tenant_sdk.training.finetune import finetune
 
         chosen = finetune_options(options)
-        self.has_trained = True
         return finetune(self, data, peft_config, output_dir, chosen)
 
     def generate(

@@ -15,7 +15,7 @@ class WrongOption(ConfigurationError):
     """Says that an option's value cannot be used. `option` is the option's name, for which an interface with other
     names puts its own."""
 
-    def __init__(self, text: str, option: str = "") -> None:
+    def __init__(self, text: str, option: str) -> None:
         """Makes the error with the message `text`."""
         super().__init__(text, option)
         self.option = option

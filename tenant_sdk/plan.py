@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
 from noise.params import choose
+from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
 from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
-from wire.command_line import nearest
 from wire.errors import ConfigurationError
 from wire.transport.address import not_a_url, read_address
 from wire.transport.identity import load_identity

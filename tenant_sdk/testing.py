@@ -10,10 +10,10 @@
             client.generate("who?")
     assert len(provider.calls) == 3
 
-Guarantees: the network is not used. Products are really computed, by the provider that `inproc:` URLs use, so what the
-script leaves alone is what a provider with this model answers; masks, checks and the ledger are the client's own. A
-handler and the records of calls get shapes and names, and never rows, masks or seeds. Everything that the double writes
-is in a temporary folder, which `close` removes.
+Guarantees: the network is not used, unless `model` is an id of a hub. Products are really computed, by the provider
+that `inproc:` URLs use, so what the script leaves alone is what a provider with this model answers; masks, checks and
+the ledger are the client's own. A handler and the records of calls get shapes and names, and never rows, masks or
+seeds. Everything that the double writes is in a temporary folder, which `close` removes.
 
 It does not guarantee what needs two ends: frames, TLS, quotas, the retries of a connection, or that a provider which
 went away has to be found again; there is no privacy boundary, as everything is in one process.
@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 import torch
 
+from runtime.loading import loading
 from tenant_sdk import embedded
 from tenant_sdk.client import TenantClient
 from wire.errors import (
@@ -47,7 +48,6 @@ from wire.errors import (
 )
 from wire.frame import DTYPES, ITEM_BYTES, Call, Direction
 from wire.limits import deadline_s
-from wire.loading import loading
 from wire.manifest import Manifest
 from wire.payload import Payload
 from wire.transport.connection import Pending
@@ -333,7 +333,8 @@ class ScriptedProvider:
                 payload.num_rows, payload.cols, reply_cols, DTYPES[call.arithmetic],
             )  # fmt: skip
             self._calls.append(record)
-        action = None if self.handler is None else self.handler(record)
+        handler = self.handler  # another thread may replace it meanwhile
+        action = None if handler is None else handler(record)
         if action is not None and not isinstance(action, Delay | Corrupt | Fail | Drop):
             raise TypeError(f"expected a handler's None, Delay, Corrupt, Fail or Drop, got {type(action).__name__}")
         return record.number, action

@@ -26,7 +26,7 @@ from attacks.adversaries.substitute import SUBSTITUTE
 from attacks.adversaries.traffic_shape import TRAFFIC_SHAPE
 from attacks.controls import Control, byte_statistics, collusion, float_masks, lattice, traffic_shape, unmasked
 from attacks.seen.adversary import Adversary
-from wire.command_line import instead
+from runtime.command_line import instead
 from wire.errors import ConfigurationError
 
 CATALOGUE: tuple[tuple[Adversary, Control], ...] = (

@@ -24,7 +24,7 @@ def exit_status(out: Path | None, work: Callable[[], int]) -> int:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):
                 pass  # checks that the folder is writable
-        from wire.loading import quiet_transformers  # loads torch, after what is told without it
+        from runtime.loading import quiet_transformers  # loads torch, after what is told without it
 
         with quiet_transformers():
             return work()

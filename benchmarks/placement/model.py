@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wire.loading import quiet_transformers
+from runtime.loading import quiet_transformers
 
 VOCABULARY = 8192
 SHAPES: dict[str, dict[str, Any]] = {

@@ -91,7 +91,7 @@ def run_local(job: Job) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from wire.loading import quiet_transformers
+    from runtime.loading import quiet_transformers
 
     torch.set_num_threads(1)
     with quiet_transformers():

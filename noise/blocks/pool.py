@@ -37,9 +37,9 @@ from typing import NoReturn, TypeVar
 import torch
 
 from noise.scheme import GroupSpec
+from runtime.threads import all_cores
 from wire.errors import MaskError, MaskReused
 from wire.frame import ITEM_BYTES, Direction
-from wire.ring.threads import all_cores
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from wire.compiled import COUNT, POINTER, Signature, load
+from runtime.compiled import COUNT, POINTER, Signature, load
 from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")

@@ -41,7 +41,7 @@ from wire.ring import coding
 from wire.ring.buffers import unwritten_like, unwritten_tensor
 from wire.ring.product import is_exact_on
 from wire.ring.seeded_rows import Rows, SeededRows
-from wire.ring.threads import RowsAndReply, row_blocks
+from wire.ring.tiles import RowsAndReply, row_blocks
 
 MOST_ROWS = 8
 """The most rows of a small product. The executor may compute products of up to 8 rows in the thread that received

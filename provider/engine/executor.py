@@ -30,11 +30,11 @@ from provider.engine.replica import RETRY_S, Replica, ReplicaLost
 from provider.operations.metrics import Meter
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from runtime.threads import use_one_core
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
 from wire.frame import DTYPES, Arithmetic, Call
 from wire.ring.buffers import unwritten_like
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
-from wire.ring.threads import use_one_core
 
 
 class Computes(Protocol):
@@ -423,7 +423,7 @@ class Executor:
     def _done_here(
         self, runner: _Runner, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Frees the runner (the replica and its thread) after a small product, and charges the tenant. The charge is
+        """Frees the runner after a small product, and charges the tenant. The charge is
         `beside_s`, the processor time, if another product ran at the same time; else (None) the elapsed time."""
         now_s = time.monotonic()
         with self._changed:

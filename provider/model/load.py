@@ -93,7 +93,7 @@ def load(source: ModelSource) -> LoadedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from wire.loading import loading
+    from runtime.loading import loading
 
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
     if source.gguf_file is not None:

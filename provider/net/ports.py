@@ -166,6 +166,8 @@ class StreamPort:
             refusal = serve(connection) if is_welcome else None
             if refusal is not None and self._note(connection, is_guest=True):
                 self._refuse(connection, refusal)
+        except ssl.SSLEOFError:
+            pass  # The peer has hung up, as a load balancer does that only looks whether the port is open.
         except ssl.SSLError as exc:
             if connection is None:
                 self._refusals.add(None, why_no_handshake(exc))

@@ -35,7 +35,16 @@ from provider.operations.logs import RefusalLog
 from provider.operations.metrics import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.router import Shard, ShardedExecutor
-from wire.errors import NotPermitted, QuotaExceeded, Unauthenticated, Unavailable, UnknownLayer, VeilbaseError, WireCode
+from wire.errors import (
+    NotPermitted,
+    ProtocolError,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+    UnknownLayer,
+    VeilbaseError,
+    WireCode,
+)
 from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits, deadline_s
 from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.ipc.clear_socket import ClearSocket
@@ -89,6 +98,7 @@ _MOST_NAMES = 20
 _TOO_MANY_CALLS = "it has too many calls open"
 _NO_FILE = "it asked for a file that the bundle does not have"
 _UNREADABLE_CALL = "its call cannot be read"
+_NO_ROOM = "there is no room for what it asked for"
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
     NotPermitted: (grpc.StatusCode.PERMISSION_DENIED, "revoked"),
@@ -98,6 +108,13 @@ _STATUS = {
 """Maps a kind of refusal to the gRPC status and a fixed text, which tells the caller no details. The first kind that
 matches counts."""
 _LOGGER = logging.getLogger(__name__)
+
+
+def why_no_call(exc: VeilbaseError) -> str:
+    """Returns the reason, in the log, why a call beside the streams is refused."""
+    if isinstance(exc, UnknownLayer):
+        return _NO_FILE
+    return _UNREADABLE_CALL if isinstance(exc, ProtocolError) else _NO_ROOM
 
 
 class ProviderService:
@@ -278,7 +295,7 @@ class ProviderService:
         except (EOFError, OSError):
             return None  # The tenant has disconnected, or was silent for too long.
         except VeilbaseError as exc:
-            self._refusals.add(access.tenant, _NO_FILE if isinstance(exc, UnknownLayer) else _UNREADABLE_CALL)
+            self._refusals.add(access.tenant, why_no_call(exc))
             return exc
         try:
             self._carry(access, connection, given)

@@ -2,8 +2,9 @@
 the lines about refusals.
 
 Guarantees of `RefusalLog`: whatever peers do, the log has at most one line of a tenant and a reason every `QUIET_S`
-seconds, and what was left out is counted. No line holds anything that a peer sent, besides the name in a certificate
-that the provider's own authority has signed. Memory is bounded, since only `MOST_KEYS` pairs are told apart.
+seconds, and what was left out is counted. No line holds anything that a peer sent, besides a request's number and the
+name in a certificate that the provider's own authority has signed. Memory is bounded, since only `MOST_KEYS` pairs are
+told apart.
 """
 
 from __future__ import annotations

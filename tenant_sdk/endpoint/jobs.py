@@ -707,8 +707,8 @@ class JobRoutes:
             raise bad_request("n_epochs has no effect beside max_steps: leave one of them out", "hyperparameters")
         rate = 1.0 if chosen.learning_rate_multiplier == "auto" else chosen.learning_rate_multiplier
         settings = {
-            "num_epochs": 3.0 if chosen.n_epochs == "auto" else float(chosen.n_epochs),
-            "batch_size": 8 if chosen.batch_size == "auto" else chosen.batch_size,
+            "num_epochs": FinetuneOptions.num_epochs if chosen.n_epochs == "auto" else float(chosen.n_epochs),
+            "batch_size": FinetuneOptions.batch_size if chosen.batch_size == "auto" else chosen.batch_size,
             "learning_rate": _BASE_RATE * rate, "seed": request.seed, "rank": chosen.rank,
             "max_steps": chosen.max_steps,
         }  # fmt: skip

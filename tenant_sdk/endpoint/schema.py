@@ -28,8 +28,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from runtime.command_line import nearest
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from wire.command_line import nearest
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, MOST_BIASES = 1024, 128, 16, 16, 1024
 """The most messages, tools, choices, stop strings and biased tokens of a request."""

@@ -361,9 +361,7 @@ class Service:
         try:
             answer = self.engine.submit(prompt, adapter, on_text=on_text, **options)
         except WrongOption as exc:
-            # The length of an answer that the client did not limit is wrong only if the prompt is too long.
-            is_given = options.get(exc.option) is not None
-            name = fields.get(exc.option, exc.option) if is_given else fields["prompt"]
+            name = fields.get(exc.option, exc.option)
             text = str(exc) if exc.option == "prompt" else str(exc).replace(exc.option, name)
             raise bad_request(text, name) from None
         except VeilbaseError as exc:

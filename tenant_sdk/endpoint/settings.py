@@ -6,7 +6,6 @@ loopback it starts without verification only if the settings say so (`unverified
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from wire.errors import ConfigurationError
+from wire.transport.address import is_loopback
 
 _Socket = TypeVar("_Socket", bound=socket.socket)
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
@@ -103,17 +103,6 @@ class EndpointSettings:
     def scheme(self) -> str:
         """Returns the scheme of the endpoint's URL, http or https."""
         return "http" if self.tls_cert is None else "https"
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether a host is `localhost` or a loopback address. Any other name counts as False and is not
-    resolved."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:

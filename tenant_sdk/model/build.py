@@ -38,6 +38,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
+from runtime.loading import loading
+from runtime.threads import return_cores, spare_cores
 from tenant_sdk.model.dora import ColumnNorms
 from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
@@ -46,9 +48,7 @@ from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause
 from wire.frame import Arithmetic
-from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
-from wire.ring.threads import return_cores, spare_cores
 
 MOST_TOKENS = 16
 """The largest number of tokens in a decode step, over all sequences of the batch; a longer call uses all cores."""

@@ -441,7 +441,8 @@ class Engine:
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str,
         pools: bool,
     ) -> Answer:  # fmt: skip
-        self.scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
+        most_rows = prompt.num_rows + ending.max_new_tokens - 1
+        self.scheduler.budget.check_fits(self._layout.bytes_for(most_rows), self._layout.bytes_for(prompt.num_rows))
         number = self._loop.next_number()
         loan = BaseModelLoan() if adapter is None else self._slots.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from runtime.command_line import instead
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.plain_values import true_or_false
 from tenant_sdk.progress import counting
@@ -26,7 +27,6 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine, MakeSlots
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
-from wire.command_line import instead
 from wire.errors import (
     AccessError,
     ConfigurationError,

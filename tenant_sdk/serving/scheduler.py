@@ -149,17 +149,21 @@ class Budget:
                 f"running request may need {'as many rows' if each else 'a row'} in each step"
             )
 
-    def check_fits(self, kv_bytes: int) -> None:
+    def check_fits(self, kv_bytes: int, prompt_bytes: int = 0) -> None:
         """Checks that a request that needs `kv_bytes` bytes for its keys and values can ever be admitted.
 
+        Args:
+            kv_bytes: the bytes of prompt and answer.
+            prompt_bytes: the bytes of the prompt alone.
+
         Raises:
-            ConfigurationError: the request is larger than the whole KV budget.
+            WrongOption: the request, or already its prompt, is larger than the whole KV budget.
         """
         if kv_bytes > self.kv_bytes:
             raise WrongOption(
                 f"the request needs {kv_bytes} bytes of KV, the engine has {self.kv_bytes}: ask for fewer tokens, or "
                 "give the engine a larger kv_bytes or a smaller kv_dtype",
-                "max_new_tokens",
+                "prompt" if prompt_bytes > self.kv_bytes else "max_new_tokens",
             )
 
 

@@ -26,11 +26,11 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from runtime.loading import loading
 from tenant_sdk.text.components import REMEDY, check_components
 from tenant_sdk.text.template import BlindTemplates
 from wire.built_in import BuiltIn
 from wire.errors import ConfigurationError, VeilbaseError
-from wire.loading import loading
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "VeilbaseProbeEnd"}]
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
+from runtime.command_line import instead
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.training.finetune import adapter_errors, default_peft_config
 from tenant_sdk.training.recipe import Recipe, check_keys, is_pipe
 from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import parse_data
 from tenant_sdk.training.trainers import check_report_to
-from wire.command_line import instead
 from wire.errors import ConfigurationError
 
 

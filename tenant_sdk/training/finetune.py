@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from runtime.loading import loading, quiet_transformers
 from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
@@ -85,7 +86,6 @@ from tenant_sdk.training.trainers import (
 from tenant_sdk.training.waiting import with_waits
 from tenant_sdk.training.windows import PREFIX, Windows, check_window, kind_of
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
-from wire.loading import loading, quiet_transformers
 
 
 @contextmanager

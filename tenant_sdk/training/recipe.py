@@ -24,10 +24,10 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from runtime.command_line import instead
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.settings import FinetuneOptions
-from wire.command_line import instead
 from wire.errors import ConfigurationError
 
 _WORDS = (bool, int, float, Path)
@@ -35,7 +35,7 @@ _WORDS = (bool, int, float, Path)
 
 
 _EITHER = ("max_steps", "num_epochs")
-"""Two options that say the same, of which a flag takes the place of either in the file."""
+"""Two options that say the same: a flag for one of them replaces the other in the file."""
 
 
 def _part_or_path(value: Any) -> Any:
@@ -211,7 +211,7 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str], listed_b
         listed_by: a command or a page that lists them.
 
     Raises:
-        ConfigurationError: a key is not known; the text ends as `wire.command_line.instead` says.
+        ConfigurationError: a key is not known; the text ends as `runtime.command_line.instead` says.
     """
     for key in values:
         if key not in known:
@@ -228,6 +228,7 @@ def check_recipe_early(recipe: Recipe) -> None:
     """
     options = recipe.options()
     options.check()
+    options.check_effect()
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:

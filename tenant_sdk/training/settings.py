@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from wire.command_line import nearest
+from runtime.command_line import nearest
 from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
@@ -99,12 +100,13 @@ class FinetuneOptions:
 
     eval_data: Any = field(
         default=None,
+        repr=False,
         metadata=_told("rows to evaluate on: a data set, or a part of the data, such as 0.1", "Data", shown="none"),
     )
     max_steps: int | None = field(
         default=None,
         metadata=_told(
-            "optimizer steps; none for those of num_epochs; giving both is refused",
+            "optimizer steps, in place of num_epochs; giving both is refused",
             "Training",
             shown="none",
             identifies=True,
@@ -170,7 +172,7 @@ class FinetuneOptions:
     resume: bool | None = field(
         default=None,
         metadata=_told(
-            "whether to go on from a checkpoint: none if the same run has one, on only then, off never",
+            "go on from a checkpoint: by default if the same run has one; on: only then; off: start over",
             "Checkpoints and waits",
             shown="none",
         ),
@@ -271,8 +273,8 @@ class FinetuneOptions:
         return self.save_steps if self.eval_steps is None else self.eval_steps
 
     def check(self) -> None:
-        """Raises ConfigurationError for an impossible value, or for one that another setting leaves without effect;
-        callers must call this method before they send rows or write files."""
+        """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
+        write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         optional = ("max_steps", "window_tokens", "eval_steps", "early_stopping_steps")
         positive += ("learning_rate", "dpo_beta", *(name for name in optional if getattr(self, name) is not None))
@@ -291,6 +293,15 @@ class FinetuneOptions:
             )
         if self.dpo_loss not in _DPO_LOSSES:
             raise ConfigurationError(f"dpo_loss must be one of {', '.join(_DPO_LOSSES)}, got {self.dpo_loss!r}")
+        if self.keep_best and self.steps_of_evaluation != self.save_steps:
+            raise ConfigurationError(
+                f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
+                f"got {self.eval_steps}"
+            )
+
+    def check_effect(self) -> None:
+        """Raises ConfigurationError for a value that another option leaves without effect. This is for options that a
+        user gives now; a run that began with such a value may go on."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps not in (0, FinetuneOptions.warmup_steps):
             raise ConfigurationError(
                 "warmup_steps has no effect with lr_scheduler_type constant: choose constant_with_warmup, or leave it "
@@ -298,11 +309,6 @@ class FinetuneOptions:
             )
         if self.max_steps is not None and self.num_epochs != FinetuneOptions.num_epochs:
             raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
-        if self.keep_best and self.steps_of_evaluation != self.save_steps:
-            raise ConfigurationError(
-                f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
-                f"got {self.eval_steps}"
-            )
 
 
 class FinetuneKeywords(TypedDict, total=False):
@@ -347,6 +353,7 @@ def finetune_options(given: Mapping[str, Any]) -> FinetuneOptions:
 
     Raises:
         TypeError: there is no such option; the text names the nearest one.
+        ConfigurationError: another option leaves one of them without effect.
     """
     known = [each.name for each in fields(FinetuneOptions)]
     for name in given:
@@ -354,7 +361,9 @@ def finetune_options(given: Mapping[str, Any]) -> FinetuneOptions:
             meant = nearest(name, known)
             advice = "" if meant is None else f": did you mean {meant}?"
             raise TypeError(f"finetune() got an unexpected keyword argument {name!r}{advice}")
-    return FinetuneOptions(**given)
+    options = FinetuneOptions(**given)
+    options.check_effect()
+    return options
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -370,15 +379,19 @@ def takes_finetune_options(method: _Method) -> _Method:
         for each in fields(FinetuneOptions)
     ]
     method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    if method.__doc__ and FinetuneOptions.__doc__:
-        described = FinetuneOptions.__doc__.split("Attributes:\n")[1].rstrip()
-        method.__doc__ = method.__doc__.replace(
-            _OPTIONS_HERE, "\n".join(f"    {line}" for line in described.split("\n"))
-        )
+    if method.__doc__ and FinetuneOptions.__doc__:  # neither is there with python -OO
+        described = inspect.cleandoc(FinetuneOptions.__doc__).split("Attributes:\n")[1]
+
+        def indented(here: re.Match[str]) -> str:
+            return "\n".join(here[1][4:] + line if line else line for line in described.split("\n"))
+
+        method.__doc__, num_found = re.subn(_OPTIONS_HERE, indented, method.__doc__)
+        if num_found != 1:
+            raise ValueError(f"expected a line **options in the docstring of {method.__qualname__}")
     return method
 
 
-_OPTIONS_HERE = "            **options: those of `FinetuneOptions`."
+_OPTIONS_HERE = r"(?m)^( *)\*\*options: those of `FinetuneOptions`\.$"
 """The line of a docstring whose place the options' descriptions take."""
 
 

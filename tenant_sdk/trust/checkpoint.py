@@ -37,6 +37,7 @@ from transformers.core_model_loading import rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from noise.verify import Verifier
+from runtime.loading import loading, quiet_transformers
 from tenant_sdk.plan import HUB_ID, not_cached
 from tenant_sdk.text.source import LocalSource
 from tenant_sdk.trust.compare import (
@@ -53,7 +54,6 @@ from tenant_sdk.trust.compare import (
 )
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
-from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
 

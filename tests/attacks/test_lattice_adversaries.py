@@ -25,6 +25,7 @@ from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, encode_rows
+from runtime.threads import one_core
 from tests.support.answered import Answered
 from tests.support.schoolbook import reference_product
 from tests.support.spies import results_of
@@ -33,7 +34,6 @@ from wire.frame import Call, Direction
 from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
-from wire.ring.threads import one_core
 
 DEFAULT = PARAMETERS["default"]
 ADVERSARIES = [

@@ -33,7 +33,7 @@ ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "at
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "wire" / "SPEC.md"]
 """The pages about the present code. The change log is left out, since it names files by earlier names."""
-PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks", "benchmarks", "examples", "tests")
+PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks", "benchmarks", "examples", "tests")
 APPS = {"provider": provider_app, "tenant": tenant_app}
 
 

@@ -29,11 +29,13 @@ def unwrapped(source: str) -> str:
     return re.sub(r"\s*\n\s*(?:#|\*(?!/))?\s*", " ", source)
 
 
-def missing_sources(source: str) -> list[str]:
-    """Returns those citations of a source file whose file, section or heading does not exist."""
+def missing_sources(source: str, folder: Path = ROOT) -> list[str]:
+    """Returns those citations of a source file whose file, section or heading does not exist. Links of a page start
+    from its folder."""
     missing = []
     for found in _CITATION.finditer(unwrapped(source)):
-        path, section, heading, bare = ROOT / found["path"], found["section"], found["heading"], found["bare"]
+        path = next((each / found["path"] for each in (ROOT, folder) if (each / found["path"]).is_file()), ROOT)
+        section, heading, bare = found["section"], found["heading"], found["bare"]
         known = headings(path) if path.is_file() else []
         is_there = path.is_file()
         if section is not None:
@@ -76,7 +78,7 @@ def sources(folder: str) -> dict[Path, str]:
 def test_cited_sources_exist(folder: str) -> None:
     texts = sources(folder)
     assert any(_CITATION.search(unwrapped(text)) for text in texts.values())
-    missing = {str(path.relative_to(ROOT)): missing_sources(text) for path, text in texts.items()}
+    missing = {str(path.relative_to(ROOT)): missing_sources(text, path.parent) for path, text in texts.items()}
     assert {path: citations for path, citations in missing.items() if citations} == {}
 
 

@@ -20,15 +20,16 @@ import pytest
 from tests.support.doc_blocks import blocks, pages
 from tests.support.repository import ROOT
 
-PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 HOLD_NO_TRUTH = {"seen", "adversaries"}
 """The folders of attacks that an adversary may import."""
 
 PLANTED = [
-    ("wire imports no sibling", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
-    ("wire imports no sibling", "wire/transport/retry.py", "from provider.config import ProviderSettings"),
-    ("noise imports wire only", "noise/ledger/ledger.py", "from tenant_sdk.identity import Identity"),
-    ("noise imports wire only", "noise/pad.py", "from provider.model.weights import serve_model"),
+    ("runtime imports no sibling", "runtime/threads.py", "from wire.errors import VeilbaseError"),
+    ("wire imports runtime only", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
+    ("wire imports runtime only", "wire/transport/retry.py", "from provider.config import ProviderSettings"),
+    ("noise imports wire and runtime only", "noise/ledger/ledger.py", "from tenant_sdk.identity import Identity"),
+    ("noise imports wire and runtime only", "noise/pad.py", "from provider.model.weights import serve_model"),
     (
         "the provider can see neither masks nor the tenant's code",
         "provider/engine/products.py",

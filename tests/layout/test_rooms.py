@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.repository import ROOT
 
-PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 FOLDERS = sorted(
     str(init.parent.relative_to(ROOT))
     for package in PACKAGES

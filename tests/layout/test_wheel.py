@@ -17,7 +17,7 @@ from noise.polynomial import kernels as polynomial_kernels
 from tests.support.repository import ROOT
 from wire.ring import kernels as ring_kernels
 
-PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NOT_PACKED = shutil.ignore_patterns("__pycache__", "*.so")
 

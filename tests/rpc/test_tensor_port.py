@@ -128,7 +128,8 @@ def test_what_is_no_handshake_leaves_nothing(
     assert_served(provider.connect(), provider.served_model)
     # Any peer can do this, so it must not fill the provider's log. The tenant's own log says what carries its stream.
     said = [one.getMessage() for one in caplog.records if one.name.startswith("provider")]
-    assert said in ([], ["refused: it does not speak TLS 1.3 with this protocol (TLS)"])
+    only_hung_up = what in (b"", half_a_hello)
+    assert said == [] if only_hung_up else said == ["refused: it does not speak TLS 1.3 with this protocol (TLS)"]
 
 
 @pytest.mark.parametrize(

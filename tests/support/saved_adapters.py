@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from runtime.loading import loading
 from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore
 from tests.support.tiny_models import tiny_config
-from wire.loading import loading
 
 WAIT_S = 60.0
 

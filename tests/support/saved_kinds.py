@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 
-from wire.loading import loading
+from runtime.loading import loading
 
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA with biases": ("LORA", {"r": 4, "lora_alpha": 6, "lora_bias": True, "rank_pattern": {"q_proj": 2}}),

@@ -23,7 +23,7 @@ from tests.support.repository import ROOT
 from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
-PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
     *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
@@ -87,7 +87,9 @@ def test_another_name_is_an_attribute_error() -> None:
 
 def test_every_error_and_warning_of_the_tenants_code_is_exported() -> None:
     bases: dict[str, set[str]] = {}
-    for file in (path for folder in ("wire", "noise", "tenant_sdk") for path in (ROOT / folder).rglob("*.py")):
+    for file in (
+        path for folder in ("runtime", "wire", "noise", "tenant_sdk") for path in (ROOT / folder).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
@@ -215,6 +217,10 @@ def test_options_of_finetune_are_those_of_the_dataclass() -> None:
     assert all(shown[name].default == one.default for name, one in options.items())
     assert RunRecipe().options() == FinetuneOptions()
     FinetuneOptions().check()
+
+
+def test_rows_to_evaluate_on_are_not_in_the_options_repr() -> None:
+    assert "confidential" not in repr(FinetuneOptions(eval_data=[{"text": "confidential"}]))
 
 
 def test_a_misspelt_option_of_finetune_gets_the_nearest_name() -> None:

@@ -16,6 +16,7 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from provider.net.server import Server
+from runtime.loading import loading
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.model.remote_linear import RemoteLinear
@@ -26,7 +27,6 @@ from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model
 from tests.support.thread_switches import switching_every
 from tests.support.threads import at_once
-from wire.loading import loading
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 

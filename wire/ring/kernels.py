@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wire.compiled import COUNT, INT, POINTER, Signature, load
+from runtime.compiled import COUNT, INT, POINTER, Signature, load
+from runtime.threads import share
 from wire.errors import InvalidTensor
-from wire.ring.threads import Tile, product_tiles, row_tiles, share
+from wire.ring.tiles import Tile, product_tiles, row_tiles
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 

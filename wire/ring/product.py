@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from runtime.threads import use_one_core
 from wire.errors import InvalidTensor
 from wire.ring import kernels as compiled
 from wire.ring import product_cuda
 from wire.ring.buffers import unwritten_tensor
-from wire.ring.threads import RowsAndReply, row_blocks, use_one_core
+from wire.ring.tiles import RowsAndReply, row_blocks
 
 _EXACT_FLOAT64_ROWS = 1 << 15
 """The most products of an int32 and an int8 number that float64 sums without rounding: 2^31 · 128 · 2^15 = 2^53."""

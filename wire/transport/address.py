@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -13,8 +14,14 @@ _PORT = re.compile(r":\d+$")
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host's name or address is this machine's own, as far as its spelling tells."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Returns whether a host is `localhost` or a loopback address. Any other name counts as False, since it could lead
+    to any address, and is not resolved."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def not_a_url(url: str) -> str:
@@ -25,7 +32,10 @@ def not_a_url(url: str) -> str:
     is_place = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", place, re.ASCII) is not None
     named = is_place and (has_scheme or _PORT.search(place)) and scheme not in ("ipc", "inproc")
     advice = f": did you mean grpcs://{place}?" if named and url != f"grpcs://{place}" else ""
-    shown = ascii(re.sub("[^/]*@", "...@", url))[:200]  # without a password, which no URL of a provider has
+    # without a password or a token, which no URL of a provider has
+    shown = ascii(re.sub("^(.*?://)?.*@", r"\1...@", re.sub("[?#].*", "...", url, flags=re.DOTALL), flags=re.DOTALL))[
+        :200
+    ]
     return f"expected grpcs://host:port, ipc:DIR or inproc:MODEL, got {shown}{advice}"
 
 

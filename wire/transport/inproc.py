@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 
+from runtime.threads import all_cores
 from wire.errors import InvalidTensor
 from wire.frame import ITEM_BYTES, Call
 from wire.manifest import Manifest
 from wire.payload import Payload
 from wire.ring.seeded_rows import Rows
-from wire.ring.threads import all_cores
 from wire.transport.connection import Pending, Traffic
 
 

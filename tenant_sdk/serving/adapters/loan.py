@@ -40,7 +40,9 @@ class AdapterLoan:
             ConfigurationError: the loan is not ready; or it was released, so that another adapter may have the slot.
         """
         if self.placed is None or self.released:
-            raise ConfigurationError(f"the adapter {self.name} is not in a slot: a loan is ready first, and held")
+            raise ConfigurationError(
+                f"the adapter {self.name} is not in a slot: wait until its loan is ready, and use it before release"
+            )
         return self.placed[0]
 
     @property

@@ -15,8 +15,8 @@ from itertools import groupby, pairwise
 import torch
 from torch.nn import functional as F
 
+from runtime.threads import one_core
 from wire.errors import ConfigurationError
-from wire.ring.threads import one_core
 
 MOST_RUNS = 2
 """Up to this many adapters of one rank in a step are multiplied one after the other; more are multiplied by

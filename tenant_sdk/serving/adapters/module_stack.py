@@ -33,10 +33,10 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.overrides import TorchFunctionMode
 
+from runtime.threads import one_core
 from tenant_sdk.serving.adapters.lora import Run, Segment
 from tenant_sdk.serving.adapters.peft_modules import base_inputs, outputs, outputs_and_inputs, same_rows
 from wire.errors import InvalidTensor
-from wire.ring.threads import one_core
 
 _TRIAL_SCALE = 0.5
 """The standard deviation of the numbers of a trial."""

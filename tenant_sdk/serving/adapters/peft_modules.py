@@ -44,12 +44,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from runtime.loading import loading
 from tenant_sdk.kinds.register import register
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.serving.adapters.files import ModuleFile, Reading, Stamp
 from tenant_sdk.serving.adapters.lora import MODULES
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError
-from wire.loading import loading
 
 
 class _Stopped(Exception):

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from wire.compiled import COUNT, POINTER, Signature, load
+from runtime.compiled import COUNT, POINTER, Signature, load
+from runtime.threads import share
 from wire.errors import ConfigurationError
-from wire.ring.threads import share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 MOST_ROWS = 16

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
+from runtime.loading import loading
 from tenant_sdk.model.run_state import NO_MODEL, run_states
 from tenant_sdk.plain_values import positive
 from tenant_sdk.serving.speculation.draft import DraftModel
 from tenant_sdk.serving.speculation.drafter import Drafter, PromptLookup
 from wire.errors import ConfigurationError
-from wire.loading import loading
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from transformers import DynamicCache
 
 from noise.blocks.pool import Block, MaskPool, Slots
 from noise.scheme import GroupSpec
+from runtime.threads import all_cores, return_cores, spare_cores
 from tenant_sdk.model import build
 from tenant_sdk.model.build import watch
 from tests.support.waiting import end
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import RowsPayload
-from wire.ring.threads import all_cores, return_cores, spare_cores
 from wire.transport.inproc import InprocConnection
 
 WIDTH = 64

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-import wire.loading
+import runtime.loading
+from runtime.loading import loading, quiet_transformers
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import WAIT_S
-from wire.loading import loading, quiet_transformers
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -77,7 +77,7 @@ def test_no_two_threads_load_at_once() -> None:
         with loading():
             waiting = pool.submit(second)
             assert asks.wait(WAIT_S)
-            assert elsewhere(lambda: wire.loading._lock.acquire(blocking=False)) is False
+            assert elsewhere(lambda: runtime.loading._lock.acquire(blocking=False)) is False
             order.append("first out")
         waiting.result(WAIT_S)
     assert order == ["first out", "second in"]

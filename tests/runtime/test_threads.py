@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.threads import one_core, return_cores, share, spare_cores, use_one_core
 from tests.support.waiting import WAIT_S, end
-from wire.ring.threads import one_core, return_cores, share, spare_cores, use_one_core
 
 TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 HAS_GOMP = bool(list(TORCH_CPU.parent.glob("libgomp*.so*")))
@@ -203,7 +203,7 @@ threading.Thread(target=late).start()
 def test_a_forked_child_has_helpers_of_its_own() -> None:
     code = """
 import os, threading, torch
-from wire.ring.threads import share
+from runtime.threads import share
 torch.set_num_threads(2)
 def both():
     meet, names = threading.Barrier(2), set()

@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from provider import cli as provider_cli
+from runtime.command_line import instead, nearest
 from tenant_sdk import cli as tenant_cli
-from wire.command_line import instead, nearest
 
 FLAGS = ["--learning-rate", "--lr-scheduler-type", "--rank", "--max-steps", "--epochs", "--output", "--batch-size"]
 LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "bias"]
