@@ -33,10 +33,8 @@ def not_a_url(url: str) -> str:
     named = is_place and (has_scheme or _PORT.search(place)) and scheme not in ("ipc", "inproc")
     advice = f": did you mean grpcs://{place}?" if named and url != f"grpcs://{place}" else ""
     # without a password or a token, which no URL of a provider has
-    shown = ascii(re.sub("^(.*?://)?.*@", r"\1...@", re.sub("[?#].*", "...", url, flags=re.DOTALL), flags=re.DOTALL))[
-        :200
-    ]
-    return f"expected grpcs://host:port, ipc:DIR or inproc:MODEL, got {shown}{advice}"
+    shown = re.sub("^(.*?://)?.*@", r"\1...@", re.sub("[?#].*", "...", url, flags=re.DOTALL), flags=re.DOTALL)
+    return f"expected grpcs://host:port, ipc:DIR or inproc:MODEL, got {ascii(shown)[:200]}{advice}"
 
 
 def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
