@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ class Provider:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(waiting, "time", made)
+    monkeypatch.setattr(waiting, "gc", SimpleNamespace(collect=lambda: 0))  # half a second each, in a process of tests
     return made
 
 
