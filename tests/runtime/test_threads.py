@@ -186,7 +186,7 @@ def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_thread_that_outlives_the_main_one_still_multiplies() -> None:
     code = """
 import threading, time, torch
-from wire.ring import threads
+from runtime import threads
 torch.set_num_threads(2)
 def late():
     threading.main_thread().join()

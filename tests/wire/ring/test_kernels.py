@@ -22,7 +22,7 @@ from tests.support.compiled_kernels import needs_products
 from tests.support.repository import ROOT
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
-from wire.ring import coding, kernels, threads
+from wire.ring import coding, kernels, tiles
 from wire.ring import product as plain
 from wire.ring.buffers import unwritten_tensor
 
@@ -133,9 +133,9 @@ def test_extremes_of_a_few_rows_wrap_as_integers_do(number: int, is_transposed: 
 @pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
 def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(threads, "_SHARED_WORK", 1 << 22)  # 35 rows are shared in both forms.
+    monkeypatch.setattr(tiles, "_SHARED_WORK", 1 << 22)  # 35 rows are shared in both forms.
     rows, weight = draw(sum(sizes), 700, 800, is_transposed)
-    assert len(threads.product_tiles(sum(sizes), 700, 800, kernels.has_vnni())) > 2
+    assert len(tiles.product_tiles(sum(sizes), 700, 800, kernels.has_vnni())) > 2
     expected = plain.plain_product(rows, weight)
     for _ in range(20):
         assert torch.equal(product(list(rows.split(sizes)), weight), expected)
@@ -151,7 +151,7 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
         for num_rows, m in [(1, 1), (1, 3000), (95, 257), (96, 1), (97, 5), (5000, 5000), (0, 9)]:
             seen = torch.zeros(num_rows, m, dtype=torch.int8)
-            for first_row, last_row, first_column, last_column in threads.product_tiles(num_rows, MUCH, m):
+            for first_row, last_row, first_column, last_column in tiles.product_tiles(num_rows, MUCH, m):
                 assert 0 <= first_row <= last_row <= num_rows
                 assert 0 <= first_column <= last_column <= m
                 seen[first_row:last_row, first_column:last_column] += 1
@@ -161,9 +161,9 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_threads_share_later_with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     widest = (16, 576, 3072)
-    assert len(threads.product_tiles(*widest)) == 4
-    assert threads.product_tiles(*widest, with_vnni=True) == [(0, 16, 0, 3072)]
-    assert len(threads.product_tiles(64, 576, 3072, with_vnni=True)) == 4
+    assert len(tiles.product_tiles(*widest)) == 4
+    assert tiles.product_tiles(*widest, with_vnni=True) == [(0, 16, 0, 3072)]
+    assert len(tiles.product_tiles(64, 576, 3072, with_vnni=True)) == 4
 
 
 @needs_products
