@@ -55,12 +55,12 @@ def run(*command: str | Path, cwd: Path, path: Path) -> str:
 
 
 def files_of(folder: Path) -> set[str]:
-    """Returns the files of the packages in a folder, except compiled ones."""
+    """Returns the files of the packages in a folder, except compiled ones and the pages for readers of the source."""
     return {
         str(file.relative_to(folder))
         for package in PACKAGES
         for file in (folder / package).glob("**/*")
-        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so"
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so" and file.name != "README.md"
     }
 
 

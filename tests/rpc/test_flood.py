@@ -188,7 +188,9 @@ def test_a_flood_of_connections_shuts_nobody_out(limited: Limited, where: str) -
     for connection in (stays, fired):
         connection.close()
     lines = [line for line in limited.log.splitlines() if " INFO " not in line and "no tokenizer" not in line]
-    assert len(lines) == 1, lines
+    refused = [line for line in lines if "refused: " in line]
+    assert len(lines) - len(refused) == 1, lines
+    assert len(refused) <= 10, lines  # whatever a flood does: a line of each reason in ten seconds
     assert f"at most {NUM_FILES} files can be open here" in lines[0]
 
 
