@@ -248,6 +248,11 @@ class ScriptedProvider:
         url: the URL for `TenantClient`, valid in this process until `close`.
     """
 
+    __slots__ = (
+        "_calls", "_clients", "_home", "_is_closed", "_lock", "_served", "_temporary", "handler", "model", "url",
+    )  # fmt: skip
+    """All attributes: one that is misspelt is an AttributeError, and not a script that does nothing."""
+
     def __init__(self, handler: CallHandler | None = None, *, model: str | Path | None = None, seed: int = 0) -> None:
         """Makes the model, and answers at `url` from now on.
 

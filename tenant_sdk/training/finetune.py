@@ -288,12 +288,12 @@ class _Run:
         self.num_steps = step_of(start)
         set_seed(self.options.seed)
         model = _adapted(self.session, self.peft_config, self.options.seed)
-        run = run_states(model).current
-        run.outcome.sends_zeros |= is_spoilt
+        run_state = run_states(model).current
+        run_state.outcome.sends_zeros |= is_spoilt
         num_virtual = virtual_tokens(self.peft_config)
         kept, windows = self._save_memory(model, num_virtual)
         with closing(kept), saving_errors(), reading_errors(start):
-            trainer = _make_trainer(model, self.rows, self.options, self.checkpoints, self.session, run)
+            trainer = _make_trainer(model, self.rows, self.options, self.checkpoints, self.session, run_state)
             if self.on_step is not None:
                 trainer.add_callback(StepLosses(self.on_step))
             if isinstance(trainer, CompletionTrainer):
@@ -309,7 +309,7 @@ class _Run:
             finally:
                 self.num_tokens += trainer.num_tokens
                 self.num_steps = trainer.state.global_step
-            _check_finite(model, run, self.checkpoints)
+            _check_finite(model, run_state, self.checkpoints)
             save_adapter(model, self.output_dir)
         return trainer.state
 
@@ -371,15 +371,15 @@ def _train(trainer: Trainer, start: Path | None) -> None:
         raise NotFinite(f"{exc}; try a lower learning_rate, and resume=False (--no-resume) to start over") from None
 
 
-def _check_finite(model: Any, run: RunState, checkpoints: Checkpoints) -> None:
+def _check_finite(model: Any, run_state: RunState, checkpoints: Checkpoints) -> None:
     """Checks that all values of the run and the adapter are finite; else marks all checkpoints as spoilt (unusable).
 
     Raises:
         NotFinite: a value is not finite.
     """
     try:
-        run.check(trainable(model))
-        run.finish()
+        run_state.check(trainable(model))
+        run_state.finish()
     except NotFinite:
         checkpoints.spoil()
         raise
@@ -447,7 +447,7 @@ def _make_trainer(
     settings: FinetuneOptions,
     checkpoints: Checkpoints,
     session: TrainingSession,
-    run: RunState,
+    run_state: RunState,
 ) -> Any:
     arguments: dict[str, Any] = dict(
         output_dir=str(checkpoints.folder),
@@ -485,11 +485,11 @@ def _make_trainer(
     )
 
     def is_sound() -> bool:
-        run.check(trainable(model))
-        return not run.sends_zeros
+        run_state.check(trainable(model))
+        return not run_state.sends_zeros
 
-    callbacks = [KeepFinite(run), checkpoints.callback(is_sound)]
-    callbacks += [EvaluateAtTheEnd(run)] if rows.eval_rows else []
+    callbacks = [KeepFinite(run_state), checkpoints.callback(is_sound)]
+    callbacks += [EvaluateAtTheEnd(run_state)] if rows.eval_rows else []
     if settings.early_stopping_steps is not None:
         callbacks.append(StopEarly(settings.early_stopping_steps, settings.early_stopping_threshold))
     pad = pad_token(session.tokenizer)

@@ -69,6 +69,11 @@ def asked(client: TenantClient) -> str:
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
+def test_a_misspelt_attribute_is_no_silent_script() -> None:
+    with ScriptedProvider() as provider, pytest.raises(AttributeError, match="handlr"):
+        provider.handlr = lambda call: Drop()  # type: ignore[attr-defined]
+
+
 def test_what_is_not_scripted_is_the_models_own_answer(client: TenantClient, provider: ScriptedProvider) -> None:
     model = AutoModelForCausalLM.from_pretrained(provider.model).eval()
     ids = AutoTokenizer.from_pretrained(provider.model)("who is it?", return_tensors="pt").input_ids

@@ -125,7 +125,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_befor
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return QuotaExceeded("the provider has too many calls open, or refused the size of one: try again later")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("the provider did not answer in time")
+        return DeadlineExceeded("the provider did not answer in time: if it was just started, wait until it says ready")
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
         return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
     retry_s = _named_retry_s(exc)
