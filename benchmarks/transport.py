@@ -147,7 +147,7 @@ class _Echo:
     """Sends and receives messages on one stream of `serve_echo`."""
 
     def __init__(self, url: str, identity: TlsIdentity) -> None:
-        from wire.transport.grpc_connection import open_channel
+        from wire.transport.grpc_channel import open_channel
 
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = open_channel(url, identity)

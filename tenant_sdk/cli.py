@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Fine-tune and use adapters on a base model that a provider holds; data, text and adapters stay here.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # a table would cut long names of options
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -126,11 +127,14 @@ def _client(
     urls = url or endpoints_of(folders)
     if len(folders) > 1 and len(folders) != len(urls):
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
+    identities = folders if len(folders) > 1 else [next(iter(folders), None)] * len(urls)
     check_early(
-        urls=urls, identities=folders if len(folders) > 1 else [next(iter(folders), None)] * len(urls),
+        urls=urls, identities=identities,
         mask=mask or DEFAULT_MASK, parameters=parameters, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
         accept_changes=accept_change or (), peer_uid=peer_uid,
     )  # fmt: skip
+    for each, own in zip(urls, identities, strict=True):
+        _wait_until_it_answers(each, own, peer_uid)
 
     # imported after the checks above, because torch and transformers take seconds to load
     from tenant_sdk import TenantClient
@@ -147,6 +151,24 @@ def _client(
         accept_changes=accept_change or (),
         peer_uid=peer_uid,
     )
+
+
+def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> None:
+    """Waits until a provider answers, and says so: what keeps it from this tenant is then told before torch is loaded.
+    Of a provider on this host, only its socket is looked at."""
+    from tenant_sdk.plan import INPROC
+    from wire.transport.identity import load_identity
+    from wire.transport.ipc import folder as ipc
+
+    if url.startswith(INPROC):
+        return
+    if url.startswith(ipc.SCHEME):
+        ipc.check_listens(ipc.folder_of(url), peer_uid)
+        return
+    from wire.transport.grpc_channel import wait_for_provider
+
+    known = None if identity is None else load_identity(identity)
+    wait_for_provider(url, known, lambda line: typer.echo(printable(f"tenant: {line}"), err=True))
 
 
 _CONNECTION: dict[str, Any] = {

@@ -35,7 +35,7 @@ from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
-from wire.transport.grpc_connection import STREAM_METHOD
+from wire.transport.grpc_channel import STREAM_METHOD
 
 DEAF = "deaf"
 SMALLEST_WINDOW = [

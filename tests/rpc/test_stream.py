@@ -31,7 +31,7 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
 from wire.payload import RowsPayload
-from wire.transport import grpc_connection
+from wire.transport import grpc_channel
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def test_manifest_and_bundle(provider: Provider) -> None:
 
 @pytest.mark.parametrize("name", [b"../config.json", b"/etc/passwd", b"", b"\xff\x00", b"model.bin"])
 def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
-    channel = grpc_connection.open_channel(provider.url, provider.identity())
+    channel = grpc_channel.open_channel(provider.url, provider.identity())
     with channel, pytest.raises(grpc.RpcError) as caught:
-        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=WAIT_S))
+        next(channel.unary_stream(grpc_channel.BUNDLE_METHOD)(name, timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -329,9 +329,7 @@ def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, unlimited) as channel:
-        call = channel.stream_stream(grpc_connection.STREAM_METHOD)(
-            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=WAIT_S
-        )
+        call = channel.stream_stream(grpc_channel.STREAM_METHOD)(iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

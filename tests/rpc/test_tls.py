@@ -25,7 +25,8 @@ from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
-from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
+from wire.transport.grpc_channel import BUNDLE_METHOD, MANIFEST_METHOD
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 TLS_1_3 = 0x0304

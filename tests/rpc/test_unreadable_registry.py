@@ -31,7 +31,7 @@ from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.limits import RETRY_METADATA
 from wire.transport import retry
-from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
+from wire.transport.grpc_channel import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
 
 RETRY_MS = int(1000 * RETRY_S)
 

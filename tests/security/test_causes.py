@@ -51,7 +51,7 @@ from tenant_sdk.trust.compare import check_files, check_scale_names
 from wire.errors import VeilbaseError, os_cause
 from wire.frame import Arithmetic, Call, Direction, parse
 from wire.manifest import parse_manifest
-from wire.transport.grpc_connection import open_channel
+from wire.transport.grpc_channel import open_channel
 from wire.transport.identity import TlsIdentity, load_identity
 
 SECRET = "Odile Marchetti"

@@ -15,7 +15,7 @@ from provider.net.ports import IpcPort
 from tests.support.loopback_provider import Provider
 from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
-from wire.transport.grpc_connection import STREAM_METHOD, open_channel
+from wire.transport.grpc_channel import STREAM_METHOD, open_channel
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.folder import SOCKET_NAME
 from wire.transport.ipc.handshake import tenant_handshake

@@ -45,7 +45,7 @@ from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.manifest import Manifest
 from wire.payload import RowsPayload
-from wire.transport import grpc_connection, multiplexer
+from wire.transport import grpc_channel, multiplexer
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -415,8 +415,8 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model:
 
             def disturb() -> None:
                 identity = TlsIdentity.read(tmp_path / "other")
-                channel = grpc_connection.open_channel(url, identity)
-                method = channel.stream_stream(grpc_connection.STREAM_METHOD)
+                channel = grpc_channel.open_channel(url, identity)
+                method = channel.stream_stream(grpc_channel.STREAM_METHOD)
                 while not ended.is_set() or not refused:
                     replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=WAIT_S)
                     refused.extend(

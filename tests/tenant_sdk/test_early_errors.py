@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll, revoke
+from provider.model.served_model import ServedModel
+from tests.support.serving import serving
+
 CODE = """
 import sys
 from tenant_sdk import cli
@@ -19,8 +24,9 @@ try:
     cli.main()
 except SystemExit as ended:
     assert ended.code == 1, ended.code
-assert not {{"torch", "transformers", "grpc"}} & set(sys.modules)
+assert not {heavy!r} & set(sys.modules)
 """
+HEAVY = {"torch", "transformers", "grpc"}
 
 
 @pytest.fixture
@@ -40,11 +46,15 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def told(folder: Path, command: str) -> str:
-    """Runs a command of `tenant` against a model that is there, and returns the line that it ends with."""
-    words = [*command.split(), "--url", f"inproc:{folder}"]
+def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> str:
+    """Runs a command of `tenant`, by default against a model that is there, and returns the line that it ends with."""
+    words = [*command.split(), "--url", url or f"inproc:{folder}"]
     run = subprocess.run(
-        [sys.executable, "-c", CODE.format(words=words)], cwd=folder, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", CODE.format(words=words, heavy=heavy)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert run.returncode == 0, run.stderr
     (line,) = run.stderr.splitlines()
@@ -54,12 +64,16 @@ def told(folder: Path, command: str) -> str:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("finetune nowhere.jsonl --output new", "nowhere.jsonl: expected a readable JSONL file: No such file"),
+        ("finetune nowhere.jsonl --output new", "there is no file nowhere.jsonl"),
         ("finetune wrong.jsonl --output new", "wrong.jsonl, line 1: "),
-        ("finetune rows.jsonl --eval-data nowhere.csv --output new", "nowhere.csv: "),
+        ("finetune rows.jsonl --eval-data nowhere.csv --output new", "there is no file nowhere.csv"),
         ("finetune rows.jsonl --output adapters/there", "adapters/there holds an adapter already"),
         ("finetune rows.jsonl --output new --max-steps 0", "max_steps must be positive, got 0"),
         ("finetune rows.jsonl --output new --mask latice", "latice"),
+        (
+            "generate who? --adapter adapters/ther",
+            "there is no adapter folder adapters/ther: did you mean adapters/there?",
+        ),
         ("generate who? --verify nowhere", "cannot find the checkpoint 'nowhere'"),
         ("serve --adapters nowhere --unverified", "--adapters: nowhere is not a folder"),
         ("serve --adapters adapters", "replies of the provider are not verified"),
@@ -72,3 +86,22 @@ def test_a_mistake_is_told_before_torch_is_loaded(folder: Path, command: str, ex
 def test_a_port_in_use_is_told_before_torch_is_loaded(folder: Path, taken: int) -> None:
     line = told(folder, f"serve --adapters adapters --unverified --port {taken}")
     assert f"port {taken} cannot be listened to: Address already in use" in line
+
+
+def test_a_revoked_identity_is_told_before_torch_is_loaded(folder: Path, chat_served_model: ServedModel) -> None:
+    state = StateDir(folder / "state")
+    with serving(chat_served_model, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        enroll(state, "acme", folder / "acme", url)
+        revoke(state, "acme")
+        line = told(folder, "generate who? --identity acme", url, HEAVY - {"grpc"})
+    assert line == "tenant: the provider has revoked this identity: ask its operator for a new one"
+
+
+def test_a_socket_without_a_provider_is_told_before_torch_is_loaded(folder: Path) -> None:
+    enroll(StateDir(folder / "state"), "acme", folder / "acme", "grpcs://127.0.0.1:1")
+    (folder / "sockets").mkdir(mode=0o711)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "sockets" / "veilbase.sock"))
+    line = told(folder, "explain --identity acme", f"ipc:{folder / 'sockets'}")
+    assert "its socket is left from one that has ended; start it again" in line

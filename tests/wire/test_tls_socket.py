@@ -30,7 +30,7 @@ from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import message_socket, tls
-from wire.transport.grpc_connection import channel_options
+from wire.transport.grpc_channel import channel_options
 from wire.transport.tls import ALPN, TlsSocket, client_context, handshake, server_context
 
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]

@@ -14,168 +14,32 @@ that the provider still serves the weights of the first manifest.
 from __future__ import annotations
 
 import logging
-import math
-import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
-from wire.errors import (
-    REVOKED,
-    DeadlineExceeded,
-    MalformedFrame,
-    NotPermitted,
-    QuotaExceeded,
-    TransportError,
-    Unauthenticated,
-    Unavailable,
-    VeilbaseError,
-    VersionMismatch,
-)
-from wire.limits import (
-    KEEPALIVE_TIME_MS,
-    KEEPALIVE_TIMEOUT_MS,
-    MAX_DEADLINE_MS,
-    MAX_FRAME_BYTES,
-    MAX_MANIFEST_BYTES,
-    RETRY_METADATA,
-    deadline_s,
-)
+from wire.errors import MalformedFrame, TransportError, Unavailable, VeilbaseError
+from wire.limits import MAX_MANIFEST_BYTES, deadline_s
 from wire.manifest import Manifest, parse_manifest
 from wire.transport import tls
-from wire.transport.address import DEFAULT_PORT, is_loopback, read_address
+from wire.transport.grpc_channel import (
+    BUNDLE_METHOD,
+    MANIFEST_METHOD,
+    STREAM_METHOD,
+    ConnectionDropped,
+    open_channel,
+    translate_status,
+    why_not,
+)
 from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
 
-STREAM_METHOD = "/veilbase.v1.Provider/Stream"
-MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
-BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
-_PROBE_S = 3.0
-"""How long the connection may take that finds out why no provider was reached."""
-_DROPPED = "Handshake read failed"
-"""The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
-another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
-connection is not tried a second time."""
-_OTHER_PROVIDER = ("CERTIFICATE_VERIFY_FAILED",)
-"""Words in gRPC's text if the provider's certificate is of another authority than this identity's."""
-_MOST_DIGITS = 9
 _LOGGER = logging.getLogger(__name__)
-
-
-class _ConnectionDropped(Unavailable):
-    """The other side closed the connection before TLS began. This was no refusal of the tenant's identity, which the
-    tenant had not shown yet."""
-
-
-def channel_options(host: str) -> list[tuple[str, Any]]:
-    """Returns gRPC's options for the tenant's channel: the largest message in each direction, keepalive, no retries by
-    gRPC, and no proxy for loopback."""
-    options: list[tuple[str, Any]] = [
-        ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-        ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.enable_retries", 0),  # A transparent re-send must never happen to a request under a one-time mask.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    if is_loopback(host):
-        options.append(("grpc.enable_http_proxy", 0))
-    return options
-
-
-def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
-    """Opens a channel for `grpcs://host[:port]` with mutual TLS, or for `grpc://` on loopback without TLS.
-
-    Raises:
-        ConfigurationError: the URL has another scheme or no host, an identity is missing, or plain text would go to
-            another machine.
-    """
-    scheme, host, port = read_address(url, identity is not None)
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if scheme == "grpcs" and identity is not None:
-        credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
-        return grpc.secure_channel(target, credentials, channel_options(host))
-    return grpc.insecure_channel(target, channel_options(host))
-
-
-def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_before: bool = False) -> VeilbaseError:
-    """Returns the error of wire/errors.py that stands for a gRPC status. It holds no text from the peer.
-
-    Args:
-        exc: the error that grpc raised.
-        connected: whether the provider had accepted this identity on the same connection.
-        accepted_before: whether the provider had accepted it on an earlier connection. A connection that ends in its
-            handshake then says that the provider is going away or starting, not that it refuses the identity.
-    """
-    code = exc.code() if hasattr(exc, "code") else None
-    if code == grpc.StatusCode.UNAUTHENTICATED:
-        return Unauthenticated("the provider does not accept this certificate: enrol again")
-    if code == grpc.StatusCode.PERMISSION_DENIED:
-        return NotPermitted(REVOKED)
-    if code == grpc.StatusCode.FAILED_PRECONDITION:
-        return VersionMismatch("the provider speaks another protocol version: install matching releases")
-    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return QuotaExceeded("the provider has too many calls open, or refused the size of one: try again later")
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("the provider did not answer in time: if it was just started, wait until it says ready")
-    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
-        return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
-    retry_s = _named_retry_s(exc)
-    if retry_s > 0:
-        when = f"try again in {math.ceil(retry_s)} s"
-        return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
-    details = str(exc.details() or "") if hasattr(exc, "details") else ""
-    if not connected and _DROPPED in details:
-        return _ConnectionDropped(
-            "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
-            "try again later"
-        )
-    more = () if accepted_before else ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
-    if not connected and any(word in details for word in (*_OTHER_PROVIDER, *more)):
-        # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
-        return Unauthenticated(
-            "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
-            "of a provider with TLS is grpcs://..., and takes an identity)"
-        )
-    return Unavailable(
-        "the provider cannot be reached or went away: check its URL and that it runs; "
-        "a fine-tuning run that broke goes on from its last checkpoint when it is started again"
-    )
-
-
-def _named_retry_s(exc: grpc.RpcError) -> float:
-    """Returns the seconds after which the provider says that the tenant may try again, at most 3600; 0 if the provider
-    names no time."""
-    metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
-    text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
-    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
-        return 0.0
-    return min(int(text), MAX_DEADLINE_MS) / 1000
-
-
-def _why_not(url: str) -> str:
-    """Returns what keeps this machine from a provider, as far as a new connection tells: the name, the port, or the
-    way to the host."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or DEFAULT_PORT
-    try:
-        socket.create_connection((host, port), _PROBE_S).close()
-    except socket.gaierror:
-        return f"the name {ascii(host)[1:-1][:100]} has no address (DNS): check its spelling, and the network"
-    except ConnectionRefusedError:
-        return f"the host answers, but nothing listens on port {port}: check the port, and that `provider serve` runs"
-    except OSError as exc:  # A time-out is one, too.
-        reason = "no answer" if isinstance(exc, TimeoutError) else exc.strerror or type(exc).__name__
-        return f"the host or its port {port} cannot be reached ({reason}): check the address, the network and firewalls"
-    return f"port {port} is open, but no provider answers there: check the URL and what runs there"
 
 
 class GrpcConnection(StreamConnection):
@@ -219,7 +83,7 @@ class GrpcConnection(StreamConnection):
         while True:
             try:
                 return self._try_to_fetch_manifest()
-            except _ConnectionDropped:
+            except ConnectionDropped:
                 if time.monotonic() >= give_up_at:
                     raise
             time.sleep(with_jitter(CROWDED_PAUSE_S))
@@ -229,9 +93,9 @@ class GrpcConnection(StreamConnection):
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
         except Unavailable as exc:
             self._drop()
-            if isinstance(exc, _ConnectionDropped) or exc.retry_s > 0:
+            if isinstance(exc, ConnectionDropped) or exc.retry_s > 0:
                 raise
-            raise Unavailable(f"no provider can be reached at {self.url}: {_why_not(self.url)}") from None
+            raise Unavailable(f"no provider can be reached at {self.url}: {why_not(self.url)}") from None
         except TransportError:
             self._drop()
             raise

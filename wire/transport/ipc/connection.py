@@ -37,7 +37,7 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.ipc import handshake
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import MANIFEST, fetch
-from wire.transport.ipc.folder import SCHEME, check_folder, check_socket, folder_of
+from wire.transport.ipc.folder import SCHEME, check_folder, check_socket, connect, folder_of
 from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.ipc.window import TenantWindow, ask
 from wire.transport.retry import with_jitter
@@ -172,7 +172,8 @@ class IpcConnection(StreamConnection):
         path = check_socket(self._folder, owner)
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._connect(plain, path)
+            plain.setblocking(False)  # A full backlog is then an error at once, and not a wait without an end.
+            connect(plain, path, self._folder)
             peer = handshake.of_peer(plain)
             if peer.uid != owner:
                 raise WrongPeer(f"expected a provider of user {owner} at {path}, got one of user {peer.uid}")
@@ -180,19 +181,6 @@ class IpcConnection(StreamConnection):
             plain.close()
             raise
         return self._shake_hands(plain, context, busy_poll_s)
-
-    def _connect(self, plain: socket.socket, path: str) -> None:
-        plain.setblocking(False)  # A full backlog is then an error at once, and not a wait without an end.
-        try:
-            plain.connect(path)
-        except BlockingIOError:
-            raise
-        except (ConnectionRefusedError, FileNotFoundError):
-            raise Unavailable(
-                f"no provider listens in {self._folder}: its socket is left from one that has ended; start it again"
-            ) from None
-        except OSError as exc:
-            raise ConfigurationError(f"{path} cannot be used: {exc.strerror}") from exc
 
     def _shake_hands(self, plain: socket.socket, context: ssl.SSLContext, busy_poll_s: float) -> ClearSocket:
         try:

@@ -12,7 +12,9 @@ names.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -80,6 +82,39 @@ def check_socket(folder: Path, owner: int) -> str:
     if status.st_uid != owner:
         raise ConfigurationError(f"expected {path} to belong to user {owner}, as its folder does, got {status.st_uid}")
     return str(path)
+
+
+def check_listens(folder: Path, peer_uid: int | None = None) -> None:
+    """Checks the folder and its socket, and that a process listens at the socket. Nothing is sent.
+
+    Raises:
+        ConfigurationError: see `check_folder` and `check_socket`.
+        Unavailable: nobody listens.
+    """
+    path = check_socket(folder, check_folder(folder, peer_uid))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain, contextlib.suppress(BlockingIOError):
+        plain.setblocking(False)  # A full backlog is then an error at once, and not a wait without an end.
+        connect(plain, path, folder)
+
+
+def connect(plain: socket.socket, path: str, folder: Path) -> None:
+    """Connects a socket that does not block to the provider's socket `path` in `folder`.
+
+    Raises:
+        Unavailable: nobody listens.
+        BlockingIOError: the provider takes no further connection at the moment.
+        ConfigurationError: the socket cannot be used.
+    """
+    try:
+        plain.connect(path)
+    except BlockingIOError:
+        raise
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise Unavailable(
+            f"no provider listens in {folder}: its socket is left from one that has ended; start it again"
+        ) from None
+    except OSError as exc:
+        raise ConfigurationError(f"{path} cannot be used: {exc.strerror}") from exc
 
 
 def folder_of(url: str) -> Path:

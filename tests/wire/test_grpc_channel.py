@@ -1,0 +1,100 @@
+"""Tests that a tenant waits for a provider that does not answer yet and says so, and that a refusal is told at once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll, revoke
+from provider.model.served_model import ServedModel
+from provider.net.server import Server
+from tenant_sdk.testing import save_tiny_model
+from tests.support.serving import make_served_model, serving
+from wire.errors import NotPermitted, Unauthenticated, Unavailable
+from wire.transport import grpc_channel
+from wire.transport.grpc_channel import wait_for_provider
+from wire.transport.identity import TlsIdentity
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return make_served_model(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(autouse=True)
+def _short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_channel, "_FIRST_CALL_S", 0.3)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture
+def ending() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
+
+
+def test_a_port_that_is_not_open_yet_is_waited_for(
+    closed_port: int, served_model: ServedModel, ending: contextlib.ExitStack
+) -> None:
+    lines: list[str] = []
+
+    def start(_: float) -> None:
+        ending.enter_context(serving(served_model, closed_port))
+
+    wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append, pause=start)
+    (line,) = lines
+    assert line.startswith(f"waiting for the provider at 127.0.0.1:{closed_port}, for up to 20 s: it is not listening")
+
+
+def test_a_provider_that_loads_is_waited_for(served_model: ServedModel, ending: contextlib.ExitStack) -> None:
+    """A provider binds its port before it loads its model; connections wait until it has."""
+    server, lines = Server("127.0.0.1", 0, None), list[str]()
+    ending.callback(server.stop)
+    wait_for_provider(
+        f"grpc://127.0.0.1:{server.port}", None, lines.append, pause=lambda _: server.start(served_model) and None
+    )
+    (line,) = lines
+    assert "for up to 600 s: its port is open, and nobody answers yet: it is still loading its model" in line
+
+
+def test_a_wait_has_an_end(closed_port: int) -> None:
+    lines: list[str] = []
+    clock = itertools.count(0, 15).__next__
+    with pytest.raises(Unavailable, match=f"nothing listens on port {closed_port}: check the port"):
+        wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append, clock, lambda _: None)
+    assert len(lines) == 1
+
+
+def test_what_no_wait_would_mend_is_told_at_once(served_model: ServedModel, tmp_path: Path) -> None:
+    lines: list[str] = []
+    with serving(served_model, state=StateDir(tmp_path / "state")) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        for name, state in (("acme", tmp_path / "state"), ("other", tmp_path / "others")):
+            enroll(StateDir(state), name, tmp_path / name, url)
+        wait_for_provider(url, TlsIdentity.read(tmp_path / "acme"), lines.append)
+        revoke(StateDir(tmp_path / "state"), "acme")
+        with pytest.raises(NotPermitted, match="has revoked this identity"):
+            wait_for_provider(url, TlsIdentity.read(tmp_path / "acme"), lines.append)
+        with pytest.raises(Unauthenticated):
+            wait_for_provider(url, TlsIdentity.read(tmp_path / "other"), lines.append)
+    assert not lines
+
+
+def test_a_name_without_an_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    with pytest.raises(Unavailable, match="has no address"):
+        wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, pytest.fail)

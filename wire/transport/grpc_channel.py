@@ -1,0 +1,267 @@
+"""This module opens gRPC channels to a provider, says what a failed call means, and waits for a provider that does not
+answer yet. It loads gRPC and not torch, so that a command knows within a second whether its provider takes it, before
+it loads what takes many.
+
+Guarantees: an error holds no text from the peer, and a wait has an end.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from wire.errors import (
+    REVOKED,
+    AccessError,
+    DeadlineExceeded,
+    MalformedFrame,
+    NotPermitted,
+    ProtocolError,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+    VeilbaseError,
+    VersionMismatch,
+)
+from wire.limits import (
+    KEEPALIVE_TIME_MS,
+    KEEPALIVE_TIMEOUT_MS,
+    MAX_DEADLINE_MS,
+    MAX_FRAME_BYTES,
+    RETRY_METADATA,
+)
+from wire.transport.address import DEFAULT_PORT, is_loopback, read_address
+from wire.transport.identity import TlsIdentity
+
+STREAM_METHOD = "/veilbase.v1.Provider/Stream"
+MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
+BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
+_PROBE_S = 3.0
+"""How long the connection may take that finds out why no provider was reached."""
+_DROPPED = "Handshake read failed"
+"""The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
+another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
+connection is not tried a second time."""
+_OTHER_PROVIDER = ("CERTIFICATE_VERIFY_FAILED",)
+"""Words in gRPC's text if the provider's certificate is of another authority than this identity's."""
+_MOST_DIGITS = 9
+
+
+class ConnectionDropped(Unavailable):
+    """The other side closed the connection before TLS began. This was no refusal of the tenant's identity, which the
+    tenant had not shown yet."""
+
+
+def channel_options(host: str) -> list[tuple[str, Any]]:
+    """Returns gRPC's options for the tenant's channel: the largest message in each direction, keepalive, no retries by
+    gRPC, and no proxy for loopback."""
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+        ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_retries", 0),  # A transparent re-send must never happen to a request under a one-time mask.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if is_loopback(host):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
+    """Opens a channel for `grpcs://host[:port]` with mutual TLS, or for `grpc://` on loopback without TLS.
+
+    Raises:
+        ConfigurationError: the URL has another scheme or no host, an identity is missing, or plain text would go to
+            another machine.
+    """
+    scheme, host, port = read_address(url, identity is not None)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if scheme == "grpcs" and identity is not None:
+        credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+        return grpc.secure_channel(target, credentials, channel_options(host))
+    return grpc.insecure_channel(target, channel_options(host))
+
+
+def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_before: bool = False) -> VeilbaseError:
+    """Returns the error of wire/errors.py that stands for a gRPC status. It holds no text from the peer.
+
+    Args:
+        exc: the error that grpc raised.
+        connected: whether the provider had accepted this identity on the same connection.
+        accepted_before: whether the provider had accepted it on an earlier connection. A connection that ends in its
+            handshake then says that the provider is going away or starting, not that it refuses the identity.
+    """
+    code = exc.code() if hasattr(exc, "code") else None
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated("the provider does not accept this certificate: enrol again")
+    if code == grpc.StatusCode.PERMISSION_DENIED:
+        return NotPermitted(REVOKED)
+    if code == grpc.StatusCode.FAILED_PRECONDITION:
+        return VersionMismatch("the provider speaks another protocol version: install matching releases")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QuotaExceeded("the provider has too many calls open, or refused the size of one: try again later")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the provider did not answer in time: if it was just started, wait until it says ready")
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
+    retry_s = _named_retry_s(exc)
+    if retry_s > 0:
+        when = f"try again in {math.ceil(retry_s)} s"
+        return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
+    details = str(exc.details() or "") if hasattr(exc, "details") else ""
+    if not connected and _DROPPED in details:
+        return ConnectionDropped(
+            "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
+            "try again later"
+        )
+    more = () if accepted_before else ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
+    if not connected and any(word in details for word in (*_OTHER_PROVIDER, *more)):
+        # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
+        return Unauthenticated(
+            "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
+            "of a provider with TLS is grpcs://..., and takes an identity)"
+        )
+    return Unavailable(
+        "the provider cannot be reached or went away: check its URL and that it runs; "
+        "a fine-tuning run that broke goes on from its last checkpoint when it is started again"
+    )
+
+
+def _named_retry_s(exc: grpc.RpcError) -> float:
+    """Returns the seconds after which the provider says that the tenant may try again, at most 3600; 0 if the provider
+    names no time."""
+    metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
+    text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        return 0.0
+    return min(int(text), MAX_DEADLINE_MS) / 1000
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Says how far a new connection to a provider's port comes.
+
+    Attributes:
+        why_not: the end of an error's text.
+        waits_for: what a wait is for, in words; None if no wait would help.
+        most_s: the most seconds of such a wait.
+        is_open: whether the port takes connections.
+    """
+
+    why_not: str
+    waits_for: str | None = None
+    most_s: float = 0.0
+    is_open: bool = False
+
+
+_STARTING_S, _LOADING_S = 20.0, 600.0
+"""The most seconds to wait for a port on which nothing listens yet, and for one that is open while nobody answers: a
+provider with a large model may take minutes to load it."""
+_FIRST_CALL_S, _LATER_CALLS_S, _PAUSE_S = 1.5, 10.0, 0.25
+"""The seconds for the first call, so that a user soon knows what is waited for, and for later ones, which a slow link
+may need; and the pause between two calls."""
+
+
+def _look_at(url: str) -> _Place:
+    """Returns how far a new connection comes: it fails at the name, the port or the way to the host, or is made."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    try:
+        socket.create_connection((host, port), _PROBE_S).close()
+    except socket.gaierror:
+        name = ascii(host)[1:-1][:100]
+        return _Place(f"the name {name} has no address (DNS): check its spelling, and the network")
+    except ConnectionRefusedError:
+        return _Place(
+            f"the host answers, but nothing listens on port {port}: check the port, and that `provider serve` runs",
+            "it is not listening yet; check the port, and that `provider serve` runs",
+            _STARTING_S,
+        )
+    except OSError as exc:  # A time-out is one, too.
+        reason = "no answer" if isinstance(exc, TimeoutError) else exc.strerror or type(exc).__name__
+        return _Place(
+            f"the host or its port {port} cannot be reached ({reason}): check the address, the network and firewalls"
+        )
+    return _Place(
+        f"port {port} is open, but no provider answers there: check the URL and what runs there",
+        "its port is open, and nobody answers yet: it is still loading its model, or something else runs there",
+        _LOADING_S,
+        is_open=True,
+    )
+
+
+def why_not(url: str) -> str:
+    """Returns what keeps this machine from a provider, as far as a new connection tells: the name, the port, or the
+    way to the host."""
+    return _look_at(url).why_not
+
+
+def wait_for_provider(
+    url: str,
+    identity: TlsIdentity | None,
+    say: Callable[[str], object],
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until a provider answers this tenant. It asks for the manifest and reads its beginning only.
+
+    A failure that the connection itself can deal with, such as a provider that has as many connections as it takes, is
+    left to the connection.
+
+    Args:
+        url: the address, as `open_channel` takes it.
+        identity: the tenant's certificate and key; None to connect without TLS.
+        say: called with one line when a wait begins, or is for something else.
+        clock: returns the present time in seconds.
+        pause: waits so many seconds.
+
+    Raises:
+        ConfigurationError: see `open_channel`.
+        AccessError: the provider refuses this tenant.
+        ProtocolError: what answers is no provider of this version.
+        Unavailable: the provider cannot be reached, or not in time.
+    """
+    _, host, port = read_address(url, identity is not None)
+    began, told, call_s = clock(), "", _FIRST_CALL_S
+    while (failure := _ask(url, identity, call_s)) is not None:
+        if isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded):
+            raise failure
+        is_silent = isinstance(failure, DeadlineExceeded)
+        if not is_silent and (type(failure) is not Unavailable or failure.retry_s > 0):
+            return
+        place = _look_at(url)
+        if place.is_open and not is_silent:
+            return  # It has begun to answer meanwhile, or closes connections at once.
+        if place.waits_for is None or clock() - began >= place.most_s:
+            raise Unavailable(f"no provider can be reached at {url}: {place.why_not}")
+        if told != place.waits_for:
+            told = place.waits_for
+            say(f"waiting for the provider at {host}:{port}, for up to {place.most_s:.0f} s: {told}")
+        pause(_PAUSE_S)
+        call_s = _LATER_CALLS_S
+
+
+def _ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseError | None:
+    """Asks for the manifest on a channel of its own; returns None once the answer begins, else what failed."""
+    channel = open_channel(url, identity)
+    call = channel.unary_stream(MANIFEST_METHOD, request_serializer=None, response_deserializer=None)(
+        b"", timeout=timeout_s
+    )
+    try:
+        next(call, None)
+    except grpc.RpcError as exc:
+        return translate_status(exc)
+    finally:
+        call.cancel()
+        channel.close()
+    return None
