@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import re
 import threading
 import time
@@ -43,11 +44,12 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.warn import warn_and_go_on
-from wire.errors import VeilbaseError, VerificationFailed
+from wire.errors import AccessError, VeilbaseError, VerificationFailed, code_of
 
 Submit = Callable[[Callable[[str], None]], Answer]
 """A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
 T = TypeVar("T")
+_log = logging.getLogger("veilbase.endpoint")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -337,6 +339,8 @@ class Service:
         self.token_texts = TokenTexts(copy.deepcopy(text.tokenizer))
         self.metrics = Metrics(self._gauges)
         self.ended_by: VeilbaseError | None = None
+        self.refused_as: str | None = None
+        """The code with which the provider refused this tenant last, such as `not_permitted`; None if it answers."""
         self.count_jobs: Callable[[], Mapping[str, float]] = dict
         """Returns the numbers of jobs and of their steps, for the metrics."""
         self._on_end = on_end
@@ -367,8 +371,27 @@ class Service:
         except VeilbaseError as exc:
             self.note(exc, is_engine=type(exc) is VeilbaseError)
             raise
-        answer.add_done_callback(lambda each: self.note(each.error))
+        answer.add_done_callback(self._note_answer)
         return answer
+
+    def _note_answer(self, answer: Answer) -> None:
+        if answer.error is not None:
+            self.note_provider(answer.error)
+        elif self.refused_as is not None and (answer.token_ids or answer.mean_hidden is not None):
+            self.refused_as = None
+            _log.warning("the provider answers this tenant again")
+
+    def note_provider(self, error: VeilbaseError) -> None:
+        """Notes an error with which an answer or a job ended: the end of the endpoint, as `note` does, or that the
+        provider refuses this tenant. The log gets one line about it, until the provider answers or has another
+        reason."""
+        self.note(error)
+        if not isinstance(error, AccessError):
+            return
+        code = code_of(error).name.lower()
+        if code != self.refused_as:
+            self.refused_as = code
+            _log.error("the provider refuses this tenant (%s): %s", code, error)
 
     def _of_possible_size(self, prompt: Any, field: str) -> Any:
         """Returns a prompt that is not so large that its tokenizer would take seconds for it while other requests wait.
@@ -387,7 +410,11 @@ class Service:
         if size <= most:
             return prompt
         if not self._is_padded:
-            raise bad_request(f"the prompt has {size} {unit}, and the model's context holds {most} at most", field)
+            beyond = "" if unit == "tokens" else f", however few tokens they make (it takes {self._context})"
+            raise bad_request(
+                f"the prompt has {size} {unit}, and this model can take {most} at most{beyond}: shorten the prompt",
+                field,
+            )
         warn_and_go_on(f"a prompt has {size} {unit}: its beginning is left out before it is tokenized", CutWarning)
         return _last_part(prompt, most)
 
@@ -400,14 +427,17 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Returns what `/health` answers: the status `ok`, `ended` after an error that cannot be recovered from, or
-        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). It waits for nothing."""
+        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). While
+        the provider refuses this tenant, it also has the code of the reason; the status is that of this process, since
+        no restart of it would help. It waits for nothing."""
         if self.ended_by is not None:
             return {"status": "ended"}
+        provider = {} if self.refused_as is None else {"provider": "refuses", "reason": self.refused_as}
         pools = self.threads, self.grammar_threads, self.slow_threads, self.upload_threads
         stuck = [each.name for each in pools if each.is_stuck]
         if self.engine.step_s() > self.settings.limits.stalled_s:
             stuck.append("engine")
-        return {"status": "stuck", "stuck": stuck} if stuck else {"status": "ok"}
+        return {"status": "stuck", "stuck": stuck, **provider} if stuck else {"status": "ok", **provider}
 
     def close(self) -> None:
         """Ends the processes that compile schemas."""
@@ -436,6 +466,7 @@ class Service:
             "kv_reserved_bytes": status.reserved_bytes,
             "requests_preempted": status.num_preemptions,
             "is_serving": 1.0 if self.ended_by is None else 0.0,
+            "is_refused": 0.0 if self.refused_as is None else 1.0,
             "is_stuck": 1.0 if self.health()["status"] == "stuck" else 0.0,
             "schemas_compiling": self.grammar_threads.num_given,
             "schemas_held": self.grammars.num_held,

@@ -18,7 +18,7 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.testing import Corrupt, Fail, ProviderCall, ScriptedProvider
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
 from tests.support.waiting import until
-from wire.errors import Unavailable, VeilbaseError, VerificationFailed
+from wire.errors import NotPermitted, QuotaExceeded, Unavailable, VeilbaseError, VerificationFailed
 
 Verified = tuple[TenantClient, ScriptedProvider]
 
@@ -108,3 +108,29 @@ def test_while_the_connection_is_lost_it_says_so(verified: Verified) -> None:
             assert asked(http).status_code == 200
         assert http.get("/health").json() == {"status": "ok"}
         assert endpoint.ended_by is None
+
+
+def test_a_provider_that_refuses_the_tenant_is_in_the_log_and_in_health(
+    verified: Verified, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, provider = verified
+    caplog.set_level("INFO", "veilbase.endpoint")
+    with endpoint_of(client) as endpoint, raw(endpoint) as http:
+        for kind, status, reason in ((NotPermitted, 502, "not_permitted"), (QuotaExceeded, 429, "quota")):
+            provider.handler = lambda call, kind=kind: Fail(kind)
+            assert [asked(http).status_code for _ in range(2)] == [status] * 2
+            answer = http.get("/health")
+            assert (answer.status_code, answer.json()) == (
+                200, {"status": "ok", "provider": "refuses", "reason": reason}
+            )  # fmt: skip
+            (line,) = [
+                each for each in caplog.messages if each.startswith(f"the provider refuses this tenant ({reason})")
+            ]
+            assert "\n" not in line
+        provider.handler = is_away  # which is no refusal, and no answer
+        asked(http)
+        assert http.get("/health").json()["reason"] == "quota"
+        provider.handler = None
+        assert asked(http).status_code == 200
+        until(lambda: http.get("/health").json() == {"status": "ok"}, "the end of the refusal")
+    assert "the provider answers this tenant again" in caplog.messages
