@@ -26,6 +26,7 @@ DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 app = typer.Typer(
     help="Serve a base model's linear layers to tenants that keep everything else, and let tenants in.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # a table would cut long names of options
     add_completion=False,
     pretty_exceptions_enable=False,
 )

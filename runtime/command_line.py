@@ -1,5 +1,5 @@
-"""This module holds what the commands `tenant` and `provider` have in common: how they name the option that a user
-meant, and which version they are.
+"""This module holds what the commands `tenant` and `provider` have in common: how their help is laid out, how they
+name the option that a user meant, and which version they are.
 
 Importing this module does not load torch.
 """
@@ -7,6 +7,8 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import difflib
+import inspect
+import textwrap
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,6 +25,9 @@ _OTHER_WORDS = {
 """Words that other programs have for an option, with the word of this one."""
 _MOST_LISTED = 12
 """The most names that an error lists: more would bury what it says."""
+
+_MOST_OF_A_NAME, _LEAST_OF_A_MEANING = 30, 20
+"""The most characters of the column with names in a command's help, and the fewest of the one beside it."""
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
@@ -75,7 +80,24 @@ def _plain(name: str) -> str:
 
 
 class Command(TyperCommand):
-    """Is a command of typer that names the option which the user meant, where there is none of the given name."""
+    """Is a command of typer that names the option which the user meant, where there is none of the given name, and
+    whose help lists options under their headings, each with its whole name."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the options and arguments, a list for each heading (typer's `rich_help_panel`)."""
+        headings: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if each.param_type_name == "argument" else "Options"
+                headings.setdefault(getattr(each, "rich_help_panel", None) or usual, []).append(record)
+        for heading, records in headings.items():
+            with formatter.section(heading):
+                _write_records(formatter, records)
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Returns the first paragraph of the command's help, for the list of commands. It is not cut at `limit`."""
+        return " ".join(inspect.cleandoc(self.help or "").split("\n\n")[0].split())
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the words of the command line; see `TyperCommand`."""
@@ -90,6 +112,21 @@ class Command(TyperCommand):
                 meant = nearest(failure.option_name, [flag for flag in flags if flag.startswith("--")])
                 failure.possibilities = [] if meant is None else [meant]
             raise
+
+
+def _write_records(formatter: Any, records: list[tuple[str, str]]) -> None:
+    """Writes names and what they mean in two columns. A long name has a line of its own, and no name is broken."""
+    column = min(max(len(name) for name, _ in records), _MOST_OF_A_NAME) + 2
+    indent = " " * formatter.current_indent
+    for name, meaning in records:
+        lines = textwrap.wrap(
+            meaning, max(formatter.width - formatter.current_indent - column, _LEAST_OF_A_MEANING),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        first = lines.pop(0) if lines and len(name) + 2 <= column else ""
+        formatter.write(f"{indent}{name:<{column}}{first}".rstrip() + "\n")
+        for line in lines:
+            formatter.write(f"{indent}{'':<{column}}{line}\n")
 
 
 def show_version(wanted: bool) -> None:

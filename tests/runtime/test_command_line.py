@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from provider import cli as provider_cli
 from runtime.command_line import instead, nearest
@@ -80,3 +82,26 @@ def test_help_begins_with_what_a_command_is_for(module: Any) -> None:
         if len(many) > 8:
             headings = {getattr(option, "rich_help_panel", None) for option in many}
             assert len(headings) > 2, f"{name} lists {len(many)} options under one heading"
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+@pytest.mark.parametrize("module", [tenant_cli, provider_cli], ids=["tenant", "provider"])
+def test_help_cuts_no_name_of_an_option(module: Any, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    group: Any = typer.main.get_command(module.app)
+    for name, command in group.commands.items():
+        shown = CliRunner().invoke(module.app, [name, "--help"]).stdout
+        assert "…" not in shown
+        assert "..." not in shown
+        options = [each for each in command.params if not getattr(each, "hidden", False)]
+        names = {flag for each in options for flag in (*each.opts, *each.secondary_opts) if flag[:2] == "--"}
+        assert not {flag for flag in names if not re.search(rf"(?<![\w-]){flag}(?![\w-])", shown)}
+    assert "..." not in CliRunner().invoke(module.app, ["--help"]).stdout.partition("Options:")[2]
+
+
+def test_help_lists_options_under_their_headings() -> None:
+    shown = CliRunner().invoke(tenant_cli.app, ["finetune", "--help"], env={"COLUMNS": "80"}).stdout
+    assert re.search(
+        r"\nPrivacy:\n  --mask <str> .*\n\nTraining:\n.*  --gradient-accumulation-steps <int>\n", shown, re.DOTALL
+    )
+    assert {"CSV", "TSV", "JSON", "JSONL", "parquet"} <= set(re.findall(r"\w+", shown.partition("Options:")[0]))
