@@ -3,9 +3,14 @@ a path before it loads anything else."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
+from runtime.command_line import nearest
 from wire.errors import ConfigurationError
+
+_MOST_COMPARED = 256
+"""The most entries of a folder among which the nearest to a missing one is looked for."""
 
 
 def adapter_folder(adapter: str | Path) -> Path:
@@ -21,5 +26,19 @@ def adapter_folder(adapter: str | Path) -> Path:
     except (OSError, ValueError):  # such as a name that is too long for a path
         is_there = False
     if not is_there:
-        raise ConfigurationError(f"there is no adapter folder {ascii(str(adapter))[1:-1][:300] or repr(adapter)}")
+        shown = ascii(str(adapter))[1:-1][:300] or repr(adapter)
+        raise ConfigurationError(f"there is no adapter folder {shown}{_nearest_beside(str(adapter))}")
     return Path(adapter)
+
+
+def _nearest_beside(adapter: str) -> str:
+    """Returns the end of an error's text that names the adapter folder beside a missing one that was probably meant; an
+    empty text if there is none, or the folder has very many entries."""
+    path = Path(adapter)
+    try:
+        entries = list(islice(path.parent.iterdir(), _MOST_COMPARED + 1)) if path.name and "\0" not in adapter else []
+        found = [each.name for each in entries if each.name.isprintable() and (each / "adapter_config.json").is_file()]
+    except OSError:
+        return ""
+    meant = nearest(path.name, found) if len(entries) <= _MOST_COMPARED else None
+    return "" if meant is None else f": did you mean {ascii(str(path.with_name(meant)))[1:-1][:300]}?"

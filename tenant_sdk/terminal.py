@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from runtime.command_line import instead
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Answer
@@ -18,7 +19,7 @@ from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.transport.connection import Traffic
 
 HELP = (
-    "/adapter NAME answers with an adapter, /adapter with the base model, /adapters lists them, /new forgets the "
+    "/adapter NAME answers with an adapter, /adapter alone with the base model, /adapters lists them, /new forgets the "
     "conversation, /explain says what the provider sees, /quit ends"
 )
 
@@ -42,6 +43,7 @@ class Terminal:
         *,
         max_new_tokens: int | None = None,
         explain: Callable[[], object] = lambda: None,
+        base: str = "base",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins an empty conversation with the base model.
@@ -53,10 +55,11 @@ class Terminal:
             write: a function that prints a text without adding a newline.
             max_new_tokens: the length limit of an answer; for None see `Engine.submit`.
             explain: a function that prints the privacy in force.
+            base: the base model's name, by which /adapter chooses it too.
             clock: returns the present time in seconds.
         """
         self._engine, self._store, self._traffic, self._write = engine, store, traffic, write
-        self._max_new_tokens, self._explain, self._clock = max_new_tokens, explain, clock
+        self._max_new_tokens, self._explain, self._base, self._clock = max_new_tokens, explain, base, clock
         self._turns: list[dict[str, str]] = []
         self.adapter: str | None = None
 
@@ -99,8 +102,12 @@ class Terminal:
         return [] if self._store is None else self._store.names()
 
     def _choose(self, name: str | None) -> None:
-        if name is not None and name not in self._names():
-            raise ConfigurationError(f"there is no adapter {ascii(name)[:100]}: /adapters lists them")
+        names = self._names()
+        if name in (self._base, "base") and name not in names:
+            name = None
+        if name is not None and name not in names:
+            advice = instead(name[:100], [*names, self._base], "/adapters")
+            raise ConfigurationError(f"there is no adapter {ascii(name)[:100]}: {advice}")
         self.adapter = name
         self._write(f"answers with {'the base model' if name is None else f'the adapter {name}'}\n")
 
@@ -155,6 +162,6 @@ def talk(
     with Engine(client, None if adapters is None else make_store) as engine:
         terminal = Terminal(
             engine, next(iter(stores), None), lambda: client.traffic, write, max_new_tokens=max_new_tokens,
-            explain=client.explain,
+            explain=client.explain, base=client.connect().model_id,
         )  # fmt: skip
         terminal.run(lines)

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from runtime.command_line import instead
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapter_slots import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000
+_MOST_COMPARED = 256
+"""The most names among which the nearest to an unknown one is looked for."""
 _LOAD_S = 60.0
 _POLL_S = 0.01
 
@@ -78,8 +81,15 @@ class ModelNames:
             return None
         target = self._target(model)
         if target is None:
-            raise _unknown(model)
+            raise self._unknown(model)
         return target
+
+    def _unknown(self, model: str) -> HttpError:
+        """Returns the error for a name that stands for nothing; it names the nearest one, unless there are so many that
+        the search would take long."""
+        known = [self.base, *self._names()]
+        advice = "see /v1/models" if len(known) > _MOST_COMPARED else instead(model[:140], known, "/v1/models")
+        return HttpError(404, f"there is no model {ascii(model)[:140]} here: {advice}", "model_not_found", "model")
 
     def _found(self) -> list[str]:
         return [] if self.store is None else self.store.names()
@@ -224,7 +234,7 @@ class ModelNames:
         """
         target, is_there = self._target(name), self._has(name)
         if target is None:
-            raise _unknown(name)
+            raise self._unknown(name)
         with self._lock:
             self._alias.pop(name, None)
             if is_there:
@@ -233,7 +243,3 @@ class ModelNames:
             is_used = target in others or (target != name and target not in self._unloaded)
         if self.store is not None and not is_used:
             self.store.drop(target)
-
-
-def _unknown(model: str) -> HttpError:
-    return HttpError(404, f"there is no model {ascii(model)[:140]} here: see /v1/models", "model_not_found", "model")

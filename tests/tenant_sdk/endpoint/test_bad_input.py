@@ -348,6 +348,14 @@ def test_an_unknown_model(endpoint: Endpoint, model: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_an_unknown_model_names_the_nearest_one(endpoint: Endpoint) -> None:
+    with raw(endpoint) as http:
+        told = http.post("/v1/chat/completions", json=chat(model="lama")).json()["error"]["message"]
+        assert told == "there is no model 'lama' here: the nearest is llama"
+        told = http.post("/v1/unload_lora_adapter", json={"lora_name": "qqq"}).json()["error"]["message"]
+        assert told.startswith("there is no model 'qqq' here: there are llama")
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"nan", b"[]", b"9" * 10_000, b"[" * 100_000, b'{"model": NaN}', b"null"]
 )
@@ -424,7 +432,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
         ):  # fmt: skip
             answer = http.post(f"/v1/{path}", json=body)
             assert answer.status_code == 400
-            assert "the model's context holds" in answer.json()["error"]["message"]
+            assert "shorten the prompt" in answer.json()["error"]["message"]
 
 
 def test_a_huge_schema_is_refused_at_once(endpoint: Endpoint) -> None:

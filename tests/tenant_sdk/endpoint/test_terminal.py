@@ -57,10 +57,21 @@ def test_adapters_are_switched(client: TenantClient, adapters: Path) -> None:
     assert lines[8].startswith("[base: ")
 
 
+def test_the_base_models_name_chooses_it_and_a_misspelt_name_is_mended(client: TenantClient, adapters: Path) -> None:
+    shown = "".join(spoken(client, ["/adapter llama", "/adapter base", "/adapter suport", "/adapter lama"], adapters))
+    assert shown.splitlines()[1:] == [
+        *["answers with the base model"] * 2,
+        "",
+        "there is no adapter 'suport': the nearest is support",
+        "",
+        "there is no adapter 'lama': the nearest is llama",
+    ]
+
+
 def test_what_cannot_be_done_is_one_line_and_no_end(client: TenantClient, capsys: pytest.CaptureFixture[str]) -> None:
     shown = "".join(spoken(client, ["/adapter nobody", "x" * 5000, "/adapters", "/huh", "/explain", "who?"]))
     assert "there is no adapter 'nobody'" in shown
-    assert "the model's context holds" in shown
+    assert "shorten the prompt" in shown
     assert "no adapters" in shown
     assert shown.count(HELP) == 2
     assert client.generate("who?", max_new_tokens=6) in shown
