@@ -241,11 +241,14 @@ def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context:
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
     if room < 1:
-        text = f"the prompt has {num_prompt} tokens{beside}, the model's context holds {context}"
+        text = (
+            f"the prompt has {num_prompt} tokens{beside}; prompt and answer together may have {context}: shorten the "
+            f"prompt by at least {1 - room}"
+        )
         raise WrongOption(text, "prompt")
     if asked is not None and asked > room:
         raise WrongOption(
-            f"the prompt has {num_prompt} tokens{beside} and max_new_tokens is {asked}, the model's context holds "
+            f"the prompt has {num_prompt} tokens{beside} and max_new_tokens is {asked}; together they may have "
             f"{context}: ask for at most {room}",
             "max_new_tokens",
         )

@@ -81,7 +81,9 @@ class ContextLimit:
         """
         self.num_tokens = model_context if max_context is None else positive("max_context", max_context)
         if self.num_tokens > model_context:
-            raise ConfigurationError(f"max_context is {self.num_tokens}, the model's context holds {model_context}")
+            raise ConfigurationError(
+                f"max_context is {self.num_tokens}, and this model takes {model_context} tokens at most"
+            )
         if max_context is not None and self.num_tokens <= (bucket or 1):
             raise ConfigurationError(
                 f"max_context is {self.num_tokens}: a prompt of {bucket or 1} tokens leaves no room for an answer"
@@ -103,7 +105,7 @@ class ContextLimit:
             positive("max_new_tokens", asked)
         room = self.num_tokens - num_prompt
         if self._is_own and room < (asked or 1):
-            advice = f"ask for at most {room}" if room > 0 else "the prompt is too long"
+            advice = f"ask for at most {room}" if room > 0 else f"shorten the prompt by at least {1 - room}"
             raise WrongOption(
                 f"the prompt has {num_prompt} tokens, and prompt and answer together may have {self.num_tokens} here "
                 f"(max_context): {advice}",

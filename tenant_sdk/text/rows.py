@@ -55,8 +55,8 @@ def check_fits(bucket: int, room: int, beside: str) -> None:
     """
     if bucket > room:
         raise ConfigurationError(
-            f"pad_rows pads to {bucket} tokens, the model's context has room for {max(room, 0)}{beside}: state a "
-            "smaller bucket, such as pad_rows=64"
+            f"pad_rows pads to {bucket} tokens, and the model takes {max(room, 0)} at most{beside}: name a "
+            "smaller number, such as pad_rows=64"
         )
 
 

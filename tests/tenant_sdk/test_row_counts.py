@@ -205,9 +205,9 @@ def test_a_trusted_tokenizer_still_refuses_long_rows(connect: Open, chat_folder:
 
 def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
     with connect(pad_rows=True) as client:
-        with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 127"):
+        with pytest.raises(ConfigurationError, match="pads to 512 tokens, and the model takes 127 at most"):
             client.generate("who?", max_new_tokens=1)
-        with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 128"):
+        with pytest.raises(ConfigurationError, match="pads to 512 tokens, and the model takes 128 at most"):
             client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     with pytest.raises(ConfigurationError, match="is True, False or a number"):
         connect(pad_rows=-1)

@@ -260,9 +260,9 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "prompt beyond the context": (
         {"prompt": BAD_PROMPT * 30},
         {},
-        "the prompt has 153 tokens, the model's context holds 128",
+        "the prompt has 153 tokens; prompt and answer together may have 128: shorten the prompt by at least 26",
     ),
-    "answer beyond the context": ({"max_new_tokens": 125}, {}, "the model's context holds 128: ask for at most"),
+    "answer beyond the context": ({"max_new_tokens": 125}, {}, "together they may have 128: ask for at most"),
     "beyond the engine's context": ({"max_new_tokens": 40}, {"max_context": 40}, "may have 40 here"),
     "more than the KV budget": (LARGE_KV, {"kv_bytes": 20_000}, "bytes of KV, the engine has 20000"),
     "more than the KV budget, adapted": (

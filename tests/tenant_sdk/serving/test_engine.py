@@ -396,7 +396,7 @@ def test_a_hook_that_allows_nothing_ends_its_own_request(client: TenantClient, e
     ("request_", "said"),
     [
         ({"prompt": []}, "the conversation is empty"),
-        ({"prompt": "x" * 200}, "the model's context holds 128"),
+        ({"prompt": "x" * 200}, "prompt and answer together may have 128"),
         ({"prompt": "who?", "max_new_tokens": 127}, "ask for at most"),
         ({"prompt": "who?", "max_new_tokens": 0}, "max_new_tokens must be a positive whole number"),
         ({"prompt": "who?", "adapter": "support"}, "there is no adapter 'support'"),

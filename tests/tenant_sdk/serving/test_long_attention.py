@@ -176,7 +176,7 @@ def test_max_context_bounds_prompt_and_answer(client: TenantClient) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_context": 129}, "max_context is 129, the model's context holds 128"),
+        ({"max_context": 129}, "max_context is 129, and this model takes 128 tokens at most"),
         ({"max_context": 1}, "a prompt of 1 tokens leaves no room"),
         ({"max_context": 0}, "max_context must be a positive whole number"),
         ({"kv_device": "cuda"}, "kv_device is None"),

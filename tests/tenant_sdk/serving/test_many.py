@@ -67,7 +67,8 @@ def test_a_prompt_that_is_refused_is_named_and_nothing_is_sent(
     prompts[index] = "xyzzy" * 40
     with pytest.raises(ConfigurationError) as refused:
         client.generate_many(prompts, **OPTIONS)
-    assert str(refused.value) == f"prompts[{index}]: the prompt has 203 tokens, the model's context holds 128"
+    said = "the prompt has 203 tokens; prompt and answer together may have 128: shorten the prompt by at least 76"
+    assert str(refused.value) == f"prompts[{index}]: {said}"
     assert provider.calls == []
 
 
