@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from noise.params import LatticeParameters
+from runtime.command_line import nearest
 from wire.errors import ConfigurationError
 
 MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
@@ -105,7 +106,9 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
     for name, value in options.items():
         if not isinstance(name, str) or name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ConfigurationError(f"mask={mask!r} has no option {_shown(name)}: {takes}")
+            meant = nearest(name[:_MOST_CHARACTERS], known) if isinstance(name, str) else None
+            advice = "" if meant is None else f"; did you mean {meant}?"
+            raise ConfigurationError(f"mask={mask!r} has no option {_shown(name)}: {takes}{advice}")
         if not known[name].fits(value):
             raise ConfigurationError(f"{name} of mask={mask!r} is {known[name].expected}, got {_shown(value)}")
     return dict(options)

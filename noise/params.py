@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from runtime.command_line import nearest
 from wire.errors import ConfigurationError, WeakParameters
 
 MODULUS_BITS = 32
@@ -110,8 +111,9 @@ def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False)
     """
     if isinstance(name_or_parameters, str):
         if name_or_parameters not in PARAMETERS:
-            known = ", ".join(PARAMETERS)
-            raise ConfigurationError(f"lattice parameters are one of {known}, got {name_or_parameters!r}")
+            known, meant = ", ".join(PARAMETERS), nearest(name_or_parameters[:100], PARAMETERS)
+            advice = "" if meant is None else f": did you mean {meant}?"
+            raise ConfigurationError(f"lattice parameters are one of {known}, got {name_or_parameters!r}{advice}")
         return PARAMETERS[name_or_parameters]
     _check_numbers(name_or_parameters)
     _check_strength(name_or_parameters, allow_toy)

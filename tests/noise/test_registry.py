@@ -124,6 +124,15 @@ def test_masks_that_stay_on_a_device_take_less_of_its_memory(
     assert made[0][-1] == where
 
 
+@pytest.mark.parametrize(
+    ("mask", "option", "meant"),
+    [("lattice", {"hint_bit": 24}, "hint_bits"), ("pad", {"pool_byte": 9}, "pool_bytes"),
+     ("lattice", {"parameters": "conservativ"}, "conservative")],
+)  # fmt: skip
+def test_a_misspelt_option_names_the_nearest(mask: str, option: dict[str, Any], meant: str, tmp_path: Path) -> None:
+    assert refusal(mask, option, tmp_path).endswith(f" did you mean {meant}?")
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     "unknown", ["no_such_option", "setting", "x" * 10_000, 5], ids=["own", "inner", "long", "number"]
