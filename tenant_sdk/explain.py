@@ -63,6 +63,7 @@ _MEANINGS = {
 }
 """What a line is about, in front of its text."""
 _DORA_LINE, _KINDS_LINE, _TRAINING_LINE = "DoRA", "other PEFT kinds", "fine-tuning"
+_NOT_USED = "not used yet"
 ONLY_IN_USE = (_DORA_LINE, _KINDS_LINE, _TRAINING_LINE)
 """The lines that matter only to a session with such adapters, or that fine-tunes."""
 
@@ -74,7 +75,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
         session: the open session, with the mask in force, the provider's manifest and the verifier.
         plan: the client's settings.
         problem: the error text with which this session will be refused when it is used; None if no error is known.
-        leave_out: those of `ONLY_IN_USE` that the session does not use; a line names them.
+        leave_out: those of `ONLY_IN_USE` that the session has not used yet; a line names them.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
     shown = readable(scheme.name)
@@ -102,11 +103,16 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
     left_out = [name for name in lines if name in leave_out]
     lines = {name: f"{_MEANINGS.get(name, '')}{text}" for name, text in lines.items() if name not in left_out}
     if left_out:
-        lines["not in use"] = (
-            f"what these show besides: {', '.join(left_out)} (--all, in Python everything=True, tells it)"
+        lines[_NOT_USED] = (
+            f"what the provider would see besides, once this session uses {_either(left_out)} (--all, in Python "
+            "everything=True, tells it)"
         )
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def not_in_use(peft_configs: Iterable[Any]) -> set[str]:

@@ -33,11 +33,10 @@ def names_of(text: str) -> set[str]:
 def test_what_is_not_in_use_is_left_out_and_named() -> None:
     short, whole = text_of(ONLY_IN_USE), text_of()
     assert names_of(whole) - names_of(short) == set(ONLY_IN_USE)
-    assert names_of(short) - names_of(whole) == {"not in use"}
-    (line,) = (line for line in short.splitlines() if line.startswith("not in use"))
-    assert all(name in line for name in ONLY_IN_USE)
-    assert "--all" in line
-    assert "not in use" not in text_of({"a line that there is not"})
+    assert names_of(short) - names_of(whole) == {"not used yet"}
+    (line,) = (line for line in short.splitlines() if line.startswith("not used yet"))
+    assert "once this session uses DoRA, other PEFT kinds or fine-tuning (--all" in line
+    assert "not used yet" not in text_of({"a line that there is not"})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_what_adapters_use(configs: list[Any], in_use: set[str]) -> None:
 
 
 def left_out(client: TenantClient, **options: Any) -> set[str]:
-    (line,) = [line for line in client.explain(**options).splitlines() if line.startswith("not in use")] or [""]
+    (line,) = [line for line in client.explain(**options).splitlines() if line.startswith("not used yet")] or [""]
     return {name for name in ONLY_IN_USE if name in line}
 
 
