@@ -23,10 +23,13 @@ $(READY): pyproject.toml constraints.txt requirements.lock lock.py setup.py $(wi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python lock.py torch > $(VENV)/torch.txt
+	@echo "downloading torch, 0.2 GB or, with CUDA, 1 GB, which takes a minute or more ..."
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt --dest $(VENV)/torch torch
+	@echo "installing torch, which takes half a minute or more ..."
 	$(INSTALL) --no-index --find-links $(VENV)/torch $(LOCKED) $(VENV)/torch.txt
 	rm -r $(VENV)/torch
 	$(BIN)/python lock.py dev build model > $(VENV)/locked.txt
+	@echo "downloading and installing all other packages and the demo's model, which takes a few minutes ..."
 	$(INSTALL) $(LOCKED) $(VENV)/locked.txt
 	@echo "compiling the kernels, which takes a minute or two ..."
 	$(INSTALL) --no-build-isolation --editable .

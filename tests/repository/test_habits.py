@@ -32,6 +32,13 @@ def test_every_target_that_is_no_file_is_phony() -> None:
     assert sorted(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)) == sorted(PHONY.split())
 
 
+def test_make_setup_says_what_each_long_step_does() -> None:
+    lines = re.search(r"^\$\(READY\): .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1].splitlines()  # type: ignore[index]
+    long = [place for place, line in enumerate(lines) if "pip download" in line or "$(INSTALL)" in line]
+    assert len(long) == 4
+    assert all(re.match(r'\t@echo ".* takes .*\.\.\."', lines[place - 1]) for place in long)
+
+
 def test_hooks_are_local_and_download_nothing() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"
