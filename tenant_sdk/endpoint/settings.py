@@ -148,6 +148,8 @@ def read_key(path: Path) -> str:
         mode = stat.S_IMODE(path.stat().st_mode)
         text = path.read_bytes()[:1024].decode("ascii", "replace").strip()
     except OSError as exc:
+        if isinstance(exc, FileNotFoundError):
+            raise ConfigurationError(f"there is no file {path} (--api-key-file)") from exc
         raise ConfigurationError(f"{path} cannot be read: {exc.strerror}") from exc
     if mode & 0o077:
         raise ConfigurationError(f"{path} can be read by other users: chmod 600 it")

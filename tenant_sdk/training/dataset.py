@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import errno
 import functools
 import json
 import os
@@ -129,6 +130,22 @@ def _without_arrays(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
+def _unreadable(path: str, kind: str, exc: Exception) -> DatasetError:
+    """Returns the error for a file that cannot be read; it quotes nothing of the file.
+
+    Args:
+        path: the path as the user gave it.
+        kind: the kind of file that was expected.
+        exc: what was raised; a ValueError may be about a path with a null character.
+    """
+    if isinstance(exc, OSError) and exc.errno == errno.ENOENT:
+        return DatasetError(f"there is no file {one_line(path)}")
+    reason = f": {os.strerror(exc.errno)}" if isinstance(exc, OSError) and exc.errno else ""
+    if "\0" in path:
+        reason = ": not a file name"
+    return DatasetError(f"{one_line(path)}: expected a readable {kind} file{reason}")
+
+
 def _read_csv(path: str) -> Iterator[Numbered]:
     """Yields each row of a CSV file, whose first line names its columns; an empty cell counts as absent."""
     csv.field_size_limit(max(csv.field_size_limit(), _MOST_CELL_BYTES))  # a cell may be a long text
@@ -140,6 +157,7 @@ def _read_csv(path: str) -> Iterator[Numbered]:
             names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter, strict=True), [])]
             if len({*names}) != len(names):
                 raise DatasetError(f"{one_line(path)}, line 1: expected columns of different names, one comes twice")
+            _check_columns(path, names)
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             while True:
                 line = reader.line_num + 2
@@ -161,9 +179,24 @@ def _read_csv(path: str) -> Iterator[Numbered]:
             f"{one_line(path)}, line {line}: expected CSV, with \" around a cell that holds a comma, a line's end or a "
             'quotation mark, and "" for the latter'
         ) from None
-    except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
-        reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
-        raise DatasetError(f"{one_line(path)}: expected a readable CSV file: {reason}") from None
+    except (OSError, ValueError) as exc:
+        raise _unreadable(path, "CSV", exc) from None
+
+
+def _check_columns(path: str, names: list[str]) -> None:
+    """Raises DatasetError if the first line of a CSV file does not name the columns of any form of rows. A name that
+    does not look like one is not shown, since a file without such a line begins with a row."""
+    if not names or any(columns <= {*names} for columns in _COLUMNS_OF_FORMS):
+        return
+    shown = [name if _SHOWN_KEY.fullmatch(name) else "(another name)" for name in names[:_MAX_SHOWN_KEYS]]
+    more = f" and {len(names) - _MAX_SHOWN_KEYS} more" if len(names) > _MAX_SHOWN_KEYS else ""
+    hint = _hint(dict.fromkeys(names, ""))
+    if not hint and len({*shown}) < len(names):
+        hint = ": does the file lack its first line, with the columns' names?"
+    raise DatasetError(
+        f"{one_line(path)}, line 1: expected the columns prompt and completion, or text, or prompt, chosen and "
+        f"rejected, or instruction and output; found {', '.join(shown)}{more}{hint}"
+    )
 
 
 def _read_parquet(path: str) -> Iterator[Numbered]:
@@ -186,8 +219,7 @@ def _read_parquet(path: str) -> Iterator[Numbered]:
                     number += 1
                     yield "row", number, row
     except (ArrowException, OSError, ValueError) as exc:  # `from None`: Arrow's error may quote the file
-        reason = f": {os.strerror(exc.errno)}" if isinstance(exc, OSError) and exc.errno else ""
-        raise DatasetError(f"{one_line(path)}: expected a readable parquet file{reason}") from None
+        raise _unreadable(path, "parquet", exc) from None
 
 
 def _read_saved_dataset(path: str, keys: Collection[str]) -> Iterator[Numbered]:
@@ -287,6 +319,11 @@ _NEARLY = 0.8
 """How alike two keys are, as difflib counts it, if one is taken for a misspelt other: `promt` and `text_`, but not
 `test`. One with the same letters (`roel`) counts too."""
 _NAMES_OF_COLUMNS = (*_FORM_KEYS, *_OTHER_KEYS)
+_COLUMNS_OF_FORMS = (
+    {"messages"}, {"text"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, {"instruction", "output"},
+    {"instruction", "chosen", "rejected"}, {"input", *_OTHER_KEYS[-2:]}, *({key} for key in _CONVERSATIONS),
+)  # fmt: skip
+"""The columns that a table must have for each form of rows; it may have several forms, one a row."""
 _OPTIONAL_KEYS = ("input", "system")
 """Keys that are read beside `instruction` or `conversations` if they are there."""
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
@@ -435,9 +472,8 @@ def _read_json(path: str) -> Iterator[Numbered]:
                 if text.strip():
                     is_first = False
                     yield "line", line, _json_value(path, line, text)
-    except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
-        reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
-        raise DatasetError(f"{one_line(path)}: expected a readable JSONL file: {reason}") from None
+    except (OSError, ValueError) as exc:
+        raise _unreadable(path, "JSON", exc) from None
 
 
 def _parts(path: str, line: int, text: str) -> Iterator[Numbered]:
