@@ -49,7 +49,7 @@ from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.finetune import finetune
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.training.waiting import WAIT_S
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError, DatasetError, VeilbaseError
 
 _SHARE = 0.5
 """A job's slice, as a share of the shortest of the last steps. Even if a step stands still while they overlap, answers
@@ -101,6 +101,10 @@ class Turns:
 
 SAVE_STEPS = 5
 """The number of optimizer steps from one checkpoint to the next."""
+
+
+class _NameTaken(ConfigurationError):
+    """Says that an adapter of the job's name is there already."""
 
 
 class JobStopped(Exception):
@@ -166,7 +170,7 @@ def publish(output: Path, adapter: Path) -> None:
         ConfigurationError: another adapter has this name by now, or the folder cannot be written.
     """
     if adapter.exists():
-        raise ConfigurationError(f"an adapter {adapter.name} is there already")
+        raise _NameTaken(f"an adapter {adapter.name} is there already")
     try:
         os.rename(output, adapter)
     except OSError as exc:
@@ -576,14 +580,18 @@ class Jobs:
         except JobStopped:
             return  # cancelled, which was written down, or goes on with the next process
         except VeilbaseError as exc:
-            self._fail(job, str(exc), type(exc).__name__)
+            param = (
+                "training_file" if isinstance(exc, DatasetError) else "suffix" if isinstance(exc, _NameTaken) else None
+            )
+            self._fail(job, str(exc), type(exc).__name__, param)
             self._on_error(exc)
         except Exception as exc:  # noqa: BLE001 - its text may show rows
             self._fail(job, f"training failed ({type(exc).__name__})", "failed")
 
-    def _fail(self, job: dict[str, Any], text: str, code: str) -> None:
+    def _fail(self, job: dict[str, Any], text: str, code: str, param: str | None = None) -> None:
+        """Ends a job with an error; `param` is the field of its request that is at fault, if one is."""
         with self._changed:
-            job["error"] = {"code": code, "message": text, "param": None}
+            job["error"] = {"code": code, "message": text, "param": param}
             self._note_or_log(job, "failed", "The job failed.")
 
 
@@ -699,7 +707,8 @@ class JobRoutes:
     def _create(self, body: bytes) -> dict[str, Any]:
         request = parsed(JobRequest, body)
         if request.model != self._base:
-            raise HttpError(404, "jobs train adapters of the base model: see /v1/models", "model_not_found", "model")
+            text = f"jobs train adapters of the base model only, which is {self._base} here"
+            raise HttpError(404, text, "model_not_found", "model")
         if request.hyperparameters is not None and request.method is not None:
             raise bad_request("hyperparameters stand in the method, or beside it, and not in both", "hyperparameters")
         chosen = request.hyperparameters or (request.method or _Method(type="supervised")).supervised.hyperparameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
@@ -53,23 +53,37 @@ def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], ob
 
 
 def _summary(result: FinetuneResult) -> str:
-    lines = [f"adapter {result.adapter_dir}", f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
+    lines = [f"adapter {result.adapter_dir}", f"loss {_change(result.losses)}"]
     if result.evaluations:
-        first, last = result.evaluations[0], result.evaluations[-1]
         best = min(result.evaluations, key=lambda each: each.loss)
+        least = f"  least {best.loss:.4f}" if len(result.evaluations) > 1 else ""
         lines.append(
-            f"evaluation loss {first.loss:.4f} -> {last.loss:.4f}  least {best.loss:.4f} at step {best.step}  "
+            f"evaluation loss {_change([each.loss for each in result.evaluations])}{least} at step {best.step}  "
             f"adapter of step {result.adapter_step}"
         )
     # `seconds` leaves out what comes before: the command's start, the check of the provider, the reading of the data
-    covered = ["hints", "model", "training"]
+    covered = ["hints", "model", "training"] if result.hint_bytes else ["model", "training"]
     covered += ["evaluations"] if result.evaluations else []
     covered += ["waits for the provider"] if result.num_waits else []
+    hints = f", of it hints {_size(result.hint_bytes)}" if result.hint_bytes else ""
     lines.append(
-        f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
+        f"tokens {result.tokens}  {_size(result.bytes_up)} sent, {_size(result.bytes_down)} received{hints}  "
         f"{result.seconds:.0f} s for {', '.join(covered[:-1])} and {covered[-1]}"
     )
     return "\n".join(lines)
+
+
+def _change(losses: Sequence[float]) -> str:
+    """Returns the first and the last loss, or the only one."""
+    first, last = losses[0], losses[-1]
+    return f"{first:.4f} -> {last:.4f}" if len(losses) > 1 else f"{last:.4f}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit_bytes, unit in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
 
 
 def peft_config_of(recipe: Recipe) -> PeftConfig:
@@ -89,7 +103,9 @@ def peft_config_of(recipe: Recipe) -> PeftConfig:
     if recipe.rank is not None:
         if kind is not LoraConfig:
             raise ConfigurationError(f"rank (--rank) is LoRA's, and peft_config names {name}")
-        settings |= {"r": recipe.rank, "lora_alpha": 2 * recipe.rank}
+        if "r" in settings:
+            raise ConfigurationError("rank and r of peft_config say the same: leave one of them out")
+        settings = {"r": recipe.rank, "lora_alpha": 2 * recipe.rank} | settings
     if kind is LoraConfig:
         stock = default_peft_config()
         settings = {"r": stock.r, "lora_alpha": stock.lora_alpha, "target_modules": stock.target_modules} | settings

@@ -251,6 +251,7 @@ def finetune(
         evaluations=evaluations(state.log_history),
         adapter_step=state.best_global_step if options.keep_best else state.global_step,
         num_waits=run.num_attempts - 1,
+        hint_bytes=run.hint_bytes,
     )
 
 
@@ -276,6 +277,8 @@ class _Run:
     """The tokens that ended attempts and a finished one have trained on."""
     num_steps: int = 0
     """The optimizer steps that the newest attempt has reached."""
+    hint_bytes: int = 0
+    """The bytes with which all attempts have fetched hints ahead of the training."""
 
     def attempt(self) -> TrainerState:
         """Trains from the last checkpoint to the end, writes the adapter, and returns Trainer's state.
@@ -304,7 +307,9 @@ class _Run:
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
                 if start is None or not self._restore_finished(trainer, start):
+                    before = self.session.traffic.bytes_down
                     self.session.fetch_hints(backward=True)
+                    self.hint_bytes += self.session.traffic.bytes_down - before
                     self._train(trainer, start)
             finally:
                 self.num_tokens += trainer.num_tokens

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -27,6 +28,7 @@ from tenant_sdk.training.loss import score_tokens
 from tenant_sdk.training.settings import FinetuneOptions
 from tenant_sdk.training.token_rows import PreferenceRow
 from tenant_sdk.training.trainers import WarmsUpFromTheFirstStep
+from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 
@@ -91,6 +93,12 @@ class PreferenceTrainer(WarmsUpFromTheFirstStep, SavesAdapter, DPOTrainer):  # t
         return dataset
 
 
+def _has_dropout(model: Any) -> bool:
+    """Returns whether the adapter of a PEFT model has dropout, which TRL turns off."""
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    return any(isinstance(each, torch.nn.Dropout) and each.p > 0 for layer in layers for each in layer.modules())
+
+
 def make_preference_trainer(
     model: Any,
     arguments: dict[str, Any],
@@ -119,6 +127,10 @@ def make_preference_trainer(
     """
     if any(parameter.requires_grad for parameter in model.get_output_embeddings().parameters()):
         raise ConfigurationError("DPO cannot train the head: take it out of target_modules and modules_to_save")
+    if _has_dropout(model):
+        warn_and_go_on(
+            "the adapter's dropout has no effect with preferences: DPO compares answers without it", UserWarning
+        )
     config = DPOConfig(
         **arguments, beta=settings.dpo_beta, loss_type=[settings.dpo_loss], max_length=None, router_aux_loss_coef=0.0,
         gradient_checkpointing=False,

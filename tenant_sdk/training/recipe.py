@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from runtime.command_line import instead
 from tenant_sdk.training.checkpoints import check_output, check_writable
-from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.dataset import load_rows, one_line
 from tenant_sdk.training.settings import FinetuneOptions
 from wire.errors import ConfigurationError
 
@@ -36,6 +36,8 @@ _WORDS = (bool, int, float, Path)
 
 _EITHER = ("max_steps", "num_epochs")
 """Two options that say the same: a flag for one of them replaces the other in the file."""
+_OF_RANK = ("r", "lora_alpha")
+"""The settings of LoRA that the flag --rank sets, in place of those of the file."""
 
 
 def _part_or_path(value: Any) -> Any:
@@ -156,6 +158,8 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
     for name, other in zip(_EITHER, reversed(_EITHER), strict=True):
         if name in given and other not in given:
             values.pop(other, None)
+    if "rank" in given and isinstance(settings := values.get("peft_config"), dict):
+        values["peft_config"] = {name: value for name, value in settings.items() if name not in _OF_RANK}
     try:
         recipe = kind.model_validate({**values, **given})
     except ValidationError as exc:  # `from None`: the exception's text quotes the value
@@ -189,6 +193,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a subclass of the safe one
     except OSError as exc:
+        if isinstance(exc, FileNotFoundError):
+            raise ConfigurationError(f"there is no file {one_line(str(path))} (--config)") from exc
         raise ConfigurationError(f"{path}: expected a readable recipe: {exc.strerror}") from exc
     except _Twice as exc:
         raise ConfigurationError(f"{path}: {exc} comes twice") from None
@@ -259,7 +265,9 @@ def takes_recipe(connection: Mapping[str, Any]) -> Callable[[Callable[[Any], Non
             config = given.pop("config")
             run(load_recipe(kind, given, config))
 
-        data = typer.Argument(help="JSONL, parquet, or a folder of datasets' save_to_disk (docs/finetune.md).")
+        data = typer.Argument(
+            help="JSON, JSONL, CSV, TSV or parquet, or a folder of datasets' save_to_disk (docs/finetune.md)."
+        )
         config = typer.Option(help="YAML file with any of these options; flags given beside it win.")
         parameters = [_parameter("data", Path, data), _parameter("config", Path, config)]
         parameters += [_flag(name, field) for name, field in RunRecipe.model_fields.items() if field.json_schema_extra]

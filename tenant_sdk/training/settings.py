@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
@@ -288,11 +288,9 @@ class FinetuneOptions:
         if self.seed >= 1 << 32:  # numpy's generator takes no more
             raise ConfigurationError(f"seed must be below 2^32, got {self.seed}")
         if self.lr_scheduler_type not in _SCHEDULERS:
-            raise ConfigurationError(
-                f"lr_scheduler_type must be one of {', '.join(_SCHEDULERS)}, got {self.lr_scheduler_type!r}"
-            )
+            raise _no_such("lr_scheduler_type", self.lr_scheduler_type, _SCHEDULERS)
         if self.dpo_loss not in _DPO_LOSSES:
-            raise ConfigurationError(f"dpo_loss must be one of {', '.join(_DPO_LOSSES)}, got {self.dpo_loss!r}")
+            raise _no_such("dpo_loss", self.dpo_loss, _DPO_LOSSES)
         if self.keep_best and self.steps_of_evaluation != self.save_steps:
             raise ConfigurationError(
                 f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
@@ -309,6 +307,13 @@ class FinetuneOptions:
             )
         if self.max_steps is not None and self.num_epochs != FinetuneOptions.num_epochs:
             raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
+
+
+def _no_such(name: str, value: Any, known: Sequence[str]) -> ConfigurationError:
+    """Returns the error for an option whose value is none of those that there are."""
+    meant = nearest(value[:100], known) if isinstance(value, str) else None
+    advice = "" if meant is None else f": did you mean {meant}?"
+    return ConfigurationError(f"{name} must be one of {', '.join(known)}, got {value!r}{advice}")
 
 
 class FinetuneKeywords(TypedDict, total=False):
@@ -430,6 +435,8 @@ class FinetuneResult:
             `keep_best` that of the evaluation with the least loss.
         num_waits: how often this call waited for a provider that went away, and went on from a checkpoint. `tokens`,
             bytes and `seconds` count all that was done, also what was lost and the waits.
+        hint_bytes: the part of `bytes_down` with which hints of the lattice mask were fetched ahead of the training; 0
+            if all were on disk. Hints that are not kept on disk are fetched during the training, and not counted here.
     """
 
     adapter_dir: Path
@@ -442,3 +449,4 @@ class FinetuneResult:
     evaluations: list[Evaluation] = field(default_factory=list, repr=False)
     adapter_step: int = 0
     num_waits: int = 0
+    hint_bytes: int = 0

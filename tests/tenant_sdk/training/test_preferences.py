@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -334,3 +335,13 @@ def test_without_trl(chat_client: TenantClient, tmp_path: Path, monkeypatch: pyt
     ):
         chat_client.finetune(PLAIN, lora(), tmp_path / "out", **PAIRS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dropout_without_effect_is_told(chat_client: TenantClient, tmp_path: Path) -> None:
+    options = {**PAIRS, "max_steps": 1}
+    with pytest.warns(UserWarning, match="the adapter's dropout has no effect with preferences"):
+        chat_client.finetune(PLAIN[:2], lora(lora_dropout=0.1), tmp_path / "out", **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        chat_client.finetune(PLAIN[:2], lora(), tmp_path / "other", **options)
+    assert not [one for one in seen if "dropout" in str(one.message)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,7 @@ def test_what_cannot_be_is_one_line(text: str, expected: str, tmp_path: Path) ->
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"none\.yaml: expected a readable recipe: No such file or directory"):
+    with pytest.raises(ConfigurationError, match=r"there is no file .*none\.yaml \(--config\)"):
         load_recipe(KIND, {}, tmp_path / "none.yaml")
 
 
@@ -120,26 +121,59 @@ def test_the_last_line_says_what_its_seconds_cover(
     evaluations: list[Evaluation], num_waits: int, covered: str, tmp_path: Path
 ) -> None:
     """They are not those of the whole command, which also starts, checks the provider and reads the data."""
-    result = FinetuneResult(tmp_path, [2.0, 1.0], 9, 0, 0, 155.2, evaluations=evaluations, num_waits=num_waits)
+    result = FinetuneResult(
+        tmp_path, [2.0, 1.0], 9, 0, 0, 155.2, evaluations=evaluations, num_waits=num_waits, hint_bytes=1
+    )
+    assert summary_of(result).endswith(f"  155 s for {covered}")
+
+
+def summary_of(result: FinetuneResult) -> str:
     said: list[str] = []
     client: Any = SimpleNamespace(finetune=lambda *_, **__: result)
-    finetune_command(RunRecipe(output_dir=tmp_path), client, said.append)
-    assert said[0].endswith(f"  155 s for {covered}")
+    finetune_command(RunRecipe(output_dir=result.adapter_dir), client, said.append)
+    return said[0]
+
+
+def test_the_summary_names_hints_only_where_some_were_fetched() -> None:
+    run = FinetuneResult(Path("a"), [2.0, 1.0], 9, 1_240_000_000, 910_000_000, 5.0, hint_bytes=600_000_000)
+    assert summary_of(run).splitlines() == [
+        "adapter a", "loss 2.0000 -> 1.0000",
+        "tokens 9  1.2 GB sent, 910.0 MB received, of it hints 600.0 MB  5 s for hints, model and training",
+    ]  # fmt: skip
+    last = summary_of(replace(run, hint_bytes=0)).splitlines()[-1]
+    assert last == "tokens 9  1.2 GB sent, 910.0 MB received  5 s for model and training"
+
+
+def test_the_summary_of_a_single_value_shows_no_change() -> None:
+    run = FinetuneResult(Path("a"), [2.0], 9, 0, 0, 5.0, evaluations=[Evaluation(3, 0.5)], adapter_step=3)
+    assert summary_of(run).splitlines()[1:3] == ["loss 2.0000", "evaluation loss 0.5000 at step 3  adapter of step 3"]
+    run = replace(run, evaluations=[Evaluation(3, 0.5), Evaluation(6, 0.4)])
+    assert (
+        summary_of(run).splitlines()[2] == "evaluation loss 0.5000 -> 0.4000  least 0.4000 at step 6  adapter of step 3"
+    )
 
 
 def test_the_adapters_settings() -> None:
     stock = peft_config_of(RunRecipe())
     assert isinstance(stock, LoraConfig)
     assert (stock.r, stock.lora_alpha, stock.target_modules, stock.task_type) == (16, 32, "all-linear", "CAUSAL_LM")
-    ranked = peft_config_of(RunRecipe(rank=4, peft_config={"r": 8, "lora_dropout": 0.1, "target_modules": ["q_proj"]}))
+    ranked = peft_config_of(RunRecipe(rank=4, peft_config={"lora_dropout": 0.1, "target_modules": ["q_proj"]}))
     assert (ranked.r, ranked.lora_alpha, ranked.lora_dropout, ranked.target_modules) == (4, 8, 0.1, {"q_proj"})
+    assert peft_config_of(RunRecipe(rank=4, peft_config={"lora_alpha": 64})).lora_alpha == 64
     other = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
     assert isinstance(peft_config_of(RunRecipe(peft_config=other)), IA3Config)
+
+
+def test_a_flag_for_the_rank_replaces_that_of_the_file(tmp_path: Path) -> None:
+    recipe = loaded(NEEDED + "peft_config: {r: 8, lora_alpha: 64, lora_dropout: 0.1}", tmp_path, rank=4)
+    config: Any = peft_config_of(recipe)
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.1)
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
+        (RunRecipe(rank=4, peft_config={"r": 8}), "rank and r of peft_config say the same: leave one of them out"),
         (RunRecipe(peft_config={"rr": 4}), "peft_config: 'rr' is no option: the nearest is r"),
         (RunRecipe(peft_config={"rank": 4}), "peft_config: 'rank' is no option: the nearest is r"),
         (RunRecipe(peft_config={"alpha": 4}), "peft_config: 'alpha' is no option: the nearest is lora_alpha"),
@@ -247,7 +281,7 @@ def test_the_command_says_one_line(at_root: Path, monkeypatch: pytest.MonkeyPatc
         ),
         (
             ["data.jsonl", "--output", "out", "--url", "inproc:x", "--eval-data", "no.jsonl"],
-            "no.jsonl: expected a readable",
+            "there is no file no.jsonl",
         ),
     ):
         monkeypatch.setattr(sys, "argv", ["tenant", "finetune", *words])
