@@ -1,15 +1,18 @@
 """This module holds what the commands `tenant` and `provider` have in common: how their help is laid out, how they
-name the option that a user meant, and which version they are.
+name the option that a user meant, how they say what takes long, and which version they are.
 
 Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import sys
 import textwrap
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,6 +29,8 @@ _OTHER_WORDS = {
 _MOST_LISTED = 12
 """The most names that an error lists: more would bury what it says."""
 
+TOLD_AFTER_S = 2.0
+"""The seconds after which a user is told what takes so long."""
 _MOST_OF_A_NAME, _LEAST_OF_A_MEANING = 30, 20
 """The most characters of the column with names in a command's help, and the fewest of the one beside it."""
 
@@ -134,6 +139,35 @@ def show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"veilbase {installed_version()}")
         raise typer.Exit
+
+
+@contextlib.contextmanager
+def told_if_slow(
+    what: str, say: Callable[[str], object] | None, after_s: float | None = None
+) -> Iterator[Callable[[], None]]:
+    """Says what is under way, in one line, if the code in this context takes longer than `after_s`.
+
+    Args:
+        what: what is done, such as "loading torch".
+        say: called with the line, in a thread of its own; None says nothing.
+        after_s: the seconds before anything is said; None for `TOLD_AFTER_S`.
+
+    Yields:
+        A function that ends the wait early, when something else shows that work goes on.
+    """
+    wait_s = TOLD_AFTER_S if after_s is None else after_s
+    timer = threading.Timer(wait_s, lambda: None if say is None else say(f"{what} ..."))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
+def to_stderr(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def installed_version() -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.command_line import Command, show_version
+from runtime.command_line import Command, show_version, to_stderr, told_if_slow
 from tenant_sdk import tune
 from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
@@ -137,7 +137,8 @@ def _client(
         _wait_until_it_answers(each, own, peer_uid)
 
     # imported after the checks above, because torch and transformers take seconds to load
-    from tenant_sdk import TenantClient
+    with told_if_slow("tenant: loading torch and transformers", to_stderr):
+        from tenant_sdk import TenantClient
 
     options = {"parameters": parameters} if parameters else {}
     return TenantClient(
@@ -185,9 +186,10 @@ def finetune(recipe: Any) -> None:
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     check_recipe_early(recipe)
     not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
-    from tenant_sdk.training.command import check_recipe, finetune_command
+    with told_if_slow("tenant: loading what trains, and checking the data", to_stderr):
+        from tenant_sdk.training.command import check_recipe, finetune_command
 
-    check_recipe(recipe)
+        check_recipe(recipe)
     with _until_ctrl_c(), not_connected as client:
         finetune_command(recipe, client, _show)
 

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from noise.options import DEFAULT_MASK
+from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
@@ -169,8 +170,13 @@ class TenantClient:
                 raise ConfigurationError("this client was closed")
             if self._session is None:
                 with counting("checking the provider", self._progress and self._plan.verify is not None) as report:
-                    self._session = open_session(self._plan, report)
+                    self._session = open_session(self._plan, report, self._say)
             return self._session
+
+    @property
+    def _say(self) -> Callable[[str], object] | None:
+        """Returns what tells a user about a step that takes seconds; None without `progress`."""
+        return to_stderr if self._progress else None
 
     @property
     def traffic(self) -> Traffic:
@@ -185,7 +191,8 @@ class TenantClient:
         session = self._open()
         with self._lock, session.executor.in_session():
             if self._folder is None:
-                self._folder = open_bundle(self._plan, session)
+                with told_if_slow("fetching the provider's config, tokenizer and small tensors", self._say):
+                    self._folder = open_bundle(self._plan, session)
             return self._folder
 
     @property
@@ -258,9 +265,10 @@ class TenantClient:
         with session.executor.in_session():
             folder = self._bundle()
             verified = session.verifier is not None
-            model = load_remote_model(
-                folder, session.manifest, session.executor, self._dtype, self._device, verified=verified
-            )
+            with told_if_slow("making the model", self._say):
+                model = load_remote_model(
+                    folder, session.manifest, session.executor, self._dtype, self._device, verified=verified
+                )
             if not verified or self._plan.tokenizer is not None:
                 text = self.text if self._plan.tokenizer is not None or has_tokenizer(folder) else None
                 if text is not None:

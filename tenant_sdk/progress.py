@@ -121,6 +121,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         if self._has_bar:
             self._bar.start()
             self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, loss="-")
+        else:  # the first step may take minutes
+            print(f"fine-tuning {state.global_step}/{state.max_steps} ...", file=sys.stderr, flush=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Moves the bar to the step that was logged, or prints its line."""

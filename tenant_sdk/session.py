@@ -26,6 +26,7 @@ from noise.options import RING_ONLY
 from noise.registry import Setting, choose_arithmetic, make_scheme, readable
 from noise.scheme import MaskScheme
 from noise.verify import Verifier
+from runtime.command_line import told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.model.build import context_length
@@ -92,12 +93,17 @@ class Session:
         self.executor.close()
 
 
-def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = None) -> Session:
+def open_session(
+    plan: Plan,
+    on_verified: Callable[[int, int], None] | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Session:
     """Connects to the providers and prepares everything but the model.
 
     Args:
         plan: the client's settings.
         on_verified: called with (number of groups compared, number of all groups) while a trusted checkpoint is read.
+        say: called with a line about a step that takes seconds; None says nothing.
 
     Raises:
         VeilbaseError: the session cannot be opened, and nothing stays open; the class is one of wire/errors.py.
@@ -111,10 +117,11 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         if plan.mask == "off":  # gaussian-pool warns when it is made
             warnings.warn(f"{READABLE}: {readable(plan.mask)}", NotPrivateWarning, stacklevel=users_line())
         verifier = None if plan.verify is None else Verifier(plan.kappa)
-        connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
-        for connection in connections:
-            undo.callback(connection.close)
-        manifest = _common_manifest([connection.manifest() for connection in connections])
+        with told_if_slow(f"connecting to {' and '.join(plan.urls)}", say):  # inproc: loads the model
+            connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
+            for connection in connections:
+                undo.callback(connection.close)
+            manifest = _common_manifest([connection.manifest() for connection in connections])
         features = sum(each.in_features + each.out_features for each in manifest.groups)
         setting = replace(
             known,
@@ -131,7 +138,14 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
         if verifier is not None:
-            _compare(plan, connections[0], manifest, on_verified, own_weights, verifier)
+            with told_if_slow(f"reading the trusted checkpoint {plan.verify}", say) as is_told:
+
+                def report(done: int, total: int) -> None:
+                    is_told()
+                    if on_verified is not None:
+                        on_verified(done, total)
+
+                _compare(plan, connections[0], manifest, report, own_weights, verifier)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
@@ -296,7 +310,7 @@ def _compare(
     plan: Plan,
     connection: Connection,
     manifest: Manifest,
-    on_verified: Callable[[int, int], None] | None,
+    on_verified: Callable[[int, int], None],
     own_weights: dict[int, torch.Tensor],
     verifier: Verifier,
 ) -> None:

@@ -23,6 +23,7 @@ from attacks.seen.public_model import PublicModel, describe
 from attacks.seen.view import Exchange, View, write_recording
 from attacks.victim import models
 from attacks.victim.models import tiny_manifest, tiny_model, tiny_public
+from runtime.loading import quiet_transformers
 from wire.manifest import Manifest
 from wire.ring import coding
 
@@ -71,7 +72,8 @@ def prompt_traffic(
     generator = torch.Generator().manual_seed(7)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
     torch.manual_seed(7)  # PEFT draws lora_a from the global generator
-    adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
+    with quiet_transformers():
+        adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
     deltas: dict[str, torch.Tensor] = {}
     for name, module in adapted.base_model.model.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -305,7 +307,8 @@ def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
     inputs and gradients. A backward pass also computes the gradients of the base weights."""
     from peft import LoraConfig, get_peft_model
 
-    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with quiet_transformers():
+        adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     kept = _Kept({}, {})
     names = {layer.name for group in manifest.groups for layer in group.layers}
     for name, module in adapted.base_model.model.named_modules():

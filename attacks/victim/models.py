@@ -8,13 +8,17 @@ the provider's own code, because the adversary is the provider.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attacks.seen.public_model import PublicModel, describe
+from runtime.loading import quiet_transformers
 from wire.manifest import Manifest
 
 # ---- the quick profile's model, with a tokenizer --------------------------------------------------------------------
@@ -122,8 +126,25 @@ def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
     from provider.model.load import load, resolve
     from provider.model.weights import serve_model
 
-    tiny_model(kind).save_pretrained(folder)
-    return serve_model(load(resolve(str(folder))), "native" if weights == "native" else "int8").manifest
+    with quiet_transformers(), _without_tokenizer():
+        tiny_model(kind).save_pretrained(folder)
+        loaded = load(resolve(str(folder)))
+    return serve_model(loaded, "native" if weights == "native" else "int8").manifest
+
+
+@contextlib.contextmanager
+def _without_tokenizer() -> Iterator[None]:
+    """Drops the provider's warning that the model has no tokenizer: what is sent here is made of token ids."""
+    logger = logging.getLogger("provider.model.load")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "has no tokenizer" not in record.msg
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def tiny_public(kind: str, manifest: Manifest) -> PublicModel:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from runtime.command_line import to_stderr, told_if_slow
 from runtime.loading import loading, quiet_transformers
 from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
@@ -226,7 +227,8 @@ def finetune(
     room = _room(session.context_length, num_virtual)
     check_window(options.window_tokens, options.batch_size, room)
     longest = min(options.max_length or room, room)
-    rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
+    with told_if_slow("turning the data into tokens", to_stderr if options.progress else None):
+        rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(checkpoints_folder(output_dir))
     data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)

@@ -156,10 +156,14 @@ def test_finetune_md_shows_tests_that_pass(tmp_path: Path) -> None:
     assert sum(name.startswith("test_") for name in names) == 2
 
 
-def test_the_theft_of_the_attacks_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_theft_of_the_attacks_readme(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
     (code,) = blocks(ROOT / "attacks/README.md", "python")
     exec(compile(code, "attacks/README.md", "exec"), {})  # noqa: S102 - our own page
-    found = dict(re.findall(r"^(\w+): cosine with the adapter (-?[\d.]+)$", capsys.readouterr().out, re.MULTILINE))
+    shown = capsys.readouterr()
+    assert (shown.err, caplog.messages, [str(each.message) for each in recwarn]) == ("", [], [])
+    found = dict(re.findall(r"^(\w+): cosine with the adapter (-?[\d.]+)$", shown.out, re.MULTILINE))
     assert found["off"] == "1.000"
     assert abs(float(found["lattice"])) < 0.25  # uniform masks gave 0.195 at most, in 20,000 runs
     assert set(found) == {"off", "lattice"}

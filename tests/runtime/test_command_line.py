@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from importlib.metadata import version
 from typing import Any
 
@@ -12,8 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from provider import cli as provider_cli
-from runtime.command_line import instead, nearest
+from runtime.command_line import instead, nearest, told_if_slow
 from tenant_sdk import cli as tenant_cli
+from tests.support.waiting import comes
 
 FLAGS = ["--learning-rate", "--lr-scheduler-type", "--rank", "--max-steps", "--epochs", "--output", "--batch-size"]
 LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "bias"]
@@ -105,3 +107,21 @@ def test_help_lists_options_under_their_headings() -> None:
         r"\nPrivacy:\n  --mask <str> .*\n\nTraining:\n.*  --gradient-accumulation-steps <int>\n", shown, re.DOTALL
     )
     assert {"CSV", "TSV", "JSON", "JSONL", "parquet"} <= set(re.findall(r"\w+", shown.partition("Options:")[0]))
+
+
+def test_what_takes_long_is_told_once() -> None:
+    said, is_said = list[str](), threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        is_said.set()
+
+    with told_if_slow("loading", say, 0.0):
+        comes(is_said, "the line")
+    with told_if_slow("quick", say, 60.0):
+        pass
+    with told_if_slow("shown otherwise", say, 60.0) as is_told:
+        is_told()
+    with told_if_slow("silent", None, 0.0):
+        pass
+    assert said == ["loading ..."]

@@ -22,6 +22,7 @@ from noise.gaussian_pool import NotPrivateWarning
 from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
+from runtime import command_line
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
@@ -548,3 +549,18 @@ def test_errors_of_the_command(
     assert all("ROWS GO READABLE" in said for said in before)
     assert line.startswith("tenant: ")
     assert expected in line
+
+
+def test_steps_that_take_long_are_told(chat_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(command_line, "TOLD_AFTER_S", 0.0)
+    url = f"inproc:{chat_folder}"
+    for progress in (False, True):
+        with TenantClient(url, verify=chat_folder, cache=tmp_path / str(progress), progress=progress) as client:
+            client.load_model()
+        told = capsys.readouterr().err
+        for line in (
+            f"connecting to {url} ...",
+            f"reading the trusted checkpoint {chat_folder} ...",
+            "making the model ...",
+        ):
+            assert (line in told.splitlines()) == progress

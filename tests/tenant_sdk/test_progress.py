@@ -98,6 +98,7 @@ def test_without_a_terminal_each_step_has_a_line(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.splitlines() == [
+        "fine-tuning 0/3 ...",
         "fine-tuning 1/3  loss 1.0000  0:00:45 elapsed, 0:01:30 left",
         "fine-tuning 2/3  loss 0.5000  0:01:30 elapsed, 0:00:45 left",
         "fine-tuning 3/3  loss 0.3333  0:02:15 elapsed, 0:00:00 left",
