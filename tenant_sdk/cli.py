@@ -6,7 +6,8 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,8 +109,10 @@ def _client(
     pad_rows: int | None,
     accept_change: list[str] | None,
     peer_uid: int | None,
+    check: Callable[[], None] = lambda: None,
 ) -> TenantClient:
-    """Returns a client, not connected yet, for the options that all commands share."""
+    """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers;
+    before that, it calls `check` for what else may be wrong with the command."""
     tune()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints two lines before our error
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
@@ -133,6 +136,7 @@ def _client(
         mask=mask or DEFAULT_MASK, parameters=parameters, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
         accept_changes=accept_change or (), peer_uid=peer_uid,
     )  # fmt: skip
+    check()
     for each, own in zip(urls, identities, strict=True):
         _wait_until_it_answers(each, own, peer_uid)
 
@@ -185,13 +189,24 @@ def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     check_recipe_early(recipe)
-    not_connected = _client(**{**connection, "mask": connection["mask"] or ""})
-    with told_if_slow("tenant: loading what trains, and checking the data", to_stderr):
-        from tenant_sdk.training.command import check_recipe, finetune_command
+    has_own_settings = recipe.peft_config is not None  # PEFT checks them, so it is loaded before a provider is asked
+    not_connected = _client(
+        **{**connection, "mask": connection["mask"] or ""},
+        check=partial(_check_with_torch, recipe) if has_own_settings else lambda: None,
+    )
+    if not has_own_settings:
+        _check_with_torch(recipe)
+    from tenant_sdk.training.command import finetune_command
 
-        check_recipe(recipe)
     with _until_ctrl_c(), not_connected as client:
         finetune_command(recipe, client, _show)
+
+
+def _check_with_torch(recipe: Any) -> None:
+    with told_if_slow("tenant: loading what trains, and checking the data", to_stderr):
+        from tenant_sdk.training.command import check_recipe
+
+        check_recipe(recipe)
 
 
 def _show(text: str, nl: bool = True) -> None:

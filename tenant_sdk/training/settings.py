@@ -20,6 +20,7 @@ from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 """The learning-rate schedules of transformers that need no further argument."""
+_TENSORBOARD = "tensorboard"
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm")
 """The losses of TRL's DPOTrainer that need no further argument."""
 
@@ -289,6 +290,10 @@ class FinetuneOptions:
             raise ConfigurationError(f"seed must be below 2^32, got {self.seed}")
         if self.lr_scheduler_type not in _SCHEDULERS:
             raise _no_such("lr_scheduler_type", self.lr_scheduler_type, _SCHEDULERS)
+        if self.report_to not in (None, _TENSORBOARD):
+            raise ConfigurationError(
+                f"report_to must be {_TENSORBOARD!r} or None, got {self.report_to!r}: others send losses over a network"
+            )
         if self.dpo_loss not in _DPO_LOSSES:
             raise _no_such("dpo_loss", self.dpo_loss, _DPO_LOSSES)
         if self.keep_best and self.steps_of_evaluation != self.save_steps:
