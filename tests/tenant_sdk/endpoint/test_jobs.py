@@ -13,13 +13,14 @@ import pytest
 from peft import LoraConfig
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint import jobs
 from tenant_sdk.endpoint.server import Endpoint
 from tests.support.client_seams import before_requests
 from tests.support.endpoints import WHO, endpoint_of, official, raw
 from tests.support.file_modes import mode
 from tests.support.saved_adapters import save_adapter
 from tests.support.waiting import until
-from wire.errors import Unavailable
+from wire.errors import DatasetError, Unavailable, VeilbaseError
 
 ROWS = [{"messages": [*WHO, {"role": "assistant", "content": f"me {number}"}]} for number in range(8)]
 DATA = "\n".join(map(json.dumps, ROWS)).encode()
@@ -200,3 +201,21 @@ def test_forms_and_jobs_that_cannot_be(endpoint: Endpoint) -> None:
             assert http.post(f"/v1/fine_tuning/jobs/{path}/cancel").status_code == 404
         assert http.get("/v1/fine_tuning/jobs").json()["data"] == []
     ai.files.delete(file_id)
+
+
+@pytest.mark.parametrize(
+    ("error", "param"), [(DatasetError("line 1: expected text"), "training_file"), (Unavailable("it went away"), None)]
+)
+def test_a_failed_job_names_the_field_at_fault(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch, error: VeilbaseError, param: str | None
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(jobs, "train", fail)
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        job = begun(ai, "mine")
+        until(lambda: state(ai, job) == "failed", "the end of the job")
+        told = ai.fine_tuning.jobs.retrieve(job.id).error
+        assert (told.code, told.param) == (type(error).__name__, param)  # type: ignore[union-attr]

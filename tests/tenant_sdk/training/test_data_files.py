@@ -67,7 +67,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, text in (
         ("text.parquet", "expected a readable parquet file"),
         ("cut.parquet", "expected a readable parquet file"),
-        ("two\nlines.parquet", "^there is no file .*two..nlines.parquet"),
+        ("two\nlines.parquet", "^there is no file .*two.nlines.parquet"),
         ("none.parquet", "^there is no file .*none.parquet$"),
         ("other", "expected a folder written by datasets' save_to_disk"),
         ("broken", "expected a readable data set"),

@@ -385,7 +385,7 @@ def test_an_empty_iterable_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("absent.jsonl", "^there is no file .*absent.jsonl$"), ("two\nlines.jsonl", "^there is no file .*two..nlines"),
+        ("absent.jsonl", "^there is no file .*absent.jsonl$"), ("two\nlines.jsonl", "^there is no file .*two.nlines"),
         ("null\0.jsonl", "expected a readable JSON file: not a file name$"),
     ],
 )  # fmt: skip
