@@ -18,6 +18,7 @@ from tests.support.chat_model import make_chat_model
 from tests.support.client_seams import mask_makers
 from tests.support.mask_site import MODEL_NOISE, Site, unmasked
 from tests.support.parity import batch, relative
+from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model
 from tests.support.waiting import end
 from wire.errors import (
@@ -68,6 +69,15 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
     assert len(seeds) >= 2
     (kept,) = (tmp_path / "cache" / "hints").iterdir()
     assert kept.name.startswith(seeds[-1].seed_id)
+
+
+def test_a_run_says_how_much_of_its_traffic_was_hints(site: Site, tmp_path: Path) -> None:
+    client, (watched,) = site.inproc("llama")
+    options = {**QUICK, "max_steps": 1}
+    fetched = client.finetune(ROWS, lora(), tmp_path / "first", **options)
+    assert len(watched.hints()) == 18
+    found = client.finetune(ROWS, lora(), tmp_path / "second", **options)
+    assert 0 == found.hint_bytes < fetched.hint_bytes < fetched.bytes_down
 
 
 def test_hints_are_fetched_once_and_found_again(site: Site) -> None:
