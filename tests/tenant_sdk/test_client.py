@@ -536,7 +536,7 @@ def test_errors_of_the_command(
     arguments: list[str], expected: str, identity: Path, chat_folder: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(identity.parent)
-    monkeypatch.setattr(grpc_channel, "_STARTING_S", 0.0)  # no wait for a provider that may be starting
+    monkeypatch.setattr(grpc_channel, "STARTING_S", 0.0)  # no wait for a provider that may be starting
     Path(shutil.copytree("acme", "nameless"), "endpoint").unlink()
     arguments = [word.replace("CHAT", str(chat_folder)) for word in arguments]
     monkeypatch.setattr(sys, "argv", ["tenant", "generate", "x", *arguments])

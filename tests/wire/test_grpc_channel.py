@@ -29,7 +29,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @pytest.fixture(autouse=True)
 def _short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_channel, "_FIRST_CALL_S", 0.3)
+    monkeypatch.setattr(grpc_channel, "FIRST_CALL_S", 0.3)
 
 
 @pytest.fixture

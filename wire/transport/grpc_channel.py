@@ -164,10 +164,10 @@ class _Place:
     is_open: bool = False
 
 
-_STARTING_S, _LOADING_S = 20.0, 600.0
+STARTING_S, LOADING_S = 20.0, 600.0
 """The most seconds to wait for a port on which nothing listens yet, and for one that is open while nobody answers: a
 provider with a large model may take minutes to load it."""
-_FIRST_CALL_S, _LATER_CALLS_S, _PAUSE_S = 1.5, 10.0, 0.25
+FIRST_CALL_S, _LATER_CALLS_S, _PAUSE_S = 1.5, 10.0, 0.25
 """The seconds for the first call, so that a user soon knows what is waited for, and for later ones, which a slow link
 may need; and the pause between two calls."""
 
@@ -185,7 +185,7 @@ def _look_at(url: str) -> _Place:
         return _Place(
             f"the host answers, but nothing listens on port {port}: check the port, and that `provider serve` runs",
             "it is not listening yet; check the port, and that `provider serve` runs",
-            _STARTING_S,
+            STARTING_S,
         )
     except OSError as exc:  # A time-out is one, too.
         reason = "no answer" if isinstance(exc, TimeoutError) else exc.strerror or type(exc).__name__
@@ -195,7 +195,7 @@ def _look_at(url: str) -> _Place:
     return _Place(
         f"port {port} is open, but no provider answers there: check the URL and what runs there",
         "its port is open, and nobody answers yet: it is still loading its model, or something else runs there",
-        _LOADING_S,
+        LOADING_S,
         is_open=True,
     )
 
@@ -232,7 +232,7 @@ def wait_for_provider(
         Unavailable: the provider cannot be reached, or not in time.
     """
     _, host, port = read_address(url, identity is not None)
-    began, told, call_s = clock(), "", _FIRST_CALL_S
+    began, told, call_s = clock(), "", FIRST_CALL_S
     while (failure := _ask(url, identity, call_s)) is not None:
         if isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded):
             raise failure

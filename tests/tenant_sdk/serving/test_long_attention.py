@@ -165,7 +165,7 @@ def test_max_context_bounds_prompt_and_answer(client: TenantClient) -> None:
         assert len(engine.submit("who?", max_new_tokens=room, eos_token_id=[]).result(TIMEOUT_S)) > 0
         with pytest.raises(ConfigurationError, match=rf"may have 40 here \(max_context\): ask for at most {room}"):
             engine.submit("who?", max_new_tokens=room + 1)
-        with pytest.raises(ConfigurationError, match=r"\(max_context\): the prompt is too long"):
+        with pytest.raises(ConfigurationError, match=r"\(max_context\): shorten the prompt by at least"):
             engine.submit("x" * 50)
         answer = engine.submit("who?", eos_token_id=[])
         answer.result(TIMEOUT_S)
