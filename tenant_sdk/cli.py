@@ -14,7 +14,7 @@ import typer
 
 from runtime.command_line import Command, show_version
 from tenant_sdk import tune
-from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.plain_values import adapter_folder
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
 from wire.errors import VeilbaseError, printable
 

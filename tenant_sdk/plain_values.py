@@ -1,8 +1,11 @@
-"""This module checks settings that are a whole number, a time or a boolean."""
+"""This module checks arguments that are a whole number, a time, a boolean or the folder of an adapter.
+
+Importing this module is quick, so that the command line can check its options before it loads anything else."""
 
 from __future__ import annotations
 
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from wire.errors import ConfigurationError
@@ -45,3 +48,20 @@ def true_or_false(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise WrongOption(f"{name} is True or False, got {type(value).__name__}", name)
     return value
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    """Returns the path of an adapter folder, whose contents are not checked.
+
+    Raises:
+        ConfigurationError: there is no such folder, or `adapter` is no path.
+    """
+    if not isinstance(adapter, str | Path):
+        raise ConfigurationError(f"an adapter is the path of a folder, got {type(adapter).__name__}")
+    try:
+        is_there = adapter != "" and Path(adapter).is_dir()
+    except (OSError, ValueError):  # such as a name that is too long for a path
+        is_there = False
+    if not is_there:
+        raise ConfigurationError(f"there is no adapter folder {ascii(str(adapter))[1:-1][:300] or repr(adapter)}")
+    return Path(adapter)

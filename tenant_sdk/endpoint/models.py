@@ -2,7 +2,7 @@
 
 Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. A name
 is never used as a path or an address. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
-is opened without following links (serving/adapters/folder.py).
+is opened without following links (serving/adapters/files.py).
 """
 
 from __future__ import annotations

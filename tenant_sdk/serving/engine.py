@@ -19,7 +19,7 @@ The provider sees the number of rows of every step, which is a sum over all requ
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, such effects are on when an answer
-ends, and on whether a DoRA adapter can be loaded (adapters/reader.py). A request with `fixed_length` shows no such
+ends, and on whether a DoRA adapter can be loaded (adapters/host.py). A request with `fixed_length` shows no such
 end. Its rows go on to its length limit, whatever its tokens, stop strings and values are, and if its logits hook or
 `on_text` raises, so that only its submission, its limit and a `cancel` show. The time at which a request is admitted
 never depends on its own text. It depends on lengths, limits, callers, the loading of its adapter, the lengths of other

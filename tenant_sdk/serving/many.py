@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from runtime.command_line import instead
-from tenant_sdk.adapter_folder import adapter_folder
-from tenant_sdk.plain_values import true_or_false
+from tenant_sdk.plain_values import adapter_folder, true_or_false
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine, MakeSlots

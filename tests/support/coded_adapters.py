@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 
 HIDDEN, VOCAB = 32, 64
 PROMPT = (5, 9)

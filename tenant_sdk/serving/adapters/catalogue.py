@@ -33,7 +33,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from noise.disk.private_files import FILE_MODE, make_private_folder
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.serving.adapters.peft_settings import MAX_CONFIG_BYTES
 from wire.errors import ConfigurationError
 

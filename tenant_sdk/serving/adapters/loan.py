@@ -1,12 +1,9 @@
-"""This module holds the loan of a request for an adapter, and the facts that loading the adapter needs."""
+"""This module holds the loan of a request for an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from tenant_sdk.serving.adapters.catalogue import Entry
-from tenant_sdk.serving.adapters.folder import AdapterFolder
 from wire.errors import ConfigurationError, VeilbaseError
 
 
@@ -59,30 +56,3 @@ class AdapterLoan:
     def release(self) -> None:
         """Ends the hold on the adapter, or stops waiting for the adapter; a second call does nothing."""
         self._release(self)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Describes where an adapter's files are.
-
-    Attributes:
-        name: the name by which requests ask for the adapter.
-        folder, subfolder: the folder of adapters, and in it the subfolder with the files, which are downloaded there if
-            necessary.
-        entry: the adapter's entry in the catalogue; None for an adapter of the operator's folder.
-    """
-
-    name: str
-    folder: AdapterFolder
-    subfolder: str
-    entry: Entry | None = None
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """Asks the loader to load the adapter of a loan. `digest` is the digest that the adapter's files should have;
-    None if it is not known."""
-
-    loan: AdapterLoan
-    origin: Origin
-    digest: str | None

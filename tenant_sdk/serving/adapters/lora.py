@@ -1,6 +1,6 @@
 """This module keeps LoRA factors in stacks, layer by layer, and adds the products B·A·x of many adapters at once.
 
-DoRA adapters are in the same stacks. Their layers' outputs are multiplied by gains (reader.py) first, and their B
+DoRA adapters are in the same stacks. Their layers' outputs are multiplied by gains (host.py) first, and their B
 has these gains as factors.
 
 Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding.

@@ -19,12 +19,13 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,12 +34,11 @@ import torch
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep, HeadRows
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.folder import AdapterFolder, Known
-from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter
-from tenant_sdk.serving.adapters.loan import AdapterLoan, LoadRequest, Origin
+from tenant_sdk.serving.adapters.files import AdapterFolder, Known, OpenAdapter
+from tenant_sdk.serving.adapters.host import HostLoader, HostTier, Limits, PackedAdapter, megabytes
+from tenant_sdk.serving.adapters.loan import AdapterLoan
 from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
-from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
@@ -76,6 +76,47 @@ class StoreStatus:
     waiting: int
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Describes where an adapter's files are.
+
+    Attributes:
+        name: the name by which requests ask for the adapter.
+        folder, subfolder: the folder of adapters, and in it the subfolder with the files, which are downloaded there if
+            necessary.
+        entry: the adapter's entry in the catalogue; None for an adapter of the operator's folder.
+    """
+
+    name: str
+    folder: AdapterFolder
+    subfolder: str
+    entry: Entry | None = None
+
+    def open(self) -> OpenAdapter:
+        """Opens the adapter's files; see `AdapterFolder.open`."""
+        return self.folder.open(self.name, self.subfolder)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Asks the loader to load the adapter of a loan.
+
+    Attributes:
+        loan: the loan.
+        origin: where the adapter's files are.
+        digest: the digest that the adapter's files should have; None if it is not known.
+        opened: the adapter's files, which were opened for the loan; None if the loader has to open them.
+    """
+
+    loan: AdapterLoan
+    origin: Origin
+    digest: str | None
+    opened: OpenAdapter | None = None
+
+
+MOST_OPEN = 32
+"""The most adapters whose files stay open from the request until they are loaded. The files of further ones are closed,
+and opened and checked again when it is their turn, since a process may have few files open, often 1,024."""
 MOST_PASSED = 64
 """A request that waits for a slot is overtaken by at most this number of requests of the same rank whose adapter
 already has a slot. Later requests wait behind the waiting request, so that a slot becomes free."""
@@ -262,18 +303,20 @@ class AdapterStore:
         self.on_ready = on_ready
         self._dtype, self._host = dtype, HostTier(host_bytes)
         self._base = base_of(model, tuple(bases))
-        self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
+        self._find_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
         numbers = SlotNumbers((MODULES, *RANKS), device_slots)
         self._watch(model, numbers, separate_calls)
         rows: Any = next(model.parameters())
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
-        limits = Limits(self._dtype, numbers, frozenset() if separate_calls else self._base.in_groups)
+        fixed_inputs = frozenset[str]() if separate_calls else self._base.in_groups
+        limits = Limits(self._max_file_bytes, dtype, self._device.device.type == "cuda", numbers, fixed_inputs)
         likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
-        self._reader = AdapterReader(likes, self._host, self._known, limits, pinned=self._device.device.type == "cuda")
+        self._host_loader = HostLoader(self._base, likes, self._host, self._known, limits)
         self._lock = threading.Lock()
         self._pending: set[AdapterLoan] = set()
+        self._opened: set[OpenAdapter] = set()
         self._fetching: dict[str, list[LoadRequest]] = {}
         self._dropped: set[str] = set()
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
@@ -299,11 +342,16 @@ class AdapterStore:
             ConfigurationError: there is no such adapter, or its settings or header show that it cannot be used.
         """
         origin, loan = self._origin(name), AdapterLoan(name, self._release)
-        digest = self._digest_of(origin)
-        with self._lock:
-            self._dropped.discard(digest or "")
-        if digest is None or not self._placement.take(loan, digest):
-            self._start(LoadRequest(loan, origin, digest))
+        opened = None if origin.entry is not None else origin.open()
+        try:
+            digest = self._digest_of(origin, opened)
+            with self._lock:
+                self._dropped.discard(digest or "")
+            if digest is None or not self._placement.take(loan, digest):
+                opened = self._start(LoadRequest(loan, origin, digest, opened))
+        finally:
+            if opened is not None:
+                opened.close()
         return loan
 
     def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
@@ -376,7 +424,7 @@ class AdapterStore:
             host_bytes=host_bytes,
             host_budget_bytes=self._host.budget_bytes,
             disk_adapters=len(self._folder.names()) if self._folder is not None else 0,
-            disk_reads=self._reader.num_reads,
+            disk_reads=self._host_loader.num_reads,
             network_adapters=len(self._entries),
             waiting=self._placement.num_waiting,
         )
@@ -412,6 +460,8 @@ class AdapterStore:
             self._closed = True
         for pool in (self._fetchers, self.loader):
             pool.shutdown(wait=True, cancel_futures=True)
+        for opened in self._opened:
+            opened.close()
         for loan in tuple(self._pending):
             loan.failure = ConfigurationError("the adapter store was closed")
             self._settle(loan)
@@ -435,18 +485,18 @@ class AdapterStore:
                 )
             )
 
-    def _open_folders(
+    def _find_folders(
         self, root: str | Path | None, catalogue: str | Path | Catalogue | None, cache: Path
     ) -> None:  # fmt: skip
         # A file may hold float32 numbers, twice the size of bfloat16, after a header of up to 8 MiB.
         self._max_file_bytes = 2 * self._host.budget_bytes + (8 << 20)
-        self._folder = None if root is None else AdapterFolder(Path(root), self._base, self._max_file_bytes)
+        self._folder = None if root is None else AdapterFolder(Path(root))
         listed = read_catalogue(Path(catalogue)) if isinstance(catalogue, str | Path) else catalogue
         self._entries: dict[str, Entry] = {} if listed is None else dict(listed.adapters)
         self._cache = cache
         if self._entries:
             prepare_cache(cache)
-            self._fetched = AdapterFolder(cache, self._base, self._max_file_bytes)
+            self._fetched = AdapterFolder(cache)
         for name in self._folder.names() if self._folder is not None else []:
             self._refuse_second(name)
 
@@ -466,29 +516,40 @@ class AdapterStore:
             raise ConfigurationError(f"the catalogue names no adapter {ascii(name)[:200]}")
         return Origin(name, self._folder, name)
 
-    def _digest_of(self, origin: Origin) -> str | None:
+    def _digest_of(self, origin: Origin, opened: OpenAdapter | None) -> str | None:
         """Returns an adapter's digest; if it is not known yet, checks the adapter's settings and header and returns
-        None."""
-        if origin.entry is not None:
-            return origin.entry.sha256
-        digest = self._known.digest(origin.name, origin.folder.stamp(origin.name, origin.subfolder))
+        None.
+
+        Args:
+            origin: where the adapter's files are.
+            opened: the adapter's files; None for an adapter of the catalogue, whose digest is pinned.
+        """
+        if opened is None:
+            return None if origin.entry is None else origin.entry.sha256
+        digest = self._known.digest(origin.name, opened.settled_stamp)
         if digest is None:
-            self._reader.check(origin.folder.find(origin.name, origin.subfolder))
+            self._host_loader.check(opened)
         return digest
 
-    def _start(self, load_request: LoadRequest) -> None:
-        entry = load_request.origin.entry
+    def _start(self, load_request: LoadRequest) -> OpenAdapter | None:
+        """Has an adapter loaded in another thread. Returns the adapter's files if the loader does not take them; then
+        callers must close them."""
+        entry, opened = load_request.origin.entry, load_request.opened
         with self._lock:
             if self._closed:
                 raise ConfigurationError("the adapter store is closed")
             self._pending.add(load_request.loan)
             if entry is None or (self._cache / entry.sha256).is_dir():
-                self.loader.submit(self._load, load_request)
-                return
+                is_taken = opened is not None and len(self._opened) < MOST_OPEN
+                self.loader.submit(self._load, load_request if is_taken else replace(load_request, opened=None))
+                if is_taken and opened is not None:
+                    self._opened.add(opened)
+                return None if is_taken else opened
             waiting = self._fetching.setdefault(entry.sha256, [])
             waiting.append(load_request)
             if len(waiting) == 1:
                 self._fetchers.submit(self._fetch, load_request.origin.name, entry)
+        return opened
 
     def _fetch(self, name: str, entry: Entry) -> None:
         """Fetches an adapter, and then loads it for all loans that wait for it. Only a fetching thread calls this
@@ -515,9 +576,9 @@ class AdapterStore:
             load_request: the loan and the adapter to load.
             first: whether the loan has already waited for a slot.
         """
-        if load_request.loan.released:
-            return
         try:
+            if load_request.loan.released:
+                return
             self._place(load_request, self._packed(load_request), first)
         except VeilbaseError as exc:
             self._fail(load_request, exc)
@@ -529,6 +590,11 @@ class AdapterStore:
         else:
             if load_request.loan.is_ready():
                 self._settle(load_request.loan)
+        finally:
+            if load_request.opened is not None:
+                with self._lock:
+                    self._opened.discard(load_request.opened)
+                load_request.opened.close()
 
     def _place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool) -> None:
         try:
@@ -540,8 +606,20 @@ class AdapterStore:
 
     def _packed(self, load_request: LoadRequest) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
-        found = self._host.get(load_request.digest) if load_request.digest is not None else None
-        return found if found is not None else self._reader.read(load_request.origin)
+        digest, origin, opened = load_request.digest, load_request.origin, load_request.opened
+        found = None if digest is None else self._host.get(digest)
+        if found is not None:
+            return found
+        with contextlib.ExitStack() as stack:
+            if opened is None or not opened.is_unchanged():
+                opened = stack.enter_context(origin.open())
+            if origin.entry is not None:
+                return self._host_loader.load(opened, origin.entry.sha256)
+            # An earlier request for the same files, which came when their digest was not known either, may have read
+            # them by now.
+            digest = self._known.digest(origin.name, opened.settled_stamp)
+            found = None if digest is None else self._host.get(digest)
+            return found if found is not None else self._host_loader.load(opened)
 
     def _release(self, loan: AdapterLoan) -> None:
         rank = self._placement.release(loan)
@@ -576,7 +654,9 @@ class AdapterStore:
             origin, loan = self._origin(name), AdapterLoan(name, self._release)
             if origin.entry is not None:
                 fetch(name, origin.entry, self._cache, self._max_file_bytes)
-            self._load(LoadRequest(loan, origin, self._digest_of(origin)))  # The loading thread has nothing to do yet.
+            with contextlib.nullcontext() if origin.entry is not None else origin.open() as opened:
+                digest = self._digest_of(origin, opened)
+                self._load(LoadRequest(loan, origin, digest, opened))  # The loading thread has nothing to do yet.
             loan.release()
             if loan.failure is not None:
                 raise loan.failure

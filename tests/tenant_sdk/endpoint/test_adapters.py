@@ -224,7 +224,7 @@ def test_a_request_looks_for_its_own_folder_only(
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert load(http, "help", "support").status_code == 200
         listed: list[Any] = []
-        monkeypatch.setattr("tenant_sdk.serving.adapters.folder.os.scandir", lambda *where: listed.append(where))
+        monkeypatch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
         assert [status(http, model) for model in ("support", "help", "llama", "nobody", "../x")] == [
             200,
             200,

@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file, save, save_file
 from attacks.programs.overflow import Fault, Overflower
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import WEIGHTS
+from tenant_sdk.serving.adapters.files import WEIGHTS
 from tests.support.client_seams import before_requests
 from tests.support.dequantised import dequantised
 from tests.support.lying_bundle import Liar

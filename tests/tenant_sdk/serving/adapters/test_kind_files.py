@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore, peft_modules, peft_settings
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.saved_kinds import EXAMPLES, save_kind
 from wire.errors import ConfigurationError, InvalidTensor

@@ -4,7 +4,9 @@ gets."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
-from tenant_sdk.serving.adapters import reader as reader_module
+from tenant_sdk.serving.adapters import host as host_module
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.files import Reading
-from tenant_sdk.serving.adapters.folder import WEIGHTS
-from tenant_sdk.serving.adapters.store import MOST_PASSED, RANKS, Placement
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, OpenAdapter
+from tenant_sdk.serving.adapters.store import MOST_OPEN, MOST_PASSED, RANKS, Placement
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
@@ -79,13 +80,13 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        tensors = Reading.tensors
+        tensors = OpenAdapter.tensors
 
-        def counted(reading: Reading) -> Any:
-            self.names.append(reading.found.name)
-            return tensors(reading)
+        def counted(opened: OpenAdapter) -> Any:
+            self.names.append(opened.name)
+            return tensors(opened)
 
-        monkeypatch.setattr(Reading, "tensors", counted)
+        monkeypatch.setattr(OpenAdapter, "tensors", counted)
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files:
 def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    with held_up(reader_module, "pack") as (_, go_on):
+    with held_up(host_module, "pack") as (_, go_on):
         loan = store.reserve("a1")
         assert not loan.is_ready()
         with pytest.raises(ConfigurationError, match="not in a slot"):
@@ -475,7 +476,7 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (loan,) = held(store, bell, "a1")
-    with held_up(reader_module, "pack") as (_, go_on):
+    with held_up(host_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
         assert answers(store, model, [loan.slot]) == [code_of(1)]
         assert store.reserve("a1").is_ready()
@@ -483,4 +484,129 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
         go_on.set()
         bell.wait_for(stuck)
     assert answers(store, model, [stuck.slot]) == [code_of(2)]
+    store.close()
+
+
+# ---- from the files to a loan ----------------------------------------------------------------------------------------
+
+
+class Opened:
+    """Notes each opening of an adapter's file, and the texts that are parsed as JSON."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: list[str] = []
+        self.parsed: list[str] = []
+        open_file, loads = os.open, json.loads
+
+        def opened(path: Any, *args: Any, **options: Any) -> int:
+            if path in (CONFIG, WEIGHTS):
+                self.files.append(path)
+            return open_file(path, *args, **options)
+
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(json, "loads", lambda text, **options: self.parsed.append(text) or loads(text, **options))
+
+
+def open_files() -> list[str]:
+    """Returns the paths of the adapters' files that are open in this process."""
+    paths = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [path for path in paths if path.endswith((CONFIG, WEIGHTS))]
+
+
+def test_an_adapters_files_are_opened_and_parsed_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell, opened = Bell(), Opened(monkeypatch)
+    store = AdapterStore(model, root, on_ready=bell)
+    held(store, bell, "a1")
+    assert opened.files == [CONFIG, WEIGHTS]
+    assert len(opened.parsed) == 2
+    assert store.reserve("a1").is_ready()  # looks at the files' stamp only
+    assert len(opened.parsed) == 2
+    store.close()
+    assert open_files() == []
+
+
+def test_an_adapter_that_is_preloaded_is_opened_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Opened(monkeypatch)
+    store = AdapterStore(model, root, preload=["a1"])
+    assert (opened.files, len(opened.parsed)) == ([CONFIG, WEIGHTS], 2)
+    store.close()
+    assert open_files() == []
+
+
+def test_requests_for_an_adapter_that_is_not_known_yet_read_it_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell, reads = Bell(), Reads(monkeypatch)
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (_, go_on):
+        loans = [store.reserve("a1") for _ in range(5)]
+        go_on.set()
+        bell.wait_for(*loans)
+    assert reads.names == ["a1"]
+    assert {loan.digest for loan in loans} == {loans[0].digest}
+    store.close()
+
+
+def test_few_files_are_open_however_many_adapters_wait(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (_, go_on):
+        loans = [store.reserve(f"a{at % NUM_ADAPTERS}") for at in range(3 * MOST_OPEN)]
+        assert len(open_files()) == 2 * MOST_OPEN
+        go_on.set()
+        bell.wait_for(*loans)
+    store.loader.submit(lambda: None).result()
+    assert open_files() == []
+    assert answers(store, model, sorted({loan.slot for loan in loans}))
+    store.close()
+
+
+def test_a_store_that_is_closed_while_adapters_wait_leaves_no_file_open(model: Any, root: Path) -> None:
+    store = AdapterStore(model, root, on_ready=Bell())
+    with held_up(host_module, "pack") as (begun, go_on):
+        loans = [store.reserve(f"a{number}") for number in range(4)]
+        begun.wait()
+        loans[2].release()
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        go_on.set()
+        closing.join()
+    assert open_files() == []
+    with pytest.raises(ConfigurationError, match="closed"):
+        store.reserve("a1")
+    assert open_files() == []
+
+
+def test_a_request_that_is_refused_leaves_no_file_open(model: Any, root: Path) -> None:
+    store = AdapterStore(model, root, on_ready=Bell())
+    (root / "a1" / CONFIG).write_text("{")
+    for name in ("a1", "nobody"):
+        with pytest.raises(ConfigurationError):
+            store.reserve(name)
+    assert open_files() == []
+    store.close()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_changes_between_the_request_and_the_load_is_read_as_it_is_then(
+    in_place: bool, model: Any, root: Path, no_racy_files: None
+) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (begun, go_on):
+        first = store.reserve("a1")
+        begun.wait()
+        loan = store.reserve("a2")
+        for file in (CONFIG, WEIGHTS):
+            if in_place:
+                shutil.copy(root / "a3" / file, root / "a2" / file)
+            else:
+                (root / "a3" / file).rename(root / "a2" / file)
+        go_on.set()
+        bell.wait_for(first, loan)
+    assert answers(store, model, [first.slot, loan.slot]) == [code_of(1), code_of(3)]
     store.close()

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tenant_sdk.adapters import adapted_model, say_how_little
+from tenant_sdk.peft_model import adapted_model, say_how_little
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import targets as patterns
 from tests.support.saved_adapters import Bell, save_adapter, stepped
