@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.serving.adapter_slots import Loan
+from tenant_sdk.serving.adapters.loan import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -197,7 +197,7 @@ class ModelNames:
         try:
             give_up_at = self._clock() + _LOAD_S
             while not loan.is_ready() and loan.failure is None:
-                if self._clock() > give_up_at:  # all slots are held by running requests: it will be loaded when used
+                if self._clock() > give_up_at:  # all places are held by running requests: it will be loaded when used
                     return
                 time.sleep(_POLL_S)
             if loan.failure is not None:

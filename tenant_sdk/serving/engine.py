@@ -48,8 +48,8 @@ from typing import Any
 
 from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
-from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelLoan, NoAdapters
 from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.loan import BaseModelLoan, Lender, NoAdapters
 from tenant_sdk.serving.kv import KvLayout, kv_layout, kv_place
 from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop, StepRunner
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, PrefixCache, block_bytes
@@ -158,7 +158,7 @@ def explain(
         budget: the scheduler's limits.
         context_length: the most tokens of a request, prompt and answer together.
         prefix_bytes: the most bytes of kept prompts.
-        adapters: how many adapters fit; see `AdapterSlots.describe`.
+        adapters: how many adapters fit; see `Lender.describe`.
         default_new_tokens: the length limit of an answer without one of its own, to an empty prompt.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
@@ -189,7 +189,7 @@ def explain(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
+MakeStore = Callable[[Any, Callable[[], None]], Lender]
 """A function that makes the store of adapters. It takes the model and a function that wakes the engine."""
 
 MOST_STOP_CHARACTERS = 4096
@@ -210,7 +210,7 @@ class Engine:
     def __init__(
         self,
         client: TextSession,
-        make_slots: MakeSlots | str | Path | None = None,
+        make_slots: MakeStore | str | Path | None = None,
         *,
         kv_dtype: str = "fp32",
         kv_bytes: int = 1 << 30,
@@ -286,17 +286,17 @@ class Engine:
         self._special = special_texts(self._own_tokenizer)
         self._text_lock = threading.Lock()
         woken = threading.Event()
-        self._slots = _open_slots(make_slots, self._model, woken.set)
-        runner = StepRunner(ragged, self._layout, self._slots, place, drafter)
+        self._lender = _open_store(make_slots, self._model, woken.set)
+        runner = StepRunner(ragged, self._layout, self._lender, place, drafter)
         self._loop = ServingLoop(
-            self._model, self.scheduler, self._layout, runner, self._slots,
+            self._model, self.scheduler, self._layout, runner, self._lender,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
             during_step=during_step,
         )  # fmt: skip
         try:
             client.fetch_hints()
         except BaseException:
-            self._slots.close()
+            self._lender.close()
             raise
         self._loop.start()
 
@@ -428,7 +428,7 @@ class Engine:
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
         context = self._context.num_tokens
         default = min(self._default_length(0, fixed_length=False), context)
-        text = explain(self._layout, self.scheduler.budget, context, kept, self._slots.describe(), default)
+        text = explain(self._layout, self.scheduler.budget, context, kept, self._lender.describe(), default)
         print(text)
         return text
 
@@ -444,7 +444,7 @@ class Engine:
         most_rows = prompt.num_rows + ending.max_new_tokens - 1
         self.scheduler.budget.check_fits(self._layout.bytes_for(most_rows), self._layout.bytes_for(prompt.num_rows))
         number = self._loop.next_number()
-        loan = BaseModelLoan() if adapter is None else self._slots.reserve(adapter)
+        loan = BaseModelLoan() if adapter is None else self._lender.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
         keeps = self._prefixes is not None and not ending.fixed_length and not pools
         kept = self._prefixes.of(caller) if self._prefixes is not None and keeps else None
@@ -474,7 +474,7 @@ class Engine:
         self.close()
 
 
-def _open_slots(given: MakeSlots | str | Path | None, model: Any, wake: Callable[[], None]) -> AdapterSlots:
+def _open_store(given: MakeStore | str | Path | None, model: Any, wake: Callable[[], None]) -> Lender:
     """Returns the store of adapters for an engine's model.
 
     Args:

@@ -23,7 +23,7 @@ from runtime.command_line import instead
 from tenant_sdk.plain_values import adapter_folder, true_or_false
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.engine import Engine, MakeSlots
+from tenant_sdk.serving.engine import Engine, MakeStore
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.session_protocol import TextSession
 from wire.errors import (
@@ -95,14 +95,14 @@ def generate_many(
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
     separate_calls = options.pop("separate_calls", False)
-    names, make_slots = _named(_one_each(adapters, len(prompts)), true_or_false("separate_calls", separate_calls))
+    names, make_store = _named(_one_each(adapters, len(prompts)), true_or_false("separate_calls", separate_calls))
     _check_options(options)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
     start = _Start()
     with (
-        Engine(client, make_slots, max_waiting=len(prompts), during_step=start.step, **own) as engine,
+        Engine(client, make_store, max_waiting=len(prompts), during_step=start.step, **own) as engine,
         start.decided(),  # before the engine is closed, which waits for the step that waits for this
         counting("answering", progress) as report,
     ):
@@ -240,7 +240,7 @@ def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
 
 def _named(
     adapters: Sequence[str | Path | None], separate_calls: bool
-) -> tuple[list[str | None], MakeSlots | None]:  # fmt: skip
+) -> tuple[list[str | None], MakeStore | None]:  # fmt: skip
     """Returns the adapters' names in a store over their common folder, and a function that makes this store; None in
     place of the function if no prompt has an adapter.
 
@@ -261,9 +261,9 @@ def _named(
     if len(roots) > 1:
         raise ConfigurationError(f"the adapters of generate_many lie in one folder, got {len(roots)} folders")
 
-    def make_slots(model: Any, wake: Callable[[], None]) -> AdapterStore:
+    def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
         return AdapterStore(
             model, roots[0], on_ready=wake, dtype=torch.float32, separate_calls=separate_calls
         )  # fmt: skip
 
-    return [None if path is None else path.name for path in paths], make_slots
+    return [None if path is None else path.name for path in paths], make_store

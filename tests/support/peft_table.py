@@ -207,7 +207,7 @@ def _served(case: Case, site: Site, folder: Path) -> float:
         bell.wait_for(loan)
         if loan.failure is not None:
             raise loan.failure
-        got = stepped(store, model, [(loan.slot, ids) for ids in batch()])
+        got = stepped(store, model, [(loan.adapter_index, ids) for ids in batch()])
     finally:
         store.close()
     theirs = PeftModel.from_pretrained(site.local(), str(folder)).eval()

@@ -99,7 +99,7 @@ def served(remote: Any, folder: Path) -> torch.Tensor | str:
         bell.wait_for(loan)
         if loan.failure is not None:
             raise loan.failure
-        return stepped(store, remote, [(loan.slot, IDS)])[0]
+        return stepped(store, remote, [(loan.adapter_index, IDS)])[0]
     except ConfigurationError as exc:
         return str(exc)
     finally:

@@ -35,7 +35,7 @@ from tenant_sdk.model.dora import column_norms_of_sum
 from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.serving.adapters.files import Known, LoraFile, LoraLayer, ModuleFile, OpenAdapter
-from tenant_sdk.serving.adapters.lora import SlotNumbers
+from tenant_sdk.serving.adapters.lora import AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules, ShapeChecks, pack_modules
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError, VeilbaseError
@@ -315,14 +315,14 @@ class Limits:
         max_file_bytes: the largest weights file that is read.
         dtype: the dtype of LoRA adapters in host memory.
         pins_memory: whether LoRA adapters are kept in pinned memory.
-        numbers: the numbering of the slots, which tells which ranks have slots.
+        numbers: the adapter indices, which tell which ranks have places.
         fixed_inputs: the layers whose inputs no adapter may change.
     """
 
     max_file_bytes: int
     dtype: torch.dtype
     pins_memory: bool
-    numbers: SlotNumbers
+    numbers: AdapterIndices
     fixed_inputs: frozenset[str]
 
 

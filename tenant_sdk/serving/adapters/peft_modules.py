@@ -497,7 +497,7 @@ class PackedModules:
 
     @property
     def rank(self) -> int:
-        """Returns `MODULES`, which stands for a rank in the slots of adapters that are kept as modules."""
+        """Returns `MODULES`, which stands for the rank of the places of adapters that are kept as modules."""
         return MODULES
 
 

@@ -1,17 +1,17 @@
 """This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
-memory into a slot (a numbered place on the device).
+memory into a place on the device.
 
-A request holds its adapter by a loan. `Placement` gives slots to loans; a loan waits if no slot of its adapter's
+A request holds its adapter by a loan. `Placement` gives places to loans; a loan waits if no place of its adapter's
 rank is free. Only the loading thread may call its methods `place` and `next_waiting`; any thread may call the others.
 `StoreStatus` holds the numbers by which a store describes itself, for operators and metrics.
 
 Guarantees:
-- a loan has one slot from the time that it is ready until it is released, and until then the slot holds the adapter
+- a loan has one place from the time that it is ready until it is released, and until then the place holds the adapter
   of the loan's digest. A callback is called when a loan is ready or has failed;
-- an adapter that changed on disk counts as a new adapter, with its own digest and slot; requests that hold the old
+- an adapter that changed on disk counts as a new adapter, with its own digest and place; requests that hold the old
   adapter keep it;
-- loans that wait for a slot of one rank get slots in the order in which they began to wait. Loans whose adapter
-  already has a slot overtake a waiting loan at most `MOST_PASSED` times;
+- loans that wait for a place of one rank get places in the order in which they began to wait. Loans whose adapter
+  already has a place overtake a waiting loan at most `MOST_PASSED` times;
 - files are read only from the operator's folder and the folder of downloads, and never fetched from an address in a
   request;
 - one thread loads adapters and others fetch them, so that no step waits for them.
@@ -37,7 +37,7 @@ from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.files import AdapterFolder, Known, OpenAdapter
 from tenant_sdk.serving.adapters.host import HostLoader, HostTier, Limits, PackedAdapter, megabytes
 from tenant_sdk.serving.adapters.loan import AdapterLoan
-from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
+from tenant_sdk.serving.adapters.lora import MODULES, AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.trust.bundle import default_cache
@@ -49,17 +49,17 @@ class StoreStatus:
     """Holds the numbers of adapters on each tier of a store, and how often adapters were moved between tiers.
 
     Attributes:
-        device_adapters, device_held: the number of adapters in slots, and of those that requests hold.
-        device_slots: the number of slots of each rank.
-        device_reusable: the number of slots of all ranks that the next adapter may get, since they are empty or no
-            request holds their adapter. Together with `device_held` they are all slots.
-        device_loads: how often an adapter was copied into a slot.
+        device_adapters, device_held: the number of adapters in places, and of those that requests hold.
+        device_slots: the number of places of each rank.
+        device_reusable: the number of places of all ranks that the next adapter may get, since they are empty or no
+            request holds their adapter. Together with `device_held` they are all places.
+        device_loads: how often an adapter was copied into a place.
         host_adapters, host_bytes, host_budget_bytes: the number of adapters in host memory, the bytes that they take,
             and the most bytes that they may take.
         disk_adapters: the number of the folder's subfolders.
         disk_reads: how often an adapter was read from disk into host memory.
         network_adapters: the number of the catalogue's entries.
-        waiting: the number of loans whose adapter is loaded and that wait for a slot.
+        waiting: the number of loans whose adapter is loaded and that wait for a place.
     """
 
     device_adapters: int
@@ -118,18 +118,18 @@ MOST_OPEN = 32
 """The most adapters whose files stay open from the request until they are loaded. The files of further ones are closed,
 and opened and checked again when it is their turn, since a process may have few files open, often 1,024."""
 MOST_PASSED = 64
-"""A request that waits for a slot is overtaken by at most this number of requests of the same rank whose adapter
-already has a slot. Later requests wait behind the waiting request, so that a slot becomes free."""
+"""A request that waits for a place is overtaken by at most this number of requests of the same rank whose adapter
+already has a place. Later requests wait behind the waiting request, so that a place becomes free."""
 
 
 class Placement:
-    """Assigns the slots of a device tier, and keeps the queues of loans that wait for a slot."""
+    """Assigns the places of a device tier, and keeps the queues of loans that wait for a place."""
 
     def __init__(self, device: DeviceTier) -> None:
         """Makes a placement in which no loan waits.
 
         Args:
-            device: the device tier whose slots are given out.
+            device: the device tier whose places are given out.
         """
         self._device = device
         self._lock = threading.Lock()
@@ -137,29 +137,29 @@ class Placement:
 
     @property
     def num_waiting(self) -> int:
-        """Returns the number of loans whose adapter is loaded and that have no slot yet."""
+        """Returns the number of loans whose adapter is loaded and that have no place yet."""
         with self._lock:
             return sum(not each.loan.released for waiting in self._waiting.values() for each in waiting)
 
     def take(self, loan: AdapterLoan, digest: str) -> bool:
-        """Gives a loan the slot of its adapter, if the adapter is on the device and the loan may overtake those
-        that wait for a slot of the same rank.
+        """Gives a loan the place of its adapter, if the adapter is on the device and the loan may overtake those
+        that wait for a place of the same rank.
 
         Returns:
-            Whether the loan has the slot now. If not, callers must load the adapter and call `place`.
+            Whether the loan has the place now. If not, callers must load the adapter and call `place`.
         """
         with self._lock:
-            slot = self._device.acquire(digest)
-            if slot is None:
+            index = self._device.acquire(digest)
+            if index is None:
                 return False
-            if not self._may_pass(self._device.numbers.place(slot)[0]):
-                self._device.release(slot)
+            if not self._may_pass(self._device.numbers.place(index)[0]):
+                self._device.release(index)
                 return False
-            self._hand_over(loan, slot, digest)
+            self._hand_over(loan, index, digest)
             return True
 
     def place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool = False) -> None:
-        """Gives a loan a slot that holds its adapter, or makes the loan wait for a slot.
+        """Gives a loan a place that holds its adapter, or makes the loan wait for a place.
 
         Args:
             load_request: the load request whose adapter was loaded.
@@ -178,15 +178,15 @@ class Placement:
                 f"{self._device.numbers.ranks[-1]}"
             )
         with self._lock:
-            slot = self._slot_for(load_request, packed.digest, rank, first)
-            if slot is None:
+            index = self._index_for(load_request, packed.digest, rank, first)
+            if index is None:
                 return
-        self._device.fill(slot, packed)
+        self._device.fill(index, packed)
         with self._lock:
-            self._hand_over(load_request.loan, slot, packed.digest)
+            self._hand_over(load_request.loan, index, packed.digest)
 
     def release(self, loan: AdapterLoan) -> int | None:
-        """Ends a loan's hold on its slot. Returns the slot's rank if other loans wait for a slot of this rank."""
+        """Ends a loan's hold on its place. Returns the place's rank if other loans wait for a place of this rank."""
         with self._lock:
             if loan.released:
                 return None
@@ -198,10 +198,10 @@ class Placement:
             return rank if self._waiting[rank] else None
 
     def next_waiting(self, rank: int) -> LoadRequest | None:
-        """Returns the first load request that waits for a slot of a rank, and removes it from the rank's queue.
+        """Returns the first load request that waits for a place of a rank, and removes it from the rank's queue.
 
         Returns:
-            None if none waits, or if the first one cannot get a slot now.
+            None if none waits, or if the first one cannot get a place now.
         """
         with self._lock:
             waiting = self._waiting[rank]
@@ -211,19 +211,19 @@ class Placement:
                 return None
             return waiting.popleft()
 
-    def _slot_for(self, load_request: LoadRequest, digest: str, rank: int, first: bool) -> int | None:
-        """Assigns and returns a slot that callers must fill; returns None if the loan got a filled slot or has to
-        wait. Callers must hold the lock."""
+    def _index_for(self, load_request: LoadRequest, digest: str, rank: int, first: bool) -> int | None:
+        """Assigns a place that callers must fill, and returns its adapter index. Returns None if the loan got a filled
+        place or has to wait. Callers must hold the lock."""
         waiting, loan = self._waiting[rank], load_request.loan
         if first or self._may_pass(rank):
-            slot = self._device.acquire(digest)
-            if slot is not None:
-                self._hand_over(loan, slot, digest)
+            index = self._device.acquire(digest)
+            if index is not None:
+                self._hand_over(loan, index, digest)
                 return None
         if first or not waiting:
-            slot = self._device.assign(digest, rank)
-            if slot is not None:
-                return slot
+            index = self._device.assign(digest, rank)
+            if index is not None:
+                return index
         again = LoadRequest(loan, load_request.origin, digest)
         if first:
             waiting.appendleft(again)
@@ -232,7 +232,7 @@ class Placement:
         return None
 
     def _may_pass(self, rank: int) -> bool:
-        """Returns whether a loan whose adapter has a slot may overtake the first waiting loan, and counts the
+        """Returns whether a loan whose adapter has a place may overtake the first waiting loan, and counts the
         attempt."""
         waiting = self._waiting[rank]
         if not waiting:
@@ -240,13 +240,13 @@ class Placement:
         waiting[0].loan.passed += 1
         return waiting[0].loan.passed <= MOST_PASSED
 
-    def _hand_over(self, loan: AdapterLoan, slot: int, digest: str) -> None:
-        """Makes a slot that is held for a loan the loan's slot, or releases the slot if the loan has been
+    def _hand_over(self, loan: AdapterLoan, index: int, digest: str) -> None:
+        """Makes a place that is held for a loan the loan's place, or releases the place if the loan has been
         released. Callers must hold the lock."""
         if loan.released:
-            self._device.release(slot)
+            self._device.release(index)
         else:
-            loan.placed = (slot, digest)
+            loan.placed = (index, digest)
 
 
 RANKS = (8, 16, 32, 64, 128, 256)
@@ -254,8 +254,9 @@ RANKS = (8, 16, 32, 64, 128, 256)
 its rank is larger than all of them."""
 HOST_BYTES = 1 << 30
 """The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
-MOST_SLOTS = 64
-"""The most slots (adapters on the device) of one rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
+MOST_PLACES = 64
+"""The most places on the device for adapters of one rank. A place without rows costs 3 µs in each layer's
+`grouped_mm`."""
 Tier = Literal["device", "host", "disk", "network"]
 """Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
@@ -296,8 +297,8 @@ class AdapterStore:
                 used.
             VeilbaseError: a call to the provider failed, which a DoRA adapter among `preload` needs.
         """
-        if not 1 <= device_slots <= MOST_SLOTS:
-            raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_SLOTS}, got {device_slots}")
+        if not 1 <= device_slots <= MOST_PLACES:
+            raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_PLACES}, got {device_slots}")
         if dtype not in (torch.bfloat16, torch.float32):
             raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
         self.on_ready = on_ready
@@ -305,7 +306,7 @@ class AdapterStore:
         self._base = base_of(model, tuple(bases))
         self._find_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
-        numbers = SlotNumbers((MODULES, *RANKS), device_slots)
+        numbers = AdapterIndices((MODULES, *RANKS), device_slots)
         self._watch(model, numbers, separate_calls)
         rows: Any = next(model.parameters())
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
@@ -354,18 +355,18 @@ class AdapterStore:
                 opened.close()
         return loan
 
-    def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
+    def in_step(self, index_of_row: Sequence[int]) -> AbstractContextManager[None]:
         """Returns a context in which forward passes of this thread apply to each row the row's own adapter.
 
         Args:
-            slot_of_row: for each row of the pass, the slot of a loan, or 0 for no adapter; ascending.
+            index_of_row: for each row of the pass, the adapter index of a loan, or 0 for no adapter; ascending.
 
         Raises:
-            ConfigurationError: the rows are not in the order of their slots, or a slot is not held.
+            ConfigurationError: the rows are not in the order of these, or a place is not held.
         """
-        if not self._device.are_held(set(slot_of_row) - {0}):
-            raise ConfigurationError("a step names a slot that no loan holds")
-        return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
+        if not self._device.are_held(set(index_of_row) - {0}):
+            raise ConfigurationError("a step names an adapter index that no loan holds")
+        return self._current.of(self._device.numbers.step(index_of_row, self._device.device))
 
     def names(self) -> list[str]:
         """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
@@ -417,7 +418,7 @@ class AdapterStore:
         return StoreStatus(
             device_adapters=device_adapters,
             device_held=device_held,
-            device_slots=self._device.numbers.num_slots,
+            device_slots=self._device.numbers.num_places,
             device_reusable=device_reusable,
             device_loads=self._device.num_loads,
             host_adapters=host_adapters,
@@ -446,12 +447,12 @@ class AdapterStore:
         if padded is None or rank < 1 or not shapes.keys() >= set(names):
             raise ConfigurationError(f"expected a rank from 1 to {numbers.ranks[-1]} and names of linear layers")
         packed = rank * sum(sum(shapes[name]) for name in names) * self._dtype.itemsize
-        slot, status = self._device.slot_bytes(padded, names), self.status()
+        place_bytes, status = self._device.place_bytes(padded, names), self.status()
         return (
-            f"of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
+            f"of rank {rank} on {len(names)} layers: device {numbers.num_places} ({megabytes(place_bytes)} each), "
             f"host {self._host.budget_bytes // max(1, packed)} ({megabytes(packed)} each), "
             f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue; "
-            f"of other kinds: device {numbers.num_slots}"
+            f"of other kinds: device {numbers.num_places}"
         )
 
     def close(self) -> None:
@@ -468,7 +469,7 @@ class AdapterStore:
         for hook in self._hooks:
             hook.detach()
 
-    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers, separate_calls: bool) -> None:
+    def _watch(self, model: torch.nn.Module, numbers: AdapterIndices, separate_calls: bool) -> None:
         """Registers the hooks by which adapters change the model's layers."""
         layers, head = linear_layers(model), head_of(model)
         self._layers = {
@@ -481,7 +482,7 @@ class AdapterStore:
         if head in self._layers:
             self._hooks.append(
                 HeadRows(
-                    model, self._layers[head], self._current, lambda slots: numbers.step(slots, self._device.device)
+                    model, self._layers[head], self._current, lambda indices: numbers.step(indices, self._device.device)
                 )
             )
 
@@ -570,11 +571,11 @@ class AdapterStore:
                 self._fail(load_request, failure)
 
     def _load(self, load_request: LoadRequest, first: bool = False) -> None:
-        """Loads an adapter onto the device for a loan. Only the loading thread runs this, and only it assigns slots.
+        """Loads an adapter onto the device for a loan. Only the loading thread runs this, and only it assigns places.
 
         Args:
             load_request: the loan and the adapter to load.
-            first: whether the loan has already waited for a slot.
+            first: whether the loan has already waited for a place.
         """
         try:
             if load_request.loan.released:
@@ -633,7 +634,7 @@ class AdapterStore:
                 self.loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives free slots of a rank to the loans that wait for a slot, in the order of waiting. Only the loading
+        """Gives free places of a rank to the loans that wait for a place, in the order of waiting. Only the loading
         thread runs this."""
         while (load_request := self._placement.next_waiting(rank)) is not None:
             self._load(load_request, first=True)

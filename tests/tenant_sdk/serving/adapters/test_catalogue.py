@@ -121,9 +121,11 @@ def test_a_request_fetches_what_the_catalogue_names_once(
     loans = held(store, bell, "support", "support", "other")
     assert asked == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
     assert {loan.digest for loan in loans} == {digest(made).removeprefix("sha256:")}
-    assert len({loan.slot for loan in loans}) == 1
+    assert len({loan.adapter_index for loan in loans}) == 1
     expected = peft_logits(base_model(), made, IDS)
-    assert (stepped(store, model, [(loans[0].slot, IDS)])[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (
+        stepped(store, model, [(loans[0].adapter_index, IDS)])[0] - expected
+    ).abs().max() < 1e-5 * expected.abs().max()
     for unknown in ("nobody", f"{url}/good", "../good", "hf://acme/other"):
         with pytest.raises(ConfigurationError, match="names no adapter"):
             store.reserve(unknown)

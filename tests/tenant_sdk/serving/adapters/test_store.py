@@ -1,4 +1,4 @@
-"""Tests the tiers, budgets and waiting of the adapter store: which request gets a slot when, and which errors it
+"""Tests the tiers, budgets and waiting of the adapter store: which request gets a place when, and which errors it
 gets."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def root(model: Any, tmp_path: Path) -> Path:
 
 
 def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
-    """Waits until all reserved adapters are loaded, in a store with one slot of each rank.
+    """Waits until all reserved adapters are loaded, in a store with one place of each rank.
 
     To know this, the function reserves two adapters of another rank. One of them has to be loaded, and that comes after
     all earlier ones.
@@ -96,29 +96,29 @@ def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)
 
 
-def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
+def test_what_has_a_place_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (first,) = held(store, bell, "a1")
     second = store.reserve("a1")
     assert second.is_ready()
-    assert (second.slot, second.digest) == (first.slot, first.digest)
+    assert (second.adapter_index, second.digest) == (first.adapter_index, first.digest)
     first.release()
     first.release()  # once more does nothing
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     second.release()
     assert store.reserve("a1").is_ready()
     store.close()
 
 
-def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
+def test_loans_say_nothing_before_they_are_ready_and_no_place_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     with held_up(host_module, "pack") as (_, go_on):
         loan = store.reserve("a1")
         assert not loan.is_ready()
-        with pytest.raises(ConfigurationError, match="not in a slot"):
-            _ = loan.slot
+        with pytest.raises(ConfigurationError, match="not in a place"):
+            _ = loan.adapter_index
         with pytest.raises(ConfigurationError, match="not loaded yet"):
             _ = loan.digest
         go_on.set()
@@ -127,12 +127,12 @@ def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, r
     loan.release()
     assert not loan.is_ready()
     assert loan.digest == digest
-    with pytest.raises(ConfigurationError, match="not in a slot"):
-        _ = loan.slot
+    with pytest.raises(ConfigurationError, match="not in a place"):
+        _ = loan.adapter_index
     store.close()
 
 
-def test_the_slot_used_longest_ago_goes_first(model: Any, root: Path, no_racy_files: None) -> None:
+def test_the_place_used_longest_ago_goes_first(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=2)
     one, two = held(store, bell, "a1", "a2")
@@ -142,7 +142,7 @@ def test_the_slot_used_longest_ago_goes_first(model: Any, root: Path, no_racy_fi
     (three,) = held(store, bell, "a3")
     assert store.reserve("a1").is_ready()
     assert not store.reserve("a2").is_ready()
-    assert answers(store, model, [three.slot]) == [code_of(3)]
+    assert answers(store, model, [three.adapter_index]) == [code_of(3)]
     store.close()
 
 
@@ -154,7 +154,7 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
 
     def use(name: str) -> None:
         (loan,) = held(store, bell, name)
-        assert answers(store, model, [loan.slot]) == [code_of(int(name[1:]))]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(int(name[1:]))]
         loan.release()
 
     for name in ("a1", "a2", "a1"):
@@ -170,17 +170,17 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
     store.close()
 
 
-def test_every_slot_is_held_or_reusable(model: Any, root: Path) -> None:
+def test_every_place_is_held_or_reusable(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=2)
-    num_slots = store.status().device_reusable
-    assert num_slots == 2 * (len(RANKS) + 1), "each rank has slots, and so have the adapters of other kinds"
+    num_places = store.status().device_reusable
+    assert num_places == 2 * (len(RANKS) + 1), "each rank has places, and so have the adapters of other kinds"
     loans = held(store, bell, "a1", "a1", "a2", "wide")
-    assert (store.status().device_held, store.status().device_reusable) == (3, num_slots - 3)
+    assert (store.status().device_held, store.status().device_reusable) == (3, num_places - 3)
     for loan in loans:
         loan.release()
     assert (store.status().device_adapters, store.status().device_held) == (3, 0)
-    assert store.status().device_reusable == num_slots
+    assert store.status().device_reusable == num_places
     store.close()
 
 
@@ -197,7 +197,7 @@ def test_an_adapter_that_cannot_be_used_counts_as_no_load(model: Any, root: Path
     store.close()
 
 
-def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) -> None:
+def test_more_adapters_than_places_wait_in_their_order(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (first,) = held(store, bell, "a1")
@@ -210,7 +210,7 @@ def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) ->
     for number, (before, after) in zip((2, 4), ((first, waiting[0]), (waiting[0], waiting[2])), strict=True):
         before.release()
         bell.wait_for(after)
-        assert answers(store, model, [after.slot]) == [code_of(number)]
+        assert answers(store, model, [after.adapter_index]) == [code_of(number)]
     assert not waiting[1].is_ready()
     store.close()
 
@@ -224,16 +224,16 @@ def test_an_adapter_that_is_dropped_stays_until_its_last_request_ends(
     store.drop("a1")
     first.release()
     store.loader.submit(lambda: None).result()
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     assert store.status().device_adapters == 1
     second.release()
     store.loader.submit(lambda: None).result()
     status = store.status()
     assert (status.device_adapters, status.host_adapters, status.host_bytes) == (0, 0, 0)
     assert status.device_reusable == 1 + len(RANKS)
-    for name, code in (("a2", 2), ("a1", 1)):  # the slot is as good as new
+    for name, code in (("a2", 2), ("a1", 1)):  # the place is as good as new
         (loan,) = held(store, bell, name)
-        assert answers(store, model, [loan.slot]) == [code_of(code)]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(code)]
         loan.release()
     store.close()
 
@@ -244,13 +244,13 @@ def test_other_ranks_do_not_wait(model: Any, root: Path) -> None:
     held(store, bell, "a1")
     late = store.reserve("a2")
     (wide,) = held(store, bell, "wide")
-    assert answers(store, model, [wide.slot]) == [code_of(77)]
+    assert answers(store, model, [wide.adapter_index]) == [code_of(77)]
     assert not late.is_ready()
     store.close()
 
 
 def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, no_racy_files: None) -> None:
-    """Requests for a popular adapter would never leave its slot free. After some time they queue behind the request
+    """Requests for a popular adapter would never leave its place free. After some time they queue behind the request
     that waits."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
@@ -267,11 +267,11 @@ def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, n
     bell.wait_for(other)
     other.release()
     bell.wait_for(following)
-    assert answers(store, model, [following.slot]) == [code_of(1)]
+    assert answers(store, model, [following.adapter_index]) == [code_of(1)]
     store.close()
 
 
-def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
+def test_who_was_to_have_a_place_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (holder,) = held(store, bell, "a1")
@@ -279,7 +279,7 @@ def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, ro
     loaded_so_far(store, bell)
     with held_up(Placement, "place") as (begun, go_on):
         holder.release()
-        begun.wait()  # a2 is about to have the slot
+        begun.wait()  # a2 is about to have the place
         holder = store.reserve("a1")  # its adapter is still there
         assert holder.is_ready()
         go_on.set()
@@ -288,11 +288,11 @@ def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, ro
     holder.release()
     bell.wait_for(waiting[0])
     assert not waiting[1].is_ready()
-    assert answers(store, model, [waiting[0].slot]) == [code_of(2)]
+    assert answers(store, model, [waiting[0].adapter_index]) == [code_of(2)]
     store.close()
 
 
-def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, root: Path) -> None:
+def test_who_comes_later_does_not_take_the_place_of_one_that_waits(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (holder,) = held(store, bell, "a1")
@@ -300,18 +300,18 @@ def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, ro
     loaded_so_far(store, bell)
     with held_up(Placement, "place") as (begun, go_on):
         later = store.reserve("a3")
-        begun.wait()  # a3 is about to look for a slot
+        begun.wait()  # a3 is about to look for a place
         holder.release()
         go_on.set()
         bell.wait_for(waiting)
     assert not later.is_ready()
     waiting.release()
     bell.wait_for(later)
-    assert answers(store, model, [later.slot]) == [code_of(3)]
+    assert answers(store, model, [later.adapter_index]) == [code_of(3)]
     store.close()
 
 
-def test_a_loan_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
+def test_a_loan_that_is_released_while_it_loads_gives_its_place_back(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     with held_up(DeviceTier, "fill") as (begun, go_on):
@@ -322,15 +322,15 @@ def test_a_loan_that_is_released_while_it_loads_gives_its_slot_back(model: Any, 
         go_on.set()
         bell.wait_for(waiting)
     assert not loan.is_ready()
-    assert answers(store, model, [waiting.slot]) == [code_of(2)]
+    assert answers(store, model, [waiting.adapter_index]) == [code_of(2)]
     assert store.status().device_held == 1
     store.close()
 
 
-def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
+def test_a_place_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
-    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
+    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no place
         for loan in held(store, bell, name):
             loan.release()
     with held_up(DeviceTier, "fill") as (begun, go_on):
@@ -341,8 +341,8 @@ def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_fi
         assert not second.is_ready()
         go_on.set()
         bell.wait_for(first, second)
-    assert first.slot == second.slot
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert first.adapter_index == second.adapter_index
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     store.close()
 
 
@@ -369,13 +369,13 @@ def test_an_adapter_with_nan_fails_its_own_loan_only(model: Any, root: Path, no_
     loans = [store.reserve(name) for name in ("a1", "a2", "a3")]
     bell.wait_for(*loans)
     assert str(loans[1].failure) == "the adapter a2 holds NaN or infinite numbers, or such as torch.bfloat16 has not"
-    assert answers(store, model, [loans[0].slot, loans[2].slot]) == [code_of(1), code_of(3)]
+    assert answers(store, model, [loans[0].adapter_index, loans[2].adapter_index]) == [code_of(1), code_of(3)]
     with pytest.raises(ConfigurationError, match="holds NaN"):  # known by now, and not read again
         store.reserve("a2")
     save_coded(model, root / "a2", code_of(2), RANK, seed=2)
     os.utime(path, (1, 1))  # the file system's clock may not have ticked since
     (mended,) = held(store, bell, "a2")
-    assert answers(store, model, [mended.slot]) == [code_of(2)]
+    assert answers(store, model, [mended.adapter_index]) == [code_of(2)]
     store.close()
 
 
@@ -422,7 +422,7 @@ def test_a_device_without_memory_fails_one_loan(
         bell.wait_for(loan)
         assert str(loan.failure) == "the adapter a1 cannot be loaded (RuntimeError)"
     (again,) = held(store, bell, "a1")
-    assert answers(store, model, [again.slot]) == [code_of(1)]
+    assert answers(store, model, [again.adapter_index]) == [code_of(1)]
     store.close()
 
 
@@ -478,12 +478,12 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     (loan,) = held(store, bell, "a1")
     with held_up(host_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
-        assert answers(store, model, [loan.slot]) == [code_of(1)]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(1)]
         assert store.reserve("a1").is_ready()
         assert not stuck.is_ready()
         go_on.set()
         bell.wait_for(stuck)
-    assert answers(store, model, [stuck.slot]) == [code_of(2)]
+    assert answers(store, model, [stuck.adapter_index]) == [code_of(2)]
     store.close()
 
 
@@ -561,7 +561,7 @@ def test_few_files_are_open_however_many_adapters_wait(model: Any, root: Path, n
         bell.wait_for(*loans)
     store.loader.submit(lambda: None).result()
     assert open_files() == []
-    assert answers(store, model, sorted({loan.slot for loan in loans}))
+    assert answers(store, model, sorted({loan.adapter_index for loan in loans}))
     store.close()
 
 
@@ -608,5 +608,5 @@ def test_a_file_that_changes_between_the_request_and_the_load_is_read_as_it_is_t
                 (root / "a3" / file).rename(root / "a2" / file)
         go_on.set()
         bell.wait_for(first, loan)
-    assert answers(store, model, [first.slot, loan.slot]) == [code_of(1), code_of(3)]
+    assert answers(store, model, [first.adapter_index, loan.adapter_index]) == [code_of(1), code_of(3)]
     store.close()
