@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tenant_sdk.plain_values import WrongOption
+from tenant_sdk.serving.settings import RequestOptions, StoreOptions
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.tuning import NotTunedWarning, tune
 from wire.errors import (
@@ -113,10 +114,12 @@ __all__ = [
     "RemoteFault",
     "RemoteWeightError",
     "RequestError",
+    "RequestOptions",
     "SeedExhausted",
     "SlotsExhausted",
     "Speculation",
     "StorageError",
+    "StoreOptions",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",

@@ -20,6 +20,7 @@ from noise.options import DEFAULT_MASK
 from tenant_sdk import embedded
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
+from tenant_sdk.options import takes_options
 from tenant_sdk.plan import make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
@@ -27,9 +28,9 @@ from tenant_sdk.session import Session, open_bundle, open_session, open_text
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
 from tenant_sdk.training.settings import (
     FinetuneKeywords,
+    FinetuneOptions,
     FinetuneResult,
     finetune_options,
-    takes_finetune_options,
 )
 from tenant_sdk.tuning import warn_if_not_tuned
 from wire.errors import ConfigurationError
@@ -268,7 +269,7 @@ class TenantClient:
                 model.generation_config = generation_settings(text, model.config)
             return model
 
-    @takes_finetune_options
+    @takes_options(FinetuneOptions)
     def finetune(
         self,
         data: Any,
@@ -365,8 +366,9 @@ class TenantClient:
             progress: whether a progress bar is shown on stderr.
             options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
                 to every prompt; the options kv_dtype, kv_bytes, max_running, step_tokens, speculation, prefix_bytes,
-                max_context and kv_device of `Engine`; and separate_calls of `AdapterStore`, which adapters that change
-                inputs need (OFT, BOFT, HRA, some IA3).
+                max_context and kv_device of `Engine`; and the options device_slots, host_bytes, bases and
+                separate_calls of `AdapterStore`. Adapters that change inputs need the last one (OFT, BOFT, HRA, some
+                IA3).
 
         Returns:
             The answers, in the order of the prompts.

@@ -27,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
+from tenant_sdk.options import from_keywords, takes_options
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep, HeadRows
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
@@ -40,6 +41,7 @@ from tenant_sdk.serving.adapters.loan import AdapterLoan
 from tenant_sdk.serving.adapters.lora import MODULES, AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
+from tenant_sdk.serving.settings import StoreKeywords, StoreOptions
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -252,11 +254,6 @@ class Placement:
 RANKS = (8, 16, 32, 64, 128, 256)
 """The ranks of the stacks. An adapter is padded to the smallest of these ranks that is large enough, and is refused if
 its rank is larger than all of them."""
-HOST_BYTES = 1 << 30
-"""The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
-MOST_PLACES = 64
-"""The most places on the device for adapters of one rank. A place without rows costs 3 µs in each layer's
-`grouped_mm`."""
 Tier = Literal["device", "host", "disk", "network"]
 """Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
@@ -266,52 +263,44 @@ NUM_FETCHERS = 2
 class AdapterStore:
     """Gives adapters by name to many requests, and applies to each row of a step the row's own adapter."""
 
+    @takes_options(StoreOptions)
     def __init__(
-        self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
-        device_slots: int = 16, host_bytes: int = HOST_BYTES, on_ready: Callable[[], None] | None = None, *,
-        dtype: torch.dtype = torch.bfloat16, bases: Sequence[str] = (), preload: Sequence[str] = (),
-        cache: str | Path | None = None, separate_calls: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        root: str | Path | None,
+        *,
+        on_ready: Callable[[], None] | None = None,
+        **options: Unpack[StoreKeywords],
+    ) -> None:
         """Opens a store over a model.
 
         Args:
             model: a transformers model; its linear layers have hooks until `close`.
             root: the folder of PEFT adapters, one subfolder each; None if all adapters come from the catalogue.
-            catalogue: the operator's list of adapters to fetch, or the path of its file.
-            device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
-                adapters of all other kinds together.
-            host_bytes: the most bytes of adapters in host memory.
             on_ready: called without arguments, from any thread, when a loan that was not ready at once is ready or
                 has failed.
-            dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
-                numbers unrounded. Adapters of other kinds keep the dtypes of their files.
-            bases: further names of this model's weights, which adapters may name as their base model.
-            preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
-            cache: the folder of downloads; None means `adapters` in the client's cache.
-            separate_calls: whether layers that share a call to the provider, such as q, k and v, get a call each, in
-                every step. Adapters that change the inputs of such a layer (OFT, BOFT, HRA, some IA3) need this, and
-                are refused otherwise: if only their steps had more calls, the provider would see which steps these are.
+            **options: those of `StoreOptions`.
 
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
                 used.
             VeilbaseError: a call to the provider failed, which a DoRA adapter among `preload` needs.
         """
-        if not 1 <= device_slots <= MOST_PLACES:
-            raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_PLACES}, got {device_slots}")
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
+        own = from_keywords(StoreOptions, options, "AdapterStore")
+        own.check()
+        dtype: torch.dtype = getattr(torch, str(own.dtype_name))
         self.on_ready = on_ready
-        self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base = base_of(model, tuple(bases))
-        self._find_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
+        self._dtype, self._host = dtype, HostTier(own.host_bytes)
+        self._base = base_of(model, tuple(own.bases))
+        cache = default_cache() / "adapters" if own.cache is None else Path(own.cache)
+        self._find_folders(root, own.catalogue, cache)
         self._known, self._current = Known(), CurrentStep()
-        numbers = AdapterIndices((MODULES, *RANKS), device_slots)
-        self._watch(model, numbers, separate_calls)
+        numbers = AdapterIndices((MODULES, *RANKS), own.device_slots)
+        self._watch(model, numbers, own.separate_calls)
         rows: Any = next(model.parameters())
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
-        fixed_inputs = frozenset[str]() if separate_calls else self._base.in_groups
+        fixed_inputs = frozenset[str]() if own.separate_calls else self._base.in_groups
         limits = Limits(self._max_file_bytes, dtype, self._device.device.type == "cuda", numbers, fixed_inputs)
         likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
         self._host_loader = HostLoader(self._base, likes, self._host, self._known, limits)
@@ -324,7 +313,7 @@ class AdapterStore:
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetcher")
         self._closed = False
         try:
-            self._preload(preload)
+            self._preload(own.preload)
         except BaseException:
             self.close()
             raise
