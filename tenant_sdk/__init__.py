@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
     from tenant_sdk.peft_model import FewLayersWarning, adapted_model
+    from tenant_sdk.plan import Trust
     from tenant_sdk.serving.adapters import AdapterStore
     from tenant_sdk.serving.adapters.peft_settings import NotServed
     from tenant_sdk.serving.engine import Engine
@@ -125,6 +126,7 @@ __all__ = [
     "TenantClient",
     "TokenizerFailed",
     "TransportError",
+    "Trust",
     "Unauthenticated",
     "Unavailable",
     "UnknownLayer",
@@ -168,6 +170,7 @@ _MODULE_OF = {
     "TemplateRefuses": "tenant_sdk.generate",
     "TenantClient": "tenant_sdk.client",
     "TokenizerFailed": "tenant_sdk.text.source",
+    "Trust": "tenant_sdk.plan",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "adapted_model": "tenant_sdk.peft_model",
     "check_run": "tenant_sdk.model.run_state",
