@@ -57,7 +57,7 @@ def from_keywords(kind: type[_Options], given: Mapping[str, Any], method: str) -
     Raises:
         TypeError: there is no such option; the text names the nearest one.
     """
-    known = names_of(kind)
+    known = option_names(kind)
     for name in given:
         if name not in known:
             meant = nearest(name, known)
@@ -66,7 +66,7 @@ def from_keywords(kind: type[_Options], given: Mapping[str, Any], method: str) -
     return kind(**given)
 
 
-def names_of(kind: Any) -> tuple[str, ...]:
+def option_names(kind: Any) -> tuple[str, ...]:
     """Returns the names of a dataclass's options."""
     return tuple(each.name for each in dataclasses.fields(kind))
 

@@ -7,7 +7,6 @@ is opened without following links (serving/adapters/files.py).
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request
+from tenant_sdk.serving.adapters.files import NAME
 from tenant_sdk.serving.adapters.loan import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000
 _LOAD_S = 60.0
 _POLL_S = 0.01
@@ -157,7 +156,7 @@ class ModelNames:
         """
         if self.store is None:
             raise bad_request("this server was started without --adapters")
-        if _NAME.fullmatch(name) is None or name == self.base:
+        if NAME.fullmatch(name) is None or name == self.base:
             raise bad_request("expected a name of letters, digits, dots, dashes and underscores", "lora_name")
         subfolder = self._subfolder(name if path is None else path)
         self._check_free(name, subfolder)
@@ -211,7 +210,7 @@ class ModelNames:
         rest = path
         if self._root is not None and path.startswith("/"):
             rest = path.removeprefix(f"{str(self._root.absolute()).rstrip('/')}/")
-        if _NAME.fullmatch(rest) is None:
+        if NAME.fullmatch(rest) is None:
             raise bad_request("expected a direct subfolder of the folder of adapters", "lora_path", "outside_root")
         return rest
 

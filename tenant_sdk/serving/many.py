@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from runtime.command_line import instead
-from tenant_sdk.options import from_keywords, names_of
+from tenant_sdk.options import from_keywords, option_names
 from tenant_sdk.plain_values import adapter_folder
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
@@ -37,7 +37,7 @@ from wire.errors import (
     VeilbaseError,
 )
 
-_OF_A_REQUEST = names_of(RequestOptions)
+_OF_A_REQUEST = option_names(RequestOptions)
 """The names of the options that are passed to `Engine.submit` for each prompt."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""

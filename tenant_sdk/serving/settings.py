@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from tenant_sdk.options import from_keywords, names_of, told
+from tenant_sdk.options import from_keywords, option_names, told
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from wire.errors import ConfigurationError
 
@@ -273,6 +273,6 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
 
 def split_store_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns those of some keyword arguments that are options of a store of adapters, and the others."""
-    own = names_of(StoreOptions)
+    own = option_names(StoreOptions)
     store = {name: value for name, value in options.items() if name in own}
     return store, {name: value for name, value in options.items() if name not in own}

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import hashlib
 import json
 import math
@@ -57,10 +58,11 @@ from tenant_sdk.serving.adapters.peft_settings import (
     served_settings,
 )
 from tenant_sdk.serving.adapters.targets import Base
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError, StorageError, VeilbaseError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Finds the names that an adapter may have, none of which leads out of a folder."""
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 # ---- what the weights' file holds ------------------------------------------------------------------------------------
@@ -437,6 +439,22 @@ Stamp = tuple[tuple[int, int, int, int, int], ...]
 """The stamp of an adapter: device, inode, size, mtime and ctime of both files, which change if a file changes."""
 
 
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""The errors with which the operating system says that it has no more open files or memory."""
+
+
+@contextlib.contextmanager
+def _disk_errors(name: str) -> Iterator[None]:
+    """Raises StorageError in place of an error of the operating system, which is no reason to remember that the adapter
+    cannot be used."""
+    try:
+        yield
+    except OSError as exc:
+        raise StorageError(
+            f"the files of the adapter {ascii(name)[1:-1][:200]} cannot be read: {exc.strerror}"
+        ) from exc
+
+
 def _stamp_of(*files: int) -> Stamp:
     stats = [os.fstat(file) for file in files]
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
@@ -505,6 +523,7 @@ class OpenAdapter:
 
         Raises:
             ConfigurationError: a file is too large, or the adapter cannot be used.
+            StorageError: the disk does not give the files' bytes.
         """
         if self._contents is None:
             found, num_bytes = self._read_start(base, max_file_bytes), self.stamp[1][2]
@@ -545,6 +564,7 @@ class OpenAdapter:
 
         Raises:
             ConfigurationError: the file became shorter.
+            StorageError: the disk does not give the file's bytes.
         """
         stored = () if self._contents is None else self._contents.tensors
         memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
@@ -571,11 +591,12 @@ class OpenAdapter:
     def has_digest(self, digest: str) -> bool:
         """Returns whether the files have this digest. This reads both files whole, without checking them."""
         found = hashlib.sha256()
-        for file in self._files:
-            offset = 0
-            while piece := os.pread(file, 1 << 20, offset):
-                found.update(piece)
-                offset += len(piece)
+        with _disk_errors(self.name):
+            for file in self._files:
+                offset = 0
+                while piece := os.pread(file, 1 << 20, offset):
+                    found.update(piece)
+                    offset += len(piece)
         return found.hexdigest() == digest and _stamp_of(*self._files) == self.stamp
 
     def _read_start(self, base: Base, max_file_bytes: int) -> dict[str, Any]:
@@ -587,11 +608,13 @@ class OpenAdapter:
             raise ConfigurationError(
                 f"the adapter {self.name} has {num_bytes} bytes of weights: at most {max_file_bytes} fit"
             )
-        content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
+        with _disk_errors(self.name):
+            content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
         if len(content) > MAX_CONFIG_BYTES:
             raise ConfigurationError(f"the adapter {self.name} has more than {MAX_CONFIG_BYTES} bytes of settings")
-        start = os.pread(weights, 8, 0)
-        self._header = os.pread(weights, header_bytes(self.name, start, num_bytes), 8)
+        with _disk_errors(self.name):
+            start = os.pread(weights, 8, 0)
+            self._header = os.pread(weights, header_bytes(self.name, start, num_bytes), 8)
         self._digest = hashlib.sha256(content + start + self._header)
         self._settings = read_settings(self.name, content, base)
         return self._settings
@@ -599,7 +622,8 @@ class OpenAdapter:
     def _fill(self, view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
-            count = os.preadv(self._files[1], [view[done:]], begin + done)
+            with _disk_errors(self.name):
+                count = os.preadv(self._files[1], [view[done:]], begin + done)
             if count == 0:
                 raise ConfigurationError(f"the adapter {self.name} became shorter while it was read")
             done += count
@@ -628,7 +652,7 @@ class AdapterFolder:
                 folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
         except OSError as exc:
             raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
-        return sorted(name for name in folders if _NAME.fullmatch(name) and not self._is_of_a_run(name))
+        return sorted(name for name in folders if NAME.fullmatch(name) and not self._is_of_a_run(name))
 
     def _is_of_a_run(self, name: str) -> bool:
         """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""
@@ -644,13 +668,14 @@ class AdapterFolder:
 
         Raises:
             ConfigurationError: there is no such adapter, or it lacks one of the files.
+            StorageError: the operating system cannot open the files now, such as for want of descriptors.
         """
         subfolder = name if subfolder is None else subfolder
-        if not isinstance(subfolder, str) or _NAME.fullmatch(subfolder) is None:
+        if not isinstance(subfolder, str) or NAME.fullmatch(subfolder) is None:
             raise ConfigurationError(
                 f"{ascii(name)[:200]} cannot be an adapter's name: at most 128 letters, digits, '.', '_' and '-'"
             )
-        with contextlib.ExitStack() as stack:
+        with _disk_errors(name), contextlib.ExitStack() as stack:
             root = _opened(stack, self._root, os.O_DIRECTORY, None)
             folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
             if folder is None:
@@ -660,7 +685,7 @@ class AdapterFolder:
     def has(self, name: str) -> bool:
         """Returns whether the folder has an adapter of this name now, usable or not; only this adapter is looked for,
         however many there are."""
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or NAME.fullmatch(name) is None:
             return False
         try:
             is_folder = stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
@@ -675,8 +700,9 @@ def opened_by_user(folder: Path) -> OpenAdapter:
 
     Raises:
         ConfigurationError: there is no such folder, or it lacks one of the files.
+        StorageError: the operating system cannot open the files now, such as for want of descriptors.
     """
-    with contextlib.ExitStack() as stack:
+    with _disk_errors(str(folder)), contextlib.ExitStack() as stack:
         fd = _opened(stack, folder, os.O_DIRECTORY, None)
         if fd is None:
             raise ConfigurationError(f"there is no adapter folder {folder}")
@@ -686,7 +712,9 @@ def opened_by_user(folder: Path) -> OpenAdapter:
 def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: int | None) -> int | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
-    except OSError:
+    except OSError as exc:
+        if exc.errno in _LACKS:  # nothing is wrong with the adapter
+            raise
         return None
     stack.callback(os.close, fd)
     wanted = stat.S_ISDIR if flags & os.O_DIRECTORY else stat.S_ISREG

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from tenant_sdk import cli
-from tenant_sdk.options import flag_of, from_keywords, names_of
+from tenant_sdk.options import flag_of, from_keywords, option_names
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Catalogue
 from tenant_sdk.serving.engine import Engine
@@ -45,7 +45,7 @@ def test_help_shows_every_option(method: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [RequestOptions, StoreOptions])
 def test_an_option_that_there_is_not_is_named_with_the_nearest_one(kind: Any) -> None:
-    first = names_of(kind)[1]
+    first = option_names(kind)[1]
     with pytest.raises(TypeError, match=rf"made\(\) got an unexpected keyword argument '{first}x'.* mean {first}\?"):
         from_keywords(kind, {f"{first}x": 1}, "made")
 

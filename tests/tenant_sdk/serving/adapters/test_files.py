@@ -3,6 +3,7 @@ opened."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, AdapterFolder, Lo
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
 from tests.support.saved_adapters import base_model, save_adapter
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, StorageError
 
 _BASE = base_of(base_model())
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -198,6 +199,24 @@ def test_a_file_that_shrinks_meanwhile(folder: AdapterFolder, root: Path, monkey
     monkeypatch.setattr(os, "preadv", shortened)
     with pytest.raises(ConfigurationError, match="became shorter"):
         packed_from(folder)
+
+
+@pytest.mark.parametrize("function", ["open", "pread", "preadv"])
+def test_what_the_disk_does_not_give_is_told_in_one_line(
+    function: str, folder: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with the adapter, so that the error is none that is remembered."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = open_files()
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(StorageError) as caught:
+        packed_from(folder)
+    monkeypatch.undo()
+    assert str(caught.value) == "the files of the adapter good cannot be read: Too many open files"
+    assert open_files() == before
 
 
 def test_a_change_shows_in_the_stamp(folder: AdapterFolder, root: Path) -> None:
