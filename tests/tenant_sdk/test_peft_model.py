@@ -405,6 +405,30 @@ def test_another_adapter_with_the_same_times_counts_at_once(
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
 
 
+def test_the_files_are_opened_and_parsed_once(
+    folder: Path, chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    parsed: list[str] = []
+    open_file, loads = os.open, json.loads
+
+    def opening(path: Any, *args: Any, **options: Any) -> int:
+        opened.extend([path] if path in (CONFIG, WEIGHTS) else [])
+        return open_file(path, *args, **options)
+
+    def parsing(text: Any, **options: Any) -> Any:
+        parsed.extend([text] if "peft_type" in str(text) or "lora_A" in str(text) else [])
+        return loads(text, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(json, "loads", parsing)
+    adapted_model(chat_client, folder)
+    assert opened == [CONFIG, WEIGHTS]
+    assert len(parsed) == 2  # the settings, and the header
+    adapted_model(chat_client, folder)
+    assert len(parsed) == 2
+
+
 def test_an_adapter_that_stays_is_loaded_once(folder: Path, chat_client: TenantClient) -> None:
     first = adapted_model(chat_client, folder)
     (folder / CONFIG).touch()
