@@ -26,7 +26,7 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, Trust, cli
 from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
-from tenant_sdk.plan import Plan
+from tenant_sdk.plan import Plan, make_plan
 from tenant_sdk.testing import character_tokenizer
 from tests.support.chat_model import make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
@@ -557,7 +557,16 @@ def test_errors_of_the_command(
 
 def plan_of(**options: Any) -> Plan:
     """Returns the plan of a client that is not connected."""
-    return TenantClient("inproc:smollm2-135m", **options)._plan
+    made: list[Plan] = []
+
+    def noted(**given: Any) -> Plan:
+        made.append(make_plan(**given))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tenant_sdk.client.make_plan", noted)
+        TenantClient("inproc:smollm2-135m", **options)
+    return made[0]
 
 
 TRUST: dict[str, Any] = {

@@ -112,9 +112,9 @@ def test_flags_become_options_of_the_store(tmp_path: Path, monkeypatch: pytest.M
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(cli, "_client", lambda **_: Client())
+    monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
     monkeypatch.setattr("tenant_sdk.endpoint.command.serve_command", lambda *_, **options: given.update(options))
-    words = ["serve", "--unverified", "--port", "0", "--adapters", str(tmp_path)]
+    words = ["serve", "--unverified", "--port", "0", "--adapters", str(tmp_path), "--url", f"inproc:{tmp_path}"]
     flags = ["--device-slots", "3", "--base-name", "a", "--base-name", "b", "--adapter-dtype", "fp32"]
     ran = CliRunner().invoke(cli.app, [*words, *flags, "--separate-calls"])
     assert ran.exit_code == 0, ran.output
